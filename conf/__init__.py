@@ -1,0 +1,1 @@
+"""The shipped configuration values, installed as the package `hpc_train.conf`."""

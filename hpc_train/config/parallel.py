@@ -1,0 +1,26 @@
+"""conf/parallel: how a model is spread over ranks. Mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+
+from __future__ import annotations
+
+from hpc_train.config.schema import schema, setting
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+@schema
+class ParallelConfig:
+    """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
+
+    strategy: str = setting("ddp", choices=STRATEGIES)
+    """ddp replicates everything; zero3 shards parameters, gradients and optimizer state (FSDP2)."""
+    pp: int = setting(1, ge=-1)
+    dp_replicate: int | None = setting(None, ge=-1)
+    """None: -1 for ddp, else 1."""
+    dp_shard: int | None = setting(None, ge=-1)
+    """None: -1 for the zero strategies, else 1."""
+    cp: int = setting(1, ge=-1)
+    tp: int = setting(1, ge=-1)
+    bucket_mib: float = setting(25.0, gt=0)
+    """Size of ddp's gradient buckets."""
+    reshard_after_forward: bool = True
+    """zero3: free the gathered parameters after forward (less memory) or keep them for backward (less communication)."""

@@ -1,0 +1,80 @@
+"""How a config dataclass is declared: typed fields with their legal range, sealed once they are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, dataclass_transform
+
+T = TypeVar("T")
+_SEALED = "_sealed"
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a field accepts beside its type; None means no limit on that side."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] | None = None
+
+    def problem(self, value: Any) -> str | None:
+        """Why `value` is outside, in the words of an error message; None if it is inside."""
+        if self.choices is not None and value not in self.choices:
+            return f"must be one of {', '.join(self.choices)}"
+        for limit, ok, sign in (
+            (self.ge, lambda v, b: v >= b, ">="),
+            (self.gt, lambda v, b: v > b, ">"),
+            (self.le, lambda v, b: v <= b, "<="),
+            (self.lt, lambda v, b: v < b, "<"),
+        ):
+            if limit is not None and not ok(value, limit):  # NaN fails every comparison
+                return f"must be {sign} {limit:g}"
+        return None
+
+
+def setting(
+    default: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field with a default and a legal range. A list, a dict or a class as default is made anew for each instance."""
+    metadata = {"range": Range(ge, gt, le, lt, choices)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass_transform(field_specifiers=(field, setting))
+def schema(cls: type[T]) -> type[T]:
+    """A dataclass that OmegaConf can fill and `seal` then makes read-only.
+
+    `@dataclass(frozen=True)` is not used because OmegaConf refuses to compose over frozen structured configs.
+    """
+    made = dataclass(cls)
+
+    def guarded(self: Any, name: str, value: Any) -> None:
+        if getattr(self, _SEALED, False):
+            raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name} is read-only")
+        object.__setattr__(self, name, value)
+
+    made.__setattr__ = guarded  # type: ignore[method-assign, assignment]
+    return made
+
+
+def seal(config: T) -> T:
+    """Make a config and all configs inside it read-only; returns it."""
+    for item in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, item.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            seal(value)
+    object.__setattr__(config, _SEALED, True)
+    return config

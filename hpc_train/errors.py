@@ -1,0 +1,15 @@
+"""The exception and the exit codes that every room shares (a leaf: it imports nothing of ours)."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_USER_ERROR = 2
+"""The user's input is wrong: one line on stderr says what, where and what to do."""
+EXIT_REQUEUE = 75
+"""Stopped on purpose with everything saved: run the same job again to continue it."""
+EXIT_NO_REQUEUE = 93
+"""Do not run this job again: it would fail the same way."""
+
+
+class UserError(Exception):
+    """Wrong input by the user. Its text is one line: what is wrong, where, and what to do instead."""
