@@ -32,7 +32,7 @@ class TokenDataConfig(DataConfig):
     tokenizer: str = setting("byte", choices=("byte", "bpe"))
     vocab_size: int = setting(256, ge=256, le=1 << 31)
     """Size of the vocabulary that is trained on the text (bpe); the byte tokenizer always has 256."""
-    cache: str = "${oc.env:HPC_TRAIN_CACHE,~/.cache/hpc_train}"
+    cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""
 
 

@@ -1,0 +1,7 @@
+"""`python -m hpc_train`: the command line, for launchers that want a module (torchrun -m hpc_train train)."""
+
+import sys
+
+from hpc_train.cli import main
+
+sys.exit(main())

@@ -1,0 +1,140 @@
+"""The command `hpc-train`: parse, call one function, print. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from hpc_train import __version__
+from hpc_train.errors import EXIT_USER_ERROR, UserError
+
+_OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. A UserError becomes one line on stderr and exit code 2."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except UserError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"hpc-train: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `hpc-train ... | head`
+        sys.stderr.close()
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpc-train", description="Describe, submit, train, checkpoint and resume PyTorch runs on Slurm clusters."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_train(commands)
+    _add_submit(commands)
+    _add_data(commands)
+    _add_bench(commands)
+    _add_completion(commands)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def _add_config_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    command.add_argument("--config-dir", metavar="DIR", help="a folder laid out as conf/, whose options are added")
+    command.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "train", "train here; inside srun, torchrun or mpirun, join as a rank")
+    _add_config_options(command)
+    command.set_defaults(run=_train)
+
+
+def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "submit", "submit the run to Slurm and return at once")
+    _add_config_options(command)
+    command.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    command.add_argument("--json", action="store_true", help="print the answer as JSON")
+    command.set_defaults(run=_submit)
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.data.cli import add_arguments
+
+    command = _command(commands, "data", "build and inspect token stores")
+    add_arguments(command)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "bench", "measure this machine")
+    kinds = command.add_subparsers(dest="bench", required=True, metavar="kind")
+    step = kinds.add_parser("step", help="tokens/s of the training step against the shortest hand-written loop")
+    step.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    step.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
+    step.add_argument("--steps", type=int, default=5, help="steps a round and side (default 5)")
+    step.add_argument("--json", action="store_true", help="print the result as JSON")
+    step.set_defaults(run=_bench_step)
+
+
+def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "completion", "tab completion: eval \"$(hpc-train completion bash)\"")
+    command.add_argument("shell", choices=("bash", "zsh", "fish", "query"), help="query: print the completions of a line")
+    command.add_argument("words", nargs="*", help="of the line to complete (query)")
+    command.set_defaults(run=_completion)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from hpc_train.runtime import stop
+
+    request = stop.install()  # before anything slow is imported: a signal from now on is kept
+    from hpc_train.launch.train import train_here
+
+    if arguments.cfg:
+        return _print_config(arguments)
+    return train_here(arguments.overrides, arguments.config_dir, request)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpc_train.launch.submit import submit_command, with_slurm
+
+    arguments.overrides = with_slurm(arguments.overrides)
+    if arguments.cfg:
+        return _print_config(arguments)
+    return submit_command(arguments.overrides, arguments.config_dir, arguments.dry_run, arguments.json)
+
+
+def _bench_step(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.step import bench_command
+
+    return bench_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from hpc_train.completion import completions, script
+
+    print("\n".join(completions(arguments.words)) if arguments.shell == "query" else script(arguments.shell))
+    return 0
+
+
+def _print_config(arguments: argparse.Namespace) -> int:
+    from hpc_train.config.compose import compose, to_yaml
+
+    print(to_yaml(compose(arguments.overrides, arguments.config_dir)), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What the types of the schema cannot say: ranges, and fields that must agree with one another."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hpc_train.config.degrees import wanted
+from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import Range
+from hpc_train.errors import UserError
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
+    _check_fields(config, "")
+    _check_length(config)
+    _check_optim(config)
+    _check_train(config)
+    _check_resume(config)
+    wanted(config.parallel)
+    return config
+
+
+def _check_fields(config: Any, path: str) -> None:
+    for item in fields(config):
+        value, where = getattr(config, item.name), f"{path}{item.name}"
+        if is_dataclass(value):
+            _check_fields(value, f"{where}.")
+        else:
+            _check_value(value, where, item.metadata.get("range"))
+
+
+def _check_value(value: Any, where: str, allowed: Range | None) -> None:
+    for text in _strings(value):
+        if any(unicodedata.category(character) == "Cc" for character in text):
+            raise UserError(f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line")
+    if value is None or isinstance(value, (str, bool)) or not isinstance(value, (int, float)):
+        if isinstance(value, str) and allowed and (why := allowed.problem(value)):
+            raise UserError(f"{where}={value}: {why}")
+        return
+    if not math.isfinite(value):
+        raise UserError(f"{where}={value}: must be a finite number")
+    if allowed and (why := allowed.problem(value)):
+        raise UserError(f"{where}={value}: {why}")
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
+    return [text for item in value for text in _strings(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _check_length(config: RunConfig) -> None:
+    train, longest = config.train, getattr(config.model, "max_positions", None)
+    if (train.steps is None) == (train.epochs is None):
+        both = "both are given" if train.steps is not None else "neither is given"
+        raise UserError(f"train.steps and train.epochs: {both}; set one and make the other null")
+    if longest is not None and train.sequence_length > longest:
+        raise UserError(
+            f"train.sequence_length={train.sequence_length}: longer than model.max_positions={longest} of "
+            f"{config.model.name}"
+        )
+
+
+def _check_optim(config: RunConfig) -> None:
+    optim = config.optim
+    if optim.lr_scaling != "none" and optim.base_batch is None:
+        raise UserError(
+            f"optim.lr_scaling={optim.lr_scaling}: needs optim.base_batch, the global batch that optim.lr was tuned at"
+        )
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise UserError(f"optim.betas={optim.betas}: must be two numbers in [0, 1)")
+
+
+def _check_train(config: RunConfig) -> None:
+    train = config.train
+    if train.micro_batch > train.global_batch:
+        raise UserError(
+            f"train.micro_batch={train.micro_batch}: larger than train.global_batch={train.global_batch}; "
+            "a rank cannot take more sequences at once than there are in a step"
+        )
+
+
+def _check_resume(config: RunConfig) -> None:
+    resume = config.checkpoint.resume
+    if resume in ("auto", "never") or resume.isdigit() or "/" in resume:
+        return
+    raise UserError(f"checkpoint.resume={resume}: must be auto, never, a step, or the path of a checkpoint")

@@ -1,0 +1,148 @@
+"""Which process of which job am I: one reader for every launcher's environment."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hpc_train.errors import UserError
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a launcher tells a process of itself, before anybody has talked to anybody."""
+
+    process: int
+    processes: int
+    local: int
+    node: int
+    nodes: int
+    launcher: str
+    host: str
+    attempt_key: str
+    """Differs between two jobs, steps or restarts that could otherwise be taken for one another."""
+
+
+def _number(env: Environment, launcher: str, name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise UserError(f"{launcher} environment: {name} is not set; start the ranks with the launcher itself")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{launcher} environment: {name}={text!r} is not a number") from None
+
+
+def _submitit(env: Environment) -> Identity:
+    get = lambda name, default=None: _number(env, "submitit", name, default)  # noqa: E731
+    return Identity(
+        process=get("SUBMITIT_LOCAL_GLOBALID"),
+        processes=get("SUBMITIT_LOCAL_NTASKS"),
+        local=get("SUBMITIT_LOCAL_LOCALID"),
+        node=get("SUBMITIT_LOCAL_NODEID", 0),
+        nodes=get("SUBMITIT_LOCAL_JOB_NUM_NODES", 1),
+        launcher="submitit",
+        host=socket.gethostname(),
+        attempt_key=f"submitit-{env.get('SUBMITIT_LOCAL_JOB_ID', '0')}",
+    )
+
+
+def _torchrun(env: Environment) -> Identity:
+    get = lambda name, default=None: _number(env, "torchrun", name, default)  # noqa: E731
+    local_size = get("LOCAL_WORLD_SIZE", 1)
+    size = get("WORLD_SIZE")
+    return Identity(
+        process=get("RANK"),
+        processes=size,
+        local=get("LOCAL_RANK", 0),
+        node=get("GROUP_RANK", get("RANK") // local_size),
+        nodes=get("GROUP_WORLD_SIZE", max(1, size // local_size)),
+        launcher="torchrun",
+        host=socket.gethostname(),
+        attempt_key=f"torchrun-{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+
+
+def _slurm(env: Environment) -> Identity:
+    get = lambda name, default=None: _number(env, "slurm", name, default)  # noqa: E731
+    restart = env.get("SLURM_RESTART_COUNT", "0")
+    return Identity(
+        process=get("SLURM_PROCID"),
+        processes=get("SLURM_STEP_NUM_TASKS", get("SLURM_NTASKS", 1)),
+        local=get("SLURM_LOCALID"),
+        node=get("SLURM_NODEID", 0),
+        nodes=get("SLURM_STEP_NUM_NODES", get("SLURM_NNODES", 1)),
+        launcher="slurm",
+        host=env.get("SLURMD_NODENAME") or socket.gethostname(),
+        attempt_key=f"slurm-{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}.{restart}",
+    )
+
+
+def _open_mpi(env: Environment) -> Identity:
+    get = lambda name, default=None: _number(env, "Open MPI", name, default)  # noqa: E731
+    size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    return Identity(
+        process=get("OMPI_COMM_WORLD_RANK"),
+        processes=size,
+        local=get("OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        node=get("OMPI_COMM_WORLD_NODE_RANK", 0) if size == local_size else get("OMPI_COMM_WORLD_RANK") // local_size,
+        nodes=-(-size // local_size),
+        launcher="mpi",
+        host=socket.gethostname(),
+        attempt_key=f"mpi-{env.get('OMPI_MCA_ess_base_jobid', env.get('PMIX_NAMESPACE', '0'))}",
+    )
+
+
+def _mpich(env: Environment) -> Identity:
+    get = lambda name, default=None: _number(env, "MPICH", name, default)  # noqa: E731
+    size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1)
+    return Identity(
+        process=get("PMI_RANK"),
+        processes=size,
+        local=get("MPI_LOCALRANKID", 0),
+        node=get("PMI_RANK") // local_size,
+        nodes=-(-size // local_size),
+        launcher="mpi",
+        host=socket.gethostname(),
+        attempt_key=f"mpi-{env.get('PMI_JOBID', '0')}",
+    )
+
+
+_READERS: tuple[tuple[str, Callable[[Environment], Identity]], ...] = (
+    # The innermost launcher wins: torchrun and mpirun may themselves run inside a Slurm step.
+    ("SUBMITIT_LOCAL_GLOBALID", _submitit),
+    ("TORCHELASTIC_RUN_ID", _torchrun),
+    ("OMPI_COMM_WORLD_RANK", _open_mpi),
+    ("MPI_LOCALRANKID", _mpich),
+    ("SLURM_STEP_ID", _slurm),
+    ("RANK", _torchrun),
+)
+
+
+def identify(env: Environment) -> Identity | None:
+    """This process's place in its job; None if no launcher started it as a rank.
+
+    A batch script has SLURM_PROCID=0 but no SLURM_STEP_ID, and a shell of `srun --pty` is a person's: neither is a rank.
+    Raises UserError when the launcher's variables contradict themselves.
+    """
+    for variable, read in _READERS:
+        if variable not in env or (read is _slurm and "SLURM_PTY_PORT" in env):
+            continue
+        found = read(env)
+        if not 0 <= found.process < found.processes:
+            raise UserError(
+                f"{found.launcher} environment: process {found.process} of {found.processes} cannot be; "
+                "are variables of another job left in the environment?"
+            )
+        return found
+    return None
+
+
+def alone() -> Identity:
+    """The identity of a job of one process."""
+    return Identity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")

@@ -1,0 +1,116 @@
+"""Where the processes of a job meet: a TCP store that process 0 opens on a free port and publishes.
+
+Published by a file in a shared folder (Slurm, local), by a broadcast (MPI), or by the agent that is already there
+(torchrun). No port is ever fixed or guessed: the kernel gives one, and the listening socket itself is handed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.errors import UserError
+from hpc_train.runtime.identity import Identity
+from hpc_train.runtime.network import own_address
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
+"""Folder, private to one attempt of one job, that our launchers name to their ranks."""
+
+
+def open_store(me: Identity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
+    """The key-value store shared by all processes of the job. Blocks until process 0 has opened it."""
+    import torch.distributed as dist
+
+    if me.processes == 1:
+        return dist.HashStore()
+    if me.launcher == "torchrun":
+        return _agent_store(me, env, timeout)
+    hosted = _host(me, interface, timeout) if me.process == 0 else None
+    address = (str(hosted.host), int(hosted.port)) if hosted else None
+    if me.launcher == "mpi" and FOLDER_VARIABLE not in env:
+        address = _through_mpi(address, me)
+    else:
+        address = _through_file(address, me, env, timeout)
+    store = hosted or dist.TCPStore(*address, is_master=False, timeout=timeout)
+    return dist.PrefixStore(me.attempt_key, store)
+
+
+def _host(me: Identity, interface: str | None, timeout: timedelta) -> dist.TCPStore:  # type: ignore[name-defined] # noqa: F821
+    """A store served by this process, listening on the job's own interface only."""
+    import torch.distributed as dist
+
+    address, _ = own_address(me.host, me.nodes, interface)
+    listener = socket.create_server((address, 0), backlog=4096)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> Store:
+    """The store of the torchrun agent, or, where ranks were started by hand with MASTER_ADDR, one that rank 0 serves."""
+    import torch.distributed as dist
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in env:
+            raise UserError(f"torchrun environment: {name} is not set; start the ranks with torchrun")
+    serve = me.process == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=serve, timeout=timeout, wait_for_workers=False
+    )
+    # The agent's store outlives a restart: without a prefix, new ranks would read the addresses of dead ones.
+    return dist.PrefixStore(me.attempt_key, store)
+
+
+def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, int]:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise UserError("ranks were started by mpirun: install mpi4py (pip install 'hpc_train[mpi]')") from None
+    if me.processes != MPI.COMM_WORLD.size:
+        raise UserError(
+            f"mpirun started {me.processes} processes but mpi4py sees {MPI.COMM_WORLD.size}: "
+            "mpi4py loads another MPI library than mpirun's"
+        )
+    shared: tuple[str, int] = MPI.COMM_WORLD.bcast(address, root=0)
+    return shared
+
+
+def _through_file(
+    address: tuple[str, int] | None, me: Identity, env: Mapping[str, str], timeout: timedelta
+) -> tuple[str, int]:
+    folder = Path(env.get(FOLDER_VARIABLE) or ".")
+    path = folder / f".rendezvous-{me.attempt_key}.json"
+    if address is not None:
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(address))
+        beside.replace(path)
+        return address
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            host, port = json.loads(path.read_text())
+            return str(host), int(port)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"process {me.process} on {me.host} waited {timeout.total_seconds():.0f} s for {path.absolute()}, "
+                    "which process 0 writes: is that folder on a file system that all nodes share?"
+                ) from None
+            time.sleep(0.02)
+            # An NFS client may go on believing that the file is absent until it looks at the folder again.
+            os.listdir(folder)  # noqa: PTH208

@@ -1,0 +1,112 @@
+"""join: from an environment to a Task with a store. start: from a Task to a World with process group and mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hpc_train.api import RankMap, Task, World
+from hpc_train.config.degrees import AXES, Degrees, resolve
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.runtime.identity import alone, identify
+from hpc_train.runtime.network import own_address
+from hpc_train.runtime.rendezvous import open_store
+
+
+def join(
+    env: Mapping[str, str] | None = None,
+    interface: str | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Task:
+    """This process as one of its job's, connected to the job's store; no process group yet.
+
+    env: the launcher's variables (default: this process's). interface: network for the store, see own_address.
+    Raises UserError when the environment makes no sense or the others cannot be met within `timeout`.
+    """
+    env = os.environ if env is None else env
+    me = identify(env) or alone()
+    store = open_store(me, env, interface, timeout)
+    return Task(me.process, me.processes, me.local, me.node, me.nodes, me.launcher, me.host, store)
+
+
+def identity_map(task: Task) -> RankMap:
+    """Ranks in the launcher's own order."""
+    return RankMap(tuple(range(task.processes)))
+
+
+def pick_device(task: Task, config: RunConfig) -> torch.device:
+    """This rank's GPU by its local index among the visible ones; the CPU where the cluster has no GPUs."""
+    if torch.cuda.is_available():
+        visible = torch.cuda.device_count()
+        if task.local >= visible and visible > 1:
+            raise UserError(f"local rank {task.local} on {task.host} has no GPU: {visible} are visible")
+        # A launcher that binds one GPU to each task leaves it as the only visible one.
+        return torch.device("cuda", task.local if visible > 1 else 0)
+    if config.cluster.node.gpus:
+        raise UserError(
+            f"cluster={config.cluster.name} has {config.cluster.node.gpus} GPUs a node, but torch sees none on {task.host}; "
+            "check the job's GPU request and that torch is a CUDA build"
+        )
+    return torch.device("cpu")
+
+
+def _use_interface(task: Task, interface: str | None) -> None:
+    """Tell gloo and NCCL which network to open their sockets on, unless the user has."""
+    _, name = own_address(task.host, task.nodes, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if task.nodes > 1 or interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
+    """Index of a rank on every axis; the last axis varies fastest."""
+    coordinates = {}
+    for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates
+
+
+def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
+    """Initialise the process group and the mesh. Every process of the job calls it.
+
+    The default group reduces CPU tensors with gloo and CUDA tensors with NCCL.
+    Raises UserError if the degrees do not multiply to the number of processes.
+    """
+    degrees = resolve(config.parallel, task.processes)
+    device = pick_device(task, config)
+    _use_interface(task, config.cluster.fabric.interface)
+    rank = rank_map.process_to_rank[task.process]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    assert task.store is not None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("group", task.store),
+        rank=rank,
+        world_size=task.processes,
+        timeout=timedelta(seconds=config.launch.timeout_seconds),
+    )
+    mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
+    at = _mesh_coordinates(rank, degrees)
+    return World(
+        rank=rank,
+        size=task.processes,
+        local_rank=task.local,
+        device=device,
+        mesh=mesh,
+        dp_index=at["dp_replicate"] * degrees.dp_shard + at["dp_shard"],
+        dp_size=degrees.data_parallel,
+        store=task.store,
+    )
+
+
+def shut_down() -> None:
+    """Leave the process group; harmless if there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
