@@ -47,6 +47,17 @@ class StepBatch:
     micro: list[MicroBatch]
     stop: bool = False
     """This rank was asked to stop after this step; carried along by a reduction that is needed anyhow."""
+    measure: bool = False
+    """Measure a gradient of part of the batch too, where the engine can see one."""
+
+
+@dataclass(frozen=True)
+class GradientSample:
+    """A gradient of less than the global batch, for the gradient noise scale."""
+
+    norm_square: Tensor
+    """Squared norm of the mean gradient over `sequences`, averaged over the parts that were seen."""
+    sequences: int
 
 
 @dataclass
@@ -59,6 +70,8 @@ class Sums:
     """Targets that count."""
     stop: bool = False
     """At least one rank was asked to stop."""
+    sample: GradientSample | None = None
+    """Where StepBatch.measure asked for one and the engine can see it."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class FabricConfig:
 class FileSystemConfig:
     """The shared file system that runs and checkpoints are written to."""
 
-    kind: str = setting("local", choices=("local", "lustre", "gpfs", "nfs", "weka", "fsx_lustre", "daos"))
+    kind: str = setting("local", choices=("local", "shared", "lustre", "gpfs", "nfs", "weka", "fsx_lustre", "daos"))
+    """shared: every node sees it, but which kind it is depends on the site."""
     write_gb_s: float = setting(0.0, ge=0)
     """Aggregate write bandwidth, 10^9 bytes/s; 0 if unknown."""
     read_gb_s: float = setting(0.0, ge=0)

@@ -39,7 +39,9 @@ class TransformerConfig(ModelConfig):
     positions: str = setting("rotary", choices=("rotary", "learned"))
     rope_theta: float = setting(10000.0, gt=0)
     rope_scaling: str = setting("none", choices=("none", "llama3"))
-    """llama3: the frequency scaling of Llama 3.1 (factor 8, low 1, high 4, original length 8192)."""
+    """llama3: the frequency scaling of Llama 3.1 (low 1, high 4, original length 8192)."""
+    rope_factor: float = setting(8.0, ge=1)
+    """llama3: how much the low frequencies are slowed down; 8 in Llama 3.1, 32 in Llama 3.2."""
     max_positions: int = setting(2048, ge=1)
     """Longest sequence (rows of a learned position table)."""
     bias: bool = False

@@ -1,0 +1,85 @@
+"""The local pool: ranks on this machine, through submitit's local executor."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from submitit.local.local import LocalExecutor, LocalJob
+
+from hpc_train.config.run import RunConfig
+from hpc_train.launch.task import ATTEMPT_VARIABLE
+from hpc_train.launch.task import main as run_task
+from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
+from hpc_train.training.folder import RunFolder
+
+
+class PoolExecutor(LocalExecutor):  # type: ignore[misc]
+    """submitit's local executor with our controller and our task entry."""
+
+    def __init__(self, folder: RunFolder, attempt: int, ranks: int, threads: int) -> None:
+        super().__init__(folder.submitit)
+        self._run, self._attempt, self._ranks, self._threads = folder, attempt, ranks, threads
+        self.update_parameters(tasks_per_node=ranks)
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join([sys.executable, "-u", "-m", "hpc_train.launch.task", str(self._run.path)])
+
+    def _submit_command(self, command: str) -> LocalJob[int]:
+        logs = self._run.logs(self._attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpc_train.launch.controller", str(self._run.submitit), str(logs)],
+            env=self._environment(command, logs),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the launcher, which turns it into a stop that saves
+        )
+        return LocalJob(self.folder, str(process.pid), tasks=list(range(self._ranks)), process=process)
+
+    def _environment(self, command: str, logs: Path) -> dict[str, str]:
+        return {
+            **os.environ,
+            "SUBMITIT_LOCAL_NTASKS": str(self._ranks),
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": "0",
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "OMP_NUM_THREADS": str(self._threads),
+            ATTEMPT_VARIABLE: str(self._attempt),
+            FOLDER_VARIABLE: str(logs),
+        }
+
+
+def start_pool(folder: RunFolder, attempt: int, ranks: int, threads: int) -> LocalJob[int]:
+    """Start the ranks of the job whose spec is in `folder`; returns at once."""
+    executor = PoolExecutor(folder, attempt, ranks, threads)
+    job: Any = executor.submit(run_task, str(folder.path))
+    return job
+
+
+def local_ranks(config: RunConfig) -> int:
+    """launch.ranks, else one a GPU of this machine, else 2."""
+    if config.launch.ranks is not None:
+        return config.launch.ranks
+    return _gpus() or 2
+
+
+def threads_of(config: RunConfig, ranks: int) -> int:
+    """launch.threads, else the cores this process may use, shared out evenly."""
+    return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _gpus() -> int:
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+        return 0
+    import torch  # only where there may be a GPU: it takes a second
+
+    return torch.cuda.device_count()

@@ -1,0 +1,69 @@
+"""JobSpec: what was submitted is what runs. Frozen JSON on disk, read by every rank; nothing executable in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train import __version__
+from hpc_train.config.compose import from_container, to_container
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.training.folder import RunFolder, open_folder, write_private
+
+SPEC_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job: the resolved configuration, and the degrees it was planned with."""
+
+    run_dir: str
+    ranks: int
+    degrees: dict[str, int]
+    config: dict[str, Any]
+    hpc_train: str = __version__
+    spec_version: int = SPEC_VERSION
+
+    def write(self, path: Path) -> None:
+        """Readable and writable by its owner alone."""
+        write_private(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    def run_config(self) -> RunConfig:
+        """The configuration with its types; conf/ is not read again."""
+        return from_container(self.config)
+
+    def folder(self) -> RunFolder:
+        return open_folder(self.run_config())
+
+
+def make_spec(config: RunConfig, folder: RunFolder, ranks: int, degrees: dict[str, int]) -> JobSpec:
+    """The spec of a run in this folder."""
+    container = to_container(config) | {"run_dir": str(folder.path)}
+    return JobSpec(str(folder.path), ranks, degrees, container)
+
+
+def read_spec(path: Path) -> JobSpec:
+    """Read a spec that this user wrote.
+
+    Raises UserError if it is missing, damaged, of another version, or if anybody else could have written it.
+    """
+    try:
+        with path.open() as file:
+            status = os.fstat(file.fileno())
+            text = file.read()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; is the run directory on a file system that this node shares?") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
+    try:
+        spec = JobSpec(**json.loads(text))
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: is not a job spec; submit the run again") from None
+    if spec.spec_version != SPEC_VERSION:
+        raise UserError(f"{path}: version {spec.spec_version}, this hpc_train reads {SPEC_VERSION}; submit the run again")
+    return spec

@@ -1,0 +1,93 @@
+"""What every rank of our own jobs runs: `python -m hpc_train.launch.task RUN_DIR`.
+
+The stop handlers come first, before torch is imported. submitit's own process entry is not used, because its handlers
+serve rank 0 only and ignore SIGTERM; everything that a rank needs is in job.json.
+"""
+
+from __future__ import annotations
+
+from hpc_train.runtime import stop
+
+_request = stop.install()
+
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+REQUEUE_MARKER = "requeue"
+"""File in an attempt's log directory: the ranks have saved and the job may be requeued."""
+
+
+def main(run_dir: str) -> int:
+    """Run this process's rank; returns its exit code. What went wrong is recorded for whoever tells the user."""
+    from hpc_train.errors import EXIT_REQUEUE
+    from hpc_train.runtime.identity import alone, identify
+
+    me = identify(os.environ) or alone()
+    logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
+    _write_to(logs / f"task-{me.process}.log")
+    try:
+        code = _run(Path(run_dir))
+    except BaseException as error:
+        return _failed(error, logs, me.process, me.host)
+    if code == EXIT_REQUEUE and me.process == 0:
+        (logs / REQUEUE_MARKER).touch()
+    return code
+
+
+def _run(run_dir: Path) -> int:
+    import logging
+    from datetime import timedelta
+
+    from hpc_train.launch.spec import read_spec
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    spec = read_spec(run_dir / "job.json")
+    config = spec.run_config()
+
+    from hpc_train.runtime.start import join
+    from hpc_train.training.rank import run_rank
+
+    task = join(
+        interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds)
+    )
+    return run_rank(config, task, spec.folder(), int(os.environ.get(ATTEMPT_VARIABLE, "0")), _request)
+
+
+def _failed(error: BaseException, logs: Path, process: int, host: str) -> int:
+    import traceback
+
+    from hpc_train.checkpoint.errors import CheckpointError
+    from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_USER_ERROR, UserError
+    from hpc_train.training.failure import record_failure
+
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    record_failure(logs, process, host, error)
+    if isinstance(error, UserError):
+        print(f"hpc-train: {error}", flush=True)
+        return EXIT_USER_ERROR
+    traceback.print_exception(error, file=sys.stdout)
+    return EXIT_NO_REQUEUE if isinstance(error, CheckpointError) else 1
+
+
+def _write_to(path: Path) -> None:
+    """Send everything this process and its children print to `path` from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def leave(code: int) -> None:
+    """Exit at once: a rank that failed must not wait in the exit handlers of libraries for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1]))

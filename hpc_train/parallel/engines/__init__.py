@@ -1,0 +1,1 @@
+"""Engines: what owns accumulation, scaling, clipping and the optimizer (api.Engine)."""

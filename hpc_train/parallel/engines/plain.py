@@ -1,0 +1,178 @@
+"""The engine of models that every rank runs whole: plain, ddp, and sharded (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hpc_train.api import IGNORED_TARGET, GradientSample, MicroBatch, Piece, StepBatch, Sums, World
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel.loss import loss_sum
+from hpc_train.parallel.pieces import pieces, prime
+from hpc_train.parallel.precision import cast_forward
+from hpc_train.parallel.replicate import LocalNorm, accumulating
+from hpc_train.parallel.shard import synchronise
+
+
+@dataclass
+class _Totals:
+    """Sums over ranks that do not depend on the model, reduced while the first forward runs."""
+
+    values: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> tuple[int, bool]:
+        if self.work is not None:
+            self.work.wait()
+        tokens, stops = self.values.tolist()
+        return int(tokens), stops > 0
+
+
+class PlainEngine:
+    """api.Engine for data parallelism.
+
+    In the order of time, a step is: start the reduction of the token count; forward; wait for it, so that the loss can
+    be divided once, by the global token count; start the reduction of the loss; backward, which reduces the gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: RunConfig,
+        world: World,
+        tap: LocalNorm | None = None,
+    ) -> None:
+        self.parts = [model]
+        self._model, self._wrapped, self._optimizer = model, wrapped, optimizer
+        self._precision, self._world, self._tap = config.precision, world, tap
+        prime(optimizer)
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """See api.Engine."""
+        totals = self._start_totals(batch)
+        local = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        scale, reduction, sample = 0.0, None, None
+        tokens, stop = 0, False
+        measure = batch.measure and self._can_measure(batch)
+        for index, micro in enumerate(batch.micro):
+            last = index == len(batch.micro) - 1
+            with self._synchronising(last, early=measure and index == 0):
+                loss = self._loss(micro)
+                if index == 0:
+                    tokens, stop = totals.wait()
+                    scale = self._world.dp_size / max(tokens, 1)
+                local += loss.detach()
+                if last:
+                    reduction = self._reduce(local)
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
+            if measure and index == 0:
+                sample = self._sample(batch, scale)
+        if reduction is not None:
+            reduction.wait()
+        return Sums(local, tokens, stop, sample)
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """See api.Engine."""
+        totals = self._start_totals(batch)
+        local = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        with self._evaluating():
+            for micro in batch.micro:
+                local += self._loss(micro)
+        if (reduction := self._reduce(local)) is not None:
+            reduction.wait()
+        return Sums(local, *totals.wait())
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See api.Engine."""
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def update(self, lr: float) -> bool:
+        """See api.Engine."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def pieces(self) -> Iterator[Piece]:
+        """See api.Engine."""
+        return pieces(self._model, self._optimizer, self._world)
+
+    def _loss(self, micro: MicroBatch) -> Tensor:
+        device = self._world.device
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in micro)
+        inputs = inputs.to(next(self._model.parameters()).dtype) if inputs.is_floating_point() else inputs
+        with self._cast():
+            out = self._wrapped(inputs)
+        return loss_sum(self._model, out, targets)
+
+    def _cast(self) -> AbstractContextManager[object]:
+        if isinstance(self._wrapped, FSDPModule):
+            return nullcontext()
+        return cast_forward(self._precision, self._world.device)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._wrapped.eval()
+        try:
+            yield
+        finally:
+            self._wrapped.train()
+
+    @contextmanager
+    def _synchronising(self, last: bool, early: bool) -> Iterator[None]:
+        """Only the last micro-batch of a step reduces gradients (and a sharded first one that is being measured)."""
+        if isinstance(self._wrapped, FSDPModule):
+            synchronise(self._wrapped, last or early)
+            yield
+            return
+        if self._tap is not None:
+            self._tap.active = early and last
+        with accumulating(self._wrapped, last):
+            yield
+
+    def _start_totals(self, batch: StepBatch) -> _Totals:
+        count = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in batch.micro)
+        values = torch.tensor([count, int(batch.stop)], dtype=torch.int64)
+        return _Totals(values, self._reduce(values))
+
+    def _reduce(self, values: Tensor) -> dist.Work | None:
+        return dist.all_reduce(values, async_op=True) if self._world.size > 1 else None
+
+    def _can_measure(self, batch: StepBatch) -> bool:
+        """A gradient of less than the global batch must be visible: a rank's own, or that of the first micro-batch."""
+        if len(batch.micro) > 1:
+            return True
+        return self._world.size > 1 and not isinstance(self._wrapped, FSDPModule)
+
+    def _sample(self, batch: StepBatch, scale: float) -> GradientSample:
+        """Squared norm of the mean gradient over part of the batch, averaged over ranks that see different parts."""
+        share = [len(micro.targets) for micro in batch.micro]
+        fraction = share[0] / sum(share)
+        sharded = isinstance(self._wrapped, FSDPModule)
+        if len(share) == 1:
+            assert self._tap is not None
+            square = self._tap.take()
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+            square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square() / fraction**2
+        if not sharded and (work := self._reduce(square)) is not None:
+            work.wait()
+            square = square / self._world.size
+        ranks = self._world.dp_size if sharded else 1
+        return GradientSample(square, sequences=share[0] * ranks)

@@ -1,0 +1,31 @@
+"""Number formats: what parameters are kept in, computed in and reduced in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hpc_train.config.train import PrecisionConfig
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
+    """Parameters in float64 for fp64, else in float32: low precision is for computing, not for remembering."""
+    return model.to(torch.float64 if config.name == "fp64" else torch.float32)
+
+
+def cast_forward(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The context of a forward over parameters that are kept whole: autocast for low precision."""
+    if config.name in ("fp64", "fp32"):
+        return nullcontext()
+    return torch.autocast(device.type, _DTYPES[config.name])
+
+
+def sharded_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
+    """The same for fully_shard, which casts the gathered parameters and the reduced gradients itself."""
+    compute = None if config.name in ("fp64", "fp32") else _DTYPES[config.name]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[config.reduce], output_dtype=None)

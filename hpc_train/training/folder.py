@@ -1,0 +1,126 @@
+"""The run directory: where everything of a run lies, who may read it, and whether a config may continue it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hpc_train.config.compose import to_container, to_yaml
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+
+_MAY_DIFFER = re.compile(
+    r"run_dir$|(cluster|parallel|launch|checkpoint)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every|tensorboard"
+    r"|deterministic|noise_scale\.\w+)$|data\.(cache|path)$|(model|data)\.source"
+)
+"""Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+    checkpoints: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def rank_map(self) -> Path:
+        return self.path / "rankmap.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def submitit(self) -> Path:
+        return self.path / ".submitit"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / str(attempt)
+
+    def log(self, attempt: int, task: int) -> Path:
+        return self.logs(attempt) / f"task-{task}.log"
+
+    def steps(self) -> list[int]:
+        """Steps that have a committed checkpoint, whole or not."""
+        found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def open_folder(config: RunConfig) -> RunFolder:
+    """The paths of this run; nothing is made. An unset run_dir becomes runs/<date>/<time>."""
+    now = datetime.now()
+    path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
+    checkpoints = Path(config.checkpoint.dir).expanduser().absolute() if config.checkpoint.dir else path / "checkpoints"
+    return RunFolder(path, checkpoints)
+
+
+def prepare(folder: RunFolder, config: RunConfig) -> None:
+    """Make the run directory (0700) and write config.yaml.
+
+    Raises UserError if it cannot be made, or if it holds a run that this config may not continue.
+    """
+    if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
+        check_agreement(folder, config)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.chmod(0o700)
+        (folder.path / "logs").mkdir(exist_ok=True)
+        write_private(folder.config, to_yaml(config))
+    except OSError as error:
+        raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file atomically by one that only its owner may read."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    beside.replace(path)
+
+
+def new_attempt(folder: RunFolder) -> int:
+    """The next attempt, its log directory made; two processes never get the same."""
+    attempt = 0
+    while True:
+        try:
+            folder.logs(attempt).mkdir(parents=True)
+            return attempt
+        except FileExistsError:
+            attempt += 1
+
+
+def check_agreement(folder: RunFolder, config: RunConfig) -> None:
+    """Raise UserError naming the settings in which the run in this folder was another one."""
+    old = _flat(OmegaConf.to_container(OmegaConf.load(folder.config)))
+    new = _flat(to_container(config))
+    differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
+    if differ:
+        shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differ[:3])
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise UserError(f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values")
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {key: value for name, sub in node.items() for key, value in _flat(sub, f"{path}{name}.").items()}
+    return {path[:-1]: node}

@@ -1,0 +1,166 @@
+"""The training loop. It knows engines only: what is parallel, and how, is theirs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpc_train.api import Engine, StepBatch, Sums, World
+from hpc_train.checkpoint import CheckpointError, prune, save
+from hpc_train.config.run import RunConfig
+from hpc_train.data.loader import Loader
+from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.runtime.stop import StopRequest
+from hpc_train.training.evaluation import validation_loss
+from hpc_train.training.folder import RunFolder
+from hpc_train.training.mfu import peak_flops, utilisation
+from hpc_train.training.noise_scale import NoiseScale
+from hpc_train.training.reporting import Reporter
+from hpc_train.training.schedule import peak_rate, rate
+from hpc_train.training.seeds import seed_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything of one run on one rank."""
+
+    config: RunConfig
+    world: World
+    folder: RunFolder
+    engine: Engine
+    loader: Loader
+    validation: Loader | None
+    steps: int
+    reporter: Reporter
+    stop: StopRequest
+    step: int = 0
+    """Updates done so far."""
+    noise: NoiseScale = field(init=False)
+    saved_at: int | None = None
+    last_loss: float | None = None
+    last_validation: float | None = None
+
+    def __post_init__(self) -> None:
+        self.noise = NoiseScale(self.config.train.noise_scale.decay)
+
+    @property
+    def consumed_samples(self) -> int:
+        """The only state of the data: position in the stream of samples."""
+        return self.step * self.config.train.global_batch
+
+
+def train(run: Run) -> int:
+    """Train to the last step or until a stop is agreed on; returns the exit code, the same on every rank."""
+    config, device = run.config, run.world.device
+    peak_lr = peak_rate(config.optim, config.train.global_batch)
+    peak = peak_flops(config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    while run.step < run.steps:
+        started = time.perf_counter()
+        batch = _next_batch(run)
+        fetched = time.perf_counter()
+        seed_step(config.train.seed, run.step, run.world.dp_index)
+        sums = run.engine.forward_backward(batch)
+        norm = run.engine.clip(config.optim.max_norm)
+        lr = rate(config.optim.schedule, peak_lr, run.step, run.steps)
+        run.engine.update(lr)
+        run.step += 1
+        loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
+        seconds = time.perf_counter() - started
+        _measure_noise(run, sums, norm)
+        stopping = sums.stop
+        validation, stopped = (None, False) if stopping else _evaluate(run)
+        stopping = stopping or stopped
+        run.last_loss, run.last_validation = loss, run.last_validation if validation is None else validation
+        run.reporter.step(
+            {
+                "step": run.step,
+                "loss": loss,
+                "grad_norm": float(norm),
+                "lr": lr,
+                "tokens": sums.tokens,
+                "tokens_per_second": sums.tokens / seconds,
+                "step_seconds": seconds,
+                "data_seconds": fetched - started,
+                "mfu": utilisation(config, peak, sums.tokens, seconds, run.world.size),
+                "noise_scale": run.noise.value,
+                "validation_loss": validation,
+            }
+        )
+        if not math.isfinite(loss):
+            log.warning("step %d: the loss is %s", run.step, loss)
+        _save_if_due(run, stopping)
+        if stopping:
+            return _stopped(run)
+    return EXIT_DONE
+
+
+def _next_batch(run: Run) -> StepBatch:
+    batch = run.loader.batch(run.consumed_samples)
+    batch.stop = run.stop.requested
+    every = run.config.train.noise_scale.every
+    batch.measure = every > 0 and (run.step + 1) % every == 0
+    return batch
+
+
+def _measure_noise(run: Run, sums: Sums, norm: torch.Tensor) -> None:
+    sample, batch = sums.sample, run.config.train.global_batch
+    if sample is None or sample.sequences >= batch:
+        return
+    run.noise.add(float(sample.norm_square), sample.sequences, float(norm) ** 2, batch)
+    critical = run.noise.value
+    if critical is not None and run.noise.weight > 0.65:
+        run.reporter.noise(critical, batch)
+
+
+def _evaluate(run: Run) -> tuple[float | None, bool]:
+    """(validation loss if it is due, whether a stop was agreed on meanwhile)."""
+    train_config = run.config.train
+    due = train_config.eval_every and (run.step % train_config.eval_every == 0 or run.step == run.steps)
+    if run.validation is None or not due:
+        return None, False
+    loss = validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop)
+    return loss, loss is None
+
+
+def _save_if_due(run: Run, stopping: bool) -> None:
+    every = run.config.checkpoint.every
+    if every and (stopping or run.step % every == 0 or run.step == run.steps):
+        save_checkpoint(run)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Save this step. A save that fails is reported and training goes on, except where the job depends on it (a stop)."""
+    started = time.perf_counter()
+    extra: dict[str, Any] = {
+        "consumed_samples": run.consumed_samples,
+        "seed": run.config.train.seed,
+        "noise_scale": run.noise.state(),
+        "schema_version": run.config.schema_version,
+    }
+    handle = save(run.folder.checkpoints, run.step, run.engine.pieces(), extra, run.world)
+    try:
+        handle.wait()
+    except CheckpointError as error:
+        run.reporter.event("checkpoint_failed", step=run.step, why=str(error))
+        log.error("%s", error)
+        return
+    run.saved_at = run.step
+    if run.world.rank == 0:
+        prune(run.folder.checkpoints, run.config.checkpoint.keep)
+    run.reporter.event("checkpoint", step=run.step, seconds=time.perf_counter() - started)
+
+
+def _stopped(run: Run) -> int:
+    run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
+    if run.saved_at == run.step:
+        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.folder.path} to go on")
+        return EXIT_REQUEUE
+    run.reporter.say(f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True)
+    return EXIT_NO_REQUEUE

@@ -1,0 +1,177 @@
+"""run_rank: one rank of a run, from its task to its exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.api import RankMap, Task, World
+from hpc_train.checkpoint import choose, load
+from hpc_train.config.run import RunConfig
+from hpc_train.data.datasets import Dataset, check_model, open_dataset
+from hpc_train.data.loader import Loader
+from hpc_train.errors import UserError
+from hpc_train.models.init import Initialised, initialise
+from hpc_train.models.registry import build as build_model
+from hpc_train.parallel.apply import build
+from hpc_train.runtime.start import identity_map, shut_down, start
+from hpc_train.runtime.stop import StopRequest
+from hpc_train.training.folder import RunFolder, write_private
+from hpc_train.training.loop import Run, train
+from hpc_train.training.optimizer import make_optimizer
+from hpc_train.training.reporting import Reporter
+from hpc_train.training.seeds import be_deterministic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, stop: StopRequest) -> int:
+    """Train this rank's share of the run; returns the exit code, the same on every rank.
+
+    Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
+    model, GPUs that are not there.
+    """
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    if config.train.deterministic:
+        be_deterministic()
+    rank_map = identity_map(task)
+    world = start(task, rank_map, config)
+    try:
+        _write_rank_map(world, task, rank_map, folder)
+        run, entropy = _assemble(config, world, folder, attempt, stop)
+        try:
+            code = train(run)
+            _farewell(run, entropy)
+            return code
+        finally:
+            run.loader.close()
+            if run.validation is not None:
+                run.validation.close()
+            run.reporter.close()
+    finally:
+        shut_down()
+
+
+def _assemble(config: RunConfig, world: World, folder: RunFolder, attempt: int, stop: StopRequest) -> tuple[Run, float | None]:
+    """The run, ready for its next step, and the entropy of its text under a unigram model."""
+    length = config.train.sequence_length
+    data = _rank_0_first(world, lambda: open_dataset(config.data, length, "train"))
+    check_model(config.model, data)
+    model = build_model(config.model, config.train.seed)
+    if isinstance(model, Initialised):
+        initialise(model, config.train.seed)
+    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
+    steps = total_steps(config, len(data))
+    chosen = choose(folder.checkpoints, config.checkpoint.resume, world)
+    run = Run(
+        config,
+        world,
+        folder,
+        engine,
+        _loader(config, data, world),
+        _validation(config, world),
+        steps,
+        Reporter(folder, attempt),
+        stop,
+    )
+    if chosen is not None:
+        extra = load(*chosen, engine.pieces(), world)
+        run.step, run.saved_at = chosen[1], chosen[1] if chosen[0] == folder.checkpoints else None
+        _check_position(extra["consumed_samples"], run)
+        run.noise.restore(extra["noise_scale"])
+    run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
+    _announce(run, model, data, resumed=chosen is not None)
+    return run, data.unigram_entropy
+
+
+def total_steps(config: RunConfig, samples: int) -> int:
+    """Updates of the whole run; epochs are rounded up to whole steps."""
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None
+    return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
+
+
+def _loader(config: RunConfig, data: Dataset, world: World) -> Loader:
+    train_config = config.train
+    return Loader(
+        data, train_config.seed, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size
+    )
+
+
+def _validation(config: RunConfig, world: World) -> Loader | None:
+    if not config.train.eval_every or not config.data.validation_fraction:
+        return None
+    return _loader(config, open_dataset(config.data, config.train.sequence_length, "validation"), world)
+
+
+def _check_position(consumed: int, run: Run) -> None:
+    if consumed != run.consumed_samples:
+        raise UserError(
+            f"checkpoint.resume={run.config.checkpoint.resume}: the checkpoint has seen {consumed} samples in {run.step} "
+            f"steps, which is not train.global_batch={run.config.train.global_batch}; use the batch it was trained with"
+        )
+
+
+def _rank_0_first(world: World, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 (which may build a file that the others then find), then on the others.
+
+    If rank 0 fails, the others fail too, in place of waiting for it.
+    """
+    mine = None
+    problem: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            mine = action()
+        except UserError as error:
+            problem = [str(error)]
+    if world.size > 1:
+        dist.broadcast_object_list(problem, src=0, device=torch.device("cpu"))
+    if problem[0] is not None:
+        raise UserError(problem[0])
+    return action() if mine is None else mine
+
+
+def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder) -> None:
+    mine = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
+    everybody: list[dict[str, object] | None] = [None] * world.size
+    dist.all_gather_object(everybody, mine)
+    if world.rank == 0:
+        mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
+        text = json.dumps({"reason": rank_map.reason, "mesh": mesh, "ranks": everybody}, indent=1)
+        write_private(folder.rank_map, text + "\n")
+
+
+def _announce(run: Run, model: torch.nn.Module, data: Dataset, resumed: bool) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    mesh = " x ".join(f"{axis} {size}" for axis, size in zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape))
+    run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
+    run.reporter.say(
+        f"{run.config.model.name}: {count:,} parameters, {run.config.parallel.strategy} over {run.world.size} ranks ({mesh}), "
+        f"{run.config.precision.name}; {run.config.data.name}: {len(data):,} samples"
+    )
+    if resumed:
+        run.reporter.say(f"resumed at step {run.step} of {run.steps}")
+
+
+def _farewell(run: Run, entropy: float | None) -> None:
+    if run.step < run.steps:
+        return
+    run.reporter.event("end", step=run.step)
+    losses = [f"loss {run.last_loss:.4f}"] if run.last_loss is not None else []
+    if run.last_validation is not None:
+        losses.append(f"validation {run.last_validation:.4f}")
+    if entropy is not None:
+        losses.append(f"a unigram model of the same text {entropy:.4f} nats a token")
+    run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
+    run.reporter.say(f"run directory: {run.folder.path}", last=True)

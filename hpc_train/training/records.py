@@ -1,0 +1,61 @@
+"""metrics.jsonl (a line a step) and events.jsonl (append-only), as scripts read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Metrics:
+    """metrics.jsonl: each step once, also after a resume."""
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        """Drop the lines of steps after `resumed_at`, which are about to be done again, and a torn last line."""
+        kept = []
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_at]
+            beside = path.with_name(f".{path.name}.{os.getpid()}")
+            beside.write_text("".join(f"{line}\n" for line in kept))
+            beside.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line; values are JSON scalars, NaN written as null."""
+        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < _TORN]
+
+
+def add_event(path: Path, kind: str, attempt: int, **fields: Any) -> None:
+    """Append one event: start, resume, checkpoint, signal, requeue, failure, done. One write, so lines never mix."""
+    line = json.dumps({"event": kind, "time": time.time(), "attempt": attempt, **fields}) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+_TORN = 1 << 62
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return _TORN
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value

@@ -1,0 +1,82 @@
+"""Everything a run tells about itself, by its rank 0: metrics, events, TensorBoard, progress, words."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.run import RunConfig
+from hpc_train.training.folder import RunFolder
+from hpc_train.training.progress import Progress, progress
+from hpc_train.training.records import Metrics, add_event
+
+
+@dataclass
+class Reporter:
+    """On ranks other than 0 every method does nothing."""
+
+    folder: RunFolder
+    attempt: int
+    metrics: Metrics | None = None
+    board: Any = None
+    bar: Progress | None = None
+    warned: bool = False
+
+    @classmethod
+    def start(cls, config: RunConfig, folder: RunFolder, attempt: int, steps: int, resumed_at: int, rank: int) -> Reporter:
+        """A reporter that writes on rank 0 and is silent elsewhere."""
+        if rank != 0:
+            return cls(folder, attempt)
+        board = None
+        if config.train.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at + 1)  # type: ignore[no-untyped-call]
+        bar = progress(steps, config.train.log_every)
+        return cls(folder, attempt, Metrics(folder.metrics, resumed_at), board, bar)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One step's numbers; those that are not known are left out of TensorBoard and of the optional fields."""
+        if self.metrics is None:
+            return
+        optional = ("noise_scale", "validation_loss")
+        record = {key: value for key, value in record.items() if value is not None or key not in optional}
+        self.metrics.write(record)
+        if self.bar is not None:
+            self.bar.show(record)
+        for key, value in record.items() if self.board is not None else ():
+            if key != "step" and value is not None:
+                self.board.add_scalar(key, value, record["step"])
+
+    def noise(self, critical: float, batch: int) -> None:
+        """Warn once when the batch is past the critical one."""
+        if batch > critical and not self.warned:
+            self.warned = True
+            self.say(
+                f"train.global_batch={batch} is past the critical batch of about {critical:.0f} sequences "
+                "(gradient noise scale): more of it buys less than it costs"
+            )
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One line of events.jsonl."""
+        if self.metrics is not None:
+            add_event(self.folder.events, kind, self.attempt, **fields)
+
+    def say(self, text: str, last: bool = False) -> None:
+        """A line for a person: in this rank's log, and as an event for whoever follows the run."""
+        if self.metrics is not None:
+            if last and self.bar is not None:
+                self.bar.close()
+            print(text, flush=True)
+            self.event("note", text=text, last=last)
+
+    def close(self) -> None:
+        """Flush and close all of them."""
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.bar is not None:
+            self.bar.close()
+        if self.board is not None:
+            self.board.close()
+        sys.stdout.flush()
