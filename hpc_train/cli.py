@@ -90,8 +90,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(commands, "completion", "tab completion: eval \"$(hpc-train completion bash)\"")
-    command.add_argument("shell", choices=("bash", "zsh", "fish", "query"), help="query: print the completions of a line")
+    command = _command(commands, "completion", 'tab completion: eval "$(hpc-train completion bash)"')
+    command.add_argument(
+        "shell", choices=("bash", "zsh", "fish", "query"), help="query: print the completions of a line"
+    )
     command.add_argument("words", nargs="*", help="of the line to complete (query)")
     command.set_defaults(run=_completion)
 

@@ -67,10 +67,10 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
         ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"ranks {sorted(open_pipes.values())} did not finish within {timeout:g} s")
-        for receiver in ready:
-            rank = open_pipes.pop(receiver)  # type: ignore[index]
+        for receiver in (pipe for pipe in list(open_pipes) if pipe in ready):
+            rank = open_pipes.pop(receiver)
             try:
-                ok, value = receiver.recv()  # type: ignore[union-attr]
+                ok, value = receiver.recv()
             except EOFError:
                 raise RankFailure(f"rank {rank} died without a word") from None
             if not ok:

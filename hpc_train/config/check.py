@@ -36,7 +36,9 @@ def _check_fields(config: Any, path: str) -> None:
 def _check_value(value: Any, where: str, allowed: Range | None) -> None:
     for text in _strings(value):
         if any(unicodedata.category(character) == "Cc" for character in text):
-            raise UserError(f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line")
+            raise UserError(
+                f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line"
+            )
     if value is None or isinstance(value, (str, bool)) or not isinstance(value, (int, float)):
         if isinstance(value, str) and allowed and (why := allowed.problem(value)):
             raise UserError(f"{where}={value}: {why}")

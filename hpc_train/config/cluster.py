@@ -12,11 +12,11 @@ class GpuConfig:
     """One accelerator as the scheduler counts it (on MI250X, one of its two dies)."""
 
     name: str | None = None
-    """Product name as the vendor's library prints it, such as NVIDIA H100 80GB HBM3; None on a machine without GPUs."""
-    memory_gib: float = setting(0.0, ge=0)
-    memory_bandwidth_gb_s: float = setting(0.0, ge=0)
+    """Product name as the vendor's library prints it, such as NVIDIA H100 80GB HBM3; None without GPUs."""
+    memory_gib: float = setting(default=0.0, ge=0)
+    memory_bandwidth_gb_s: float = setting(default=0.0, ge=0)
     """Peak memory bandwidth, 10^9 bytes/s."""
-    peak_tflops: dict[str, float] = setting({})
+    peak_tflops: dict[str, float] = setting(default={})
     """Dense peak in 10^12 FLOP/s by precision: fp64, fp32, tf32, bf16, fp16, fp8. Sparse figures do not belong here."""
 
 
@@ -24,24 +24,24 @@ class GpuConfig:
 class NodeConfig:
     """One compute node."""
 
-    gpus: int = setting(0, ge=0)
-    ranks: int | None = setting(None, ge=1)
+    gpus: int = setting(default=0, ge=0)
+    ranks: int | None = setting(default=None, ge=1)
     """Ranks a node; None means one a GPU (and one on a node without GPUs)."""
-    cpus: int = setting(1, ge=1)
+    cpus: int = setting(default=1, ge=1)
     """Physical cores."""
-    sockets: int = setting(1, ge=1)
-    memory_gib: float = setting(0.0, ge=0)
-    gpu_link: str = setting("none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
+    sockets: int = setting(default=1, ge=1)
+    memory_gib: float = setting(default=0.0, ge=0)
+    gpu_link: str = setting(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
     """What joins the GPUs of a node: nvlink is point to point, nvswitch any to any."""
-    gpu_link_gb_s: float = setting(0.0, ge=0)
+    gpu_link_gb_s: float = setting(default=0.0, ge=0)
     """Bandwidth of one GPU to its peers over that link, one direction, 10^9 bytes/s."""
-    nvlink_domain_gpus: int = setting(0, ge=0)
-    """GPUs that reach each other over NVLink: those of a node, or of several (72 on an NVL72 rack); 0 without NVLink."""
-    pcie_gb_s: float = setting(0.0, ge=0)
+    nvlink_domain_gpus: int = setting(default=0, ge=0)
+    """GPUs that reach each other over NVLink: of a node, or of several (72 in an NVL72 rack); 0 without NVLink."""
+    pcie_gb_s: float = setting(default=0.0, ge=0)
     """Host to GPU bandwidth, one direction, 10^9 bytes/s."""
-    nics: int = setting(0, ge=0)
+    nics: int = setting(default=0, ge=0)
     """Network ports used by jobs."""
-    nic_gbit_s: float = setting(0.0, ge=0)
+    nic_gbit_s: float = setting(default=0.0, ge=0)
     """Line rate of one port, one direction, 10^9 bit/s."""
 
 
@@ -49,28 +49,34 @@ class NodeConfig:
 class FabricConfig:
     """The network between nodes."""
 
-    kind: str = setting("none", choices=("none", "infiniband", "slingshot", "ethernet", "roce", "efa", "omni_path"))
-    topology: str = setting("none", choices=("none", "flat", "fat_tree", "rail_optimised", "dragonfly", "dragonfly_plus"))
-    nodes_per_leaf: int = setting(0, ge=0)
-    """Nodes under one leaf switch (a scalable unit in a rail-optimised fabric, a group's switch in a dragonfly); 0 if unknown."""
-    nodes_per_group: int = setting(0, ge=0)
+    kind: str = setting(
+        default="none", choices=("none", "infiniband", "slingshot", "ethernet", "roce", "efa", "omni_path")
+    )
+    topology: str = setting(
+        default="none", choices=("none", "flat", "fat_tree", "rail_optimised", "dragonfly", "dragonfly_plus")
+    )
+    nodes_per_leaf: int = setting(default=0, ge=0)
+    """Nodes under one leaf switch (a scalable unit if rail-optimised, a switch of a dragonfly group); 0 if unknown."""
+    nodes_per_group: int = setting(default=0, ge=0)
     """Nodes in one dragonfly group or one pod; 0 if unknown."""
-    oversubscription: float = setting(1.0, ge=1)
+    oversubscription: float = setting(default=1.0, ge=1)
     """Downlink over uplink bandwidth of a leaf; 1 is non-blocking."""
     interface: str | None = None
-    """Network interface for rendezvous and sockets, such as hsn0 or ib0; None: the one the node's own name resolves to."""
+    """Network interface for rendezvous and sockets, such as hsn0; None: the one that its own name resolves to."""
 
 
 @schema
 class FileSystemConfig:
     """The shared file system that runs and checkpoints are written to."""
 
-    kind: str = setting("local", choices=("local", "shared", "lustre", "gpfs", "nfs", "weka", "fsx_lustre", "daos"))
+    kind: str = setting(
+        default="local", choices=("local", "shared", "lustre", "gpfs", "nfs", "weka", "fsx_lustre", "daos")
+    )
     """shared: every node sees it, but which kind it is depends on the site."""
-    write_gb_s: float = setting(0.0, ge=0)
+    write_gb_s: float = setting(default=0.0, ge=0)
     """Aggregate write bandwidth, 10^9 bytes/s; 0 if unknown."""
-    read_gb_s: float = setting(0.0, ge=0)
-    osts: int = setting(0, ge=0)
+    read_gb_s: float = setting(default=0.0, ge=0)
+    osts: int = setting(default=0, ge=0)
     """Object storage targets (Lustre); 0 if unknown or another kind."""
 
 
@@ -80,9 +86,9 @@ class SlurmConfig:
 
     partition: str | None = None
     constraint: str | None = None
-    gpu_request: str = setting("gpus_per_node", choices=("none", "gpus_per_node", "gres"))
+    gpu_request: str = setting(default="gpus_per_node", choices=("none", "gpus_per_node", "gres"))
     """Which sbatch option asks for a node's GPUs; none where a node is always given whole."""
-    max_time_minutes: int | None = setting(None, ge=1)
+    max_time_minutes: int | None = setting(default=None, ge=1)
     """Longest time limit of the partition; None if unknown."""
     exclusive: bool = False
     """Ask for whole nodes."""
@@ -93,17 +99,17 @@ class ClusterConfig:
     """A machine that jobs run on."""
 
     name: str = MISSING
-    source: list[str] = setting([])
+    source: list[str] = setting(default=[])
     """Public pages that the figures come from."""
-    total_nodes: int = setting(0, ge=0)
+    total_nodes: int = setting(default=0, ge=0)
     """Nodes of this kind at the site; 0 if unknown or unbounded."""
-    nodes: int | None = setting(None, ge=1)
+    nodes: int | None = setting(default=None, ge=1)
     """Nodes a job asks for; None: as many as the parallel degrees need."""
-    gpu: GpuConfig = setting(GpuConfig)
-    node: NodeConfig = setting(NodeConfig)
-    fabric: FabricConfig = setting(FabricConfig)
-    filesystem: FileSystemConfig = setting(FileSystemConfig)
-    slurm: SlurmConfig = setting(SlurmConfig)
+    gpu: GpuConfig = setting(default=GpuConfig)
+    node: NodeConfig = setting(default=NodeConfig)
+    fabric: FabricConfig = setting(default=FabricConfig)
+    filesystem: FileSystemConfig = setting(default=FileSystemConfig)
+    slurm: SlurmConfig = setting(default=SlurmConfig)
 
     @property
     def ranks_per_node(self) -> int:

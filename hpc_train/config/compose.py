@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 
 _COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
+
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
     """The run that conf/ and the overrides describe, checked and read-only.
 

@@ -14,7 +14,7 @@ class DataConfig:
     kind: str = MISSING
     """tokens or images."""
     name: str = MISSING
-    validation_fraction: float = setting(0.02, ge=0, lt=1)
+    validation_fraction: float = setting(default=0.02, ge=0, lt=1)
     """Part of the data kept for validation, taken from its end; 0: no validation."""
 
 
@@ -25,12 +25,12 @@ class TokenDataConfig(DataConfig):
     kind: str = "tokens"
     path: str | None = None
     """A token store made by `hpc-train data build`; None: built from `sources` into `cache` at first use."""
-    sources: list[str] = setting([])
+    sources: list[str] = setting(default=[])
     """Text files or folders; the word `stdlib` stands for the source code of the running Python's standard library."""
-    suffixes: list[str] = setting([".py", ".txt", ".md", ".rst"])
+    suffixes: list[str] = setting(default=[".py", ".txt", ".md", ".rst"])
     """Files taken from a folder."""
-    tokenizer: str = setting("byte", choices=("byte", "bpe"))
-    vocab_size: int = setting(256, ge=256, le=1 << 31)
+    tokenizer: str = setting(default="byte", choices=("byte", "bpe"))
+    vocab_size: int = setting(default=256, ge=256, le=1 << 31)
     """Size of the vocabulary that is trained on the text (bpe); the byte tokenizer always has 256."""
     cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""

@@ -9,14 +9,14 @@ from hpc_train.config.schema import schema, setting
 class LaunchConfig:
     """local starts ranks on this machine; slurm submits a batch job."""
 
-    kind: str = setting("local", choices=("local", "slurm"))
-    ranks: int | None = setting(None, ge=1)
+    kind: str = setting(default="local", choices=("local", "slurm"))
+    ranks: int | None = setting(default=None, ge=1)
     """local: processes to start; None: one a GPU of this machine, or 2 without GPUs."""
-    threads: int | None = setting(None, ge=1)
-    """CPU threads of a rank; None: the cores of this machine shared out evenly (local), the cores Slurm gave (slurm)."""
+    threads: int | None = setting(default=None, ge=1)
+    """CPU threads of a rank; None: this machine's cores shared out (local), the CPUs Slurm gave a task (slurm)."""
     name: str = "hpc_train"
     """Job name."""
-    time_minutes: int = setting(60, ge=1)
+    time_minutes: int = setting(default=60, ge=1)
     """Time limit of the job."""
     partition: str | None = None
     """None: the cluster's."""
@@ -26,17 +26,17 @@ class LaunchConfig:
     """None: the cluster's."""
     reservation: str | None = None
     exclude: str | None = None
-    cpus_per_rank: int | None = setting(None, ge=1)
+    cpus_per_rank: int | None = setting(default=None, ge=1)
     """None: the node's cores shared out evenly over its ranks."""
-    memory_gib: float | None = setting(None, gt=0)
+    memory_gib: float | None = setting(default=None, gt=0)
     """Memory a node; None: the partition's default."""
-    signal_seconds: int = setting(120, ge=10)
+    signal_seconds: int = setting(default=120, ge=10)
     """How long before the time limit the job is told to save and stop; Slurm may be up to 60 s early."""
-    max_attempts: int = setting(100, ge=1)
+    max_attempts: int = setting(default=100, ge=1)
     """Runs of one job, counting the requeued ones, after which it is not requeued again."""
-    timeout_seconds: int = setting(1800, ge=10)
+    timeout_seconds: int = setting(default=1800, ge=10)
     """A collective or a rendezvous that takes longer than this ends the job."""
-    extra: dict[str, str] = setting({})
+    extra: dict[str, str] = setting(default={})
     """More sbatch options by their long name, such as mail-type: END."""
-    setup: list[str] = setting([])
+    setup: list[str] = setting(default=[])
     """Shell lines to run in the batch script before the ranks start, such as `module load cuda`."""

@@ -11,16 +11,16 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 class ParallelConfig:
     """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
 
-    strategy: str = setting("ddp", choices=STRATEGIES)
+    strategy: str = setting(default="ddp", choices=STRATEGIES)
     """ddp replicates everything; zero3 shards parameters, gradients and optimizer state (FSDP2)."""
-    pp: int = setting(1, ge=-1)
-    dp_replicate: int | None = setting(None, ge=-1)
+    pp: int = setting(default=1, ge=-1)
+    dp_replicate: int | None = setting(default=None, ge=-1)
     """None: -1 for ddp, else 1."""
-    dp_shard: int | None = setting(None, ge=-1)
+    dp_shard: int | None = setting(default=None, ge=-1)
     """None: -1 for the zero strategies, else 1."""
-    cp: int = setting(1, ge=-1)
-    tp: int = setting(1, ge=-1)
-    bucket_mib: float = setting(25.0, gt=0)
+    cp: int = setting(default=1, ge=-1)
+    tp: int = setting(default=1, ge=-1)
+    bucket_mib: float = setting(default=25.0, gt=0)
     """Size of ddp's gradient buckets."""
     reshard_after_forward: bool = True
-    """zero3: free the gathered parameters after forward (less memory) or keep them for backward (less communication)."""
+    """zero3: free the gathered parameters after forward (less memory), or keep them (less communication)."""

@@ -18,16 +18,16 @@ from hpc_train.config.train import CheckpointConfig, PrecisionConfig, TrainConfi
 class RunConfig:
     """One run: a group of conf/ for each field but `train`, `run_dir` and `schema_version`."""
 
-    cluster: ClusterConfig = setting(ClusterConfig)
+    cluster: ClusterConfig = setting(default=ClusterConfig)
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
-    parallel: ParallelConfig = setting(ParallelConfig)
-    optim: OptimConfig = setting(OptimConfig)
-    precision: PrecisionConfig = setting(PrecisionConfig)
-    checkpoint: CheckpointConfig = setting(CheckpointConfig)
-    launch: LaunchConfig = setting(LaunchConfig)
-    train: TrainConfig = setting(TrainConfig)
+    parallel: ParallelConfig = setting(default=ParallelConfig)
+    optim: OptimConfig = setting(default=OptimConfig)
+    precision: PrecisionConfig = setting(default=PrecisionConfig)
+    checkpoint: CheckpointConfig = setting(default=CheckpointConfig)
+    launch: LaunchConfig = setting(default=LaunchConfig)
+    train: TrainConfig = setting(default=TrainConfig)
     run_dir: str | None = None
     """None: runs/<date>/<time>. A directory that holds a run continues it."""
-    schema_version: int = setting(1, ge=1, le=1)
+    schema_version: int = setting(default=1, ge=1, le=1)
     """Version of this schema, kept in config.yaml so that a later release knows what it reads."""

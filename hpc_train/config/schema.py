@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
@@ -24,20 +25,20 @@ class Range:
         """Why `value` is outside, in the words of an error message; None if it is inside."""
         if self.choices is not None and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
-        for limit, ok, sign in (
-            (self.ge, lambda v, b: v >= b, ">="),
-            (self.gt, lambda v, b: v > b, ">"),
-            (self.le, lambda v, b: v <= b, "<="),
-            (self.lt, lambda v, b: v < b, "<"),
+        for limit, holds, sign in (
+            (self.ge, operator.ge, ">="),
+            (self.gt, operator.gt, ">"),
+            (self.le, operator.le, "<="),
+            (self.lt, operator.lt, "<"),
         ):
-            if limit is not None and not ok(value, limit):  # NaN fails every comparison
+            if limit is not None and not holds(value, limit):  # NaN fails every comparison
                 return f"must be {sign} {limit:g}"
         return None
 
 
 def setting(
-    default: Any,
     *,
+    default: Any,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -66,7 +67,7 @@ def schema(cls: type[T]) -> type[T]:
             raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name} is read-only")
         object.__setattr__(self, name, value)
 
-    made.__setattr__ = guarded  # type: ignore[method-assign, assignment]
+    made.__setattr__ = guarded  # type: ignore[method-assign]
     return made
 
 

@@ -9,9 +9,9 @@ from hpc_train.config.schema import schema, setting
 class NoiseScaleConfig:
     """Gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162)."""
 
-    every: int = setting(10, ge=0)
+    every: int = setting(default=10, ge=0)
     """Steps between two measurements; 0: off."""
-    decay: float = setting(0.9, ge=0, lt=1)
+    decay: float = setting(default=0.9, ge=0, lt=1)
     """Weight of the past in the running means of both of its parts."""
 
 
@@ -19,34 +19,34 @@ class NoiseScaleConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int | None = setting(200, ge=1)
+    steps: int | None = setting(default=200, ge=1)
     """Optimizer updates of the whole run; None where `epochs` is given."""
-    epochs: float | None = setting(None, gt=0)
-    seed: int = setting(0, ge=0, lt=1 << 63)
-    global_batch: int = setting(16, ge=1)
+    epochs: float | None = setting(default=None, gt=0)
+    seed: int = setting(default=0, ge=0, lt=1 << 63)
+    global_batch: int = setting(default=16, ge=1)
     """Sequences a step, over all ranks."""
-    micro_batch: int = setting(8, ge=1)
+    micro_batch: int = setting(default=8, ge=1)
     """Sequences a rank in one forward and backward."""
-    sequence_length: int = setting(256, ge=1)
-    eval_every: int = setting(50, ge=0)
+    sequence_length: int = setting(default=256, ge=1)
+    eval_every: int = setting(default=50, ge=0)
     """Steps between evaluations on the validation split; 0: never. The last step is always evaluated unless 0."""
-    eval_batches: int = setting(8, ge=1)
+    eval_batches: int = setting(default=8, ge=1)
     """Global batches in one evaluation."""
     deterministic: bool = False
     """Refuse operations that are not reproducible bit by bit."""
-    log_every: int = setting(10, ge=1)
+    log_every: int = setting(default=10, ge=1)
     """Steps between two plain progress lines; metrics.jsonl has every step."""
     tensorboard: bool = True
-    noise_scale: NoiseScaleConfig = setting(NoiseScaleConfig)
+    noise_scale: NoiseScaleConfig = setting(default=NoiseScaleConfig)
 
 
 @schema
 class PrecisionConfig:
     """Number formats of a run."""
 
-    name: str = setting("fp32", choices=("fp64", "fp32", "bf16", "fp16"))
+    name: str = setting(default="fp32", choices=("fp64", "fp32", "bf16", "fp16"))
     """Format of the computation. Parameters and optimizer state are fp32 (fp64 for fp64)."""
-    reduce: str = setting("fp32", choices=("fp64", "fp32", "bf16", "fp16"))
+    reduce: str = setting(default="fp32", choices=("fp64", "fp32", "bf16", "fp16"))
     """Format in which gradients are reduced over ranks."""
 
 
@@ -54,11 +54,11 @@ class PrecisionConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = setting(100, ge=0)
+    every: int = setting(default=100, ge=0)
     """Steps between checkpoints; 0: never, not even at a stop."""
     dir: str | None = None
     """None: checkpoints/ in the run directory."""
     resume: str = "auto"
     """auto: from the newest whole checkpoint if there is one; never; a step; or the path of a checkpoint."""
-    keep: int = setting(2, ge=1)
+    keep: int = setting(default=2, ge=1)
     """Newest checkpoints kept."""

@@ -23,7 +23,7 @@ _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
-class RankController(Controller):  # type: ignore[misc]
+class RankController(Controller):
     """Starts the tasks, forwards stop signals to them, and lets no task outlive the failure of another."""
 
     def __init__(self, folder: Path, logs: Path) -> None:
@@ -32,7 +32,7 @@ class RankController(Controller):  # type: ignore[misc]
         self._parent = os.getppid()
         self._exits: list[tuple[int, int]] = []
         for number in STOP_SIGNALS:
-            signal.signal(number, self._forward_signal)
+            signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
 
     def run(self, max_retry: int = 1) -> int:  # type: ignore[override]
         """Run all tasks once; returns the job's exit code: that of the first task that did not end well."""

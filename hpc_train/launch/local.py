@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from submitit.local.local import LocalExecutor, LocalJob
 
@@ -18,7 +18,7 @@ from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
 from hpc_train.training.folder import RunFolder
 
 
-class PoolExecutor(LocalExecutor):  # type: ignore[misc]
+class PoolExecutor(LocalExecutor):
     """submitit's local executor with our controller and our task entry."""
 
     def __init__(self, folder: RunFolder, attempt: int, ranks: int, threads: int) -> None:
@@ -30,7 +30,7 @@ class PoolExecutor(LocalExecutor):  # type: ignore[misc]
     def _submitit_command_str(self) -> str:
         return shlex.join([sys.executable, "-u", "-m", "hpc_train.launch.task", str(self._run.path)])
 
-    def _submit_command(self, command: str) -> LocalJob[int]:
+    def _submit_command(self, command: str) -> LocalJob[Any]:
         logs = self._run.logs(self._attempt)
         process = subprocess.Popen(
             [sys.executable, "-m", "hpc_train.launch.controller", str(self._run.submitit), str(logs)],
@@ -61,8 +61,7 @@ class PoolExecutor(LocalExecutor):  # type: ignore[misc]
 def start_pool(folder: RunFolder, attempt: int, ranks: int, threads: int) -> LocalJob[int]:
     """Start the ranks of the job whose spec is in `folder`; returns at once."""
     executor = PoolExecutor(folder, attempt, ranks, threads)
-    job: Any = executor.submit(run_task, str(folder.path))
-    return job
+    return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))
 
 
 def local_ranks(config: RunConfig) -> int:

@@ -57,7 +57,9 @@ def read_spec(path: Path) -> JobSpec:
             status = os.fstat(file.fileno())
             text = file.read()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; is the run directory on a file system that this node shares?") from None
+        raise UserError(
+            f"{path}: {error.strerror}; is the run directory on a file system that this node shares?"
+        ) from None
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
     try:
@@ -65,5 +67,7 @@ def read_spec(path: Path) -> JobSpec:
     except (ValueError, TypeError):
         raise UserError(f"{path}: is not a job spec; submit the run again") from None
     if spec.spec_version != SPEC_VERSION:
-        raise UserError(f"{path}: version {spec.spec_version}, this hpc_train reads {SPEC_VERSION}; submit the run again")
+        raise UserError(
+            f"{path}: version {spec.spec_version}, this hpc_train reads {SPEC_VERSION}; submit the run again"
+        )
     return spec

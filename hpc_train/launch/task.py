@@ -15,25 +15,19 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
-REQUEUE_MARKER = "requeue"
-"""File in an attempt's log directory: the ranks have saved and the job may be requeued."""
 
 
 def main(run_dir: str) -> int:
     """Run this process's rank; returns its exit code. What went wrong is recorded for whoever tells the user."""
-    from hpc_train.errors import EXIT_REQUEUE
     from hpc_train.runtime.identity import alone, identify
 
     me = identify(os.environ) or alone()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
     _write_to(logs / f"task-{me.process}.log")
     try:
-        code = _run(Path(run_dir))
+        return _run(Path(run_dir))
     except BaseException as error:
         return _failed(error, logs, me.process, me.host)
-    if code == EXIT_REQUEUE and me.process == 0:
-        (logs / REQUEUE_MARKER).touch()
-    return code
 
 
 def _run(run_dir: Path) -> int:
@@ -49,9 +43,7 @@ def _run(run_dir: Path) -> int:
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 
-    task = join(
-        interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds)
-    )
+    task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
     return run_rank(config, task, spec.folder(), int(os.environ.get(ATTEMPT_VARIABLE, "0")), _request)
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hpc_train.config.compose import compose
+from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from hpc_train.launch.spec import JobSpec, make_spec
@@ -39,7 +40,7 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     from hpc_train.launch.watch import explain, watch
 
     ranks = local_ranks(config)
-    folder, spec = freeze(config, ranks)
+    folder = freeze(config, ranks).folder()
     attempt = new_attempt(folder)
     job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
     code = watch(job, folder, attempt, config.train.log_every, stop)
@@ -49,21 +50,27 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     return code
 
 
-def freeze(config: RunConfig, ranks: int) -> tuple[RunFolder, JobSpec]:
-    """Check what can be checked before any rank starts, and write the run directory with its job spec."""
+def check_run(config: RunConfig, ranks: int) -> Degrees:
+    """Everything that can be checked before any rank starts; returns the degrees."""
     from hpc_train.models.shape import check_shape
 
     degrees = check_support(config, ranks)
     check_shape(config.model)
-    folder = open_folder(config)
+    return degrees
+
+
+def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None) -> JobSpec:
+    """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again."""
+    degrees = check_run(config, ranks)
+    folder = folder or open_folder(config)
     spec = make_spec(config, folder, ranks, asdict(degrees))
     prepare(folder, spec.run_config())
     spec.write(folder.job)
-    return folder, spec
+    return spec
 
 
 def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
-    """One rank of srun, torchrun or mpirun. Process 0 decides the run directory and the others take it from the store."""
+    """One rank of srun, torchrun or mpirun. Process 0 decides the run directory, the others take it from the store."""
     import logging
 
     from hpc_train.runtime.start import join
@@ -88,8 +95,8 @@ def _share_spec(config: RunConfig, task: Task) -> tuple[JobSpec, int]:
     assert task.store is not None
     if task.process == 0:
         try:
-            folder, spec = freeze(config, task.processes)
-            answer = {"spec": asdict(spec), "attempt": new_attempt(folder)}
+            spec = freeze(config, task.processes)
+            answer = {"spec": asdict(spec), "attempt": new_attempt(spec.folder())}
         except UserError as error:
             answer = {"error": str(error)}
         task.store.set("spec", json.dumps(answer))

@@ -50,7 +50,8 @@ def _average(tap: LocalNorm, bucket: dist.GradBucket) -> torch.futures.Future[Te
     buffer.div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return reduced
 
 
 def accumulating(wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:

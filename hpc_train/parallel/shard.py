@@ -1,4 +1,4 @@
-"""zero3: parameters, gradients and optimizer state sharded over dp_shard (FSDP2), replicated over dp_replicate (HSDP)."""
+"""zero3: parameters, gradients and optimizer state sharded over dp_shard (FSDP2), copied over dp_replicate (HSDP)."""
 
 from __future__ import annotations
 

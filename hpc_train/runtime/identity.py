@@ -26,20 +26,29 @@ class Identity:
     """Differs between two jobs, steps or restarts that could otherwise be taken for one another."""
 
 
-def _number(env: Environment, launcher: str, name: str, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None:
-        if default is None:
-            raise UserError(f"{launcher} environment: {name} is not set; start the ranks with the launcher itself")
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{launcher} environment: {name}={text!r} is not a number") from None
+@dataclass(frozen=True)
+class _Variables:
+    """The numbers in a launcher's environment."""
+
+    env: Environment
+    launcher: str
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.env.get(name)
+        if text is None:
+            if default is None:
+                raise UserError(
+                    f"{self.launcher} environment: {name} is not set; start the ranks with the launcher itself"
+                )
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise UserError(f"{self.launcher} environment: {name}={text!r} is not a number") from None
 
 
 def _submitit(env: Environment) -> Identity:
-    get = lambda name, default=None: _number(env, "submitit", name, default)  # noqa: E731
+    get = _Variables(env, "submitit").number
     return Identity(
         process=get("SUBMITIT_LOCAL_GLOBALID"),
         processes=get("SUBMITIT_LOCAL_NTASKS"),
@@ -53,7 +62,7 @@ def _submitit(env: Environment) -> Identity:
 
 
 def _torchrun(env: Environment) -> Identity:
-    get = lambda name, default=None: _number(env, "torchrun", name, default)  # noqa: E731
+    get = _Variables(env, "torchrun").number
     local_size = get("LOCAL_WORLD_SIZE", 1)
     size = get("WORLD_SIZE")
     return Identity(
@@ -69,7 +78,7 @@ def _torchrun(env: Environment) -> Identity:
 
 
 def _slurm(env: Environment) -> Identity:
-    get = lambda name, default=None: _number(env, "slurm", name, default)  # noqa: E731
+    get = _Variables(env, "slurm").number
     restart = env.get("SLURM_RESTART_COUNT", "0")
     return Identity(
         process=get("SLURM_PROCID"),
@@ -84,7 +93,7 @@ def _slurm(env: Environment) -> Identity:
 
 
 def _open_mpi(env: Environment) -> Identity:
-    get = lambda name, default=None: _number(env, "Open MPI", name, default)  # noqa: E731
+    get = _Variables(env, "Open MPI").number
     size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     return Identity(
         process=get("OMPI_COMM_WORLD_RANK"),
@@ -99,7 +108,7 @@ def _open_mpi(env: Environment) -> Identity:
 
 
 def _mpich(env: Environment) -> Identity:
-    get = lambda name, default=None: _number(env, "MPICH", name, default)  # noqa: E731
+    get = _Variables(env, "MPICH").number
     size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1)
     return Identity(
         process=get("PMI_RANK"),
@@ -127,7 +136,7 @@ _READERS: tuple[tuple[str, Callable[[Environment], Identity]], ...] = (
 def identify(env: Environment) -> Identity | None:
     """This process's place in its job; None if no launcher started it as a rank.
 
-    A batch script has SLURM_PROCID=0 but no SLURM_STEP_ID, and a shell of `srun --pty` is a person's: neither is a rank.
+    A batch script has SLURM_PROCID=0 but no SLURM_STEP_ID, and a shell of `srun --pty` is a person's: no ranks.
     Raises UserError when the launcher's variables contradict themselves.
     """
     for variable, read in _READERS:

@@ -33,7 +33,7 @@ def own_address(host: str, nodes: int, interface: str | None) -> tuple[str, str]
     """(IPv4 address, interface) that the job's processes should use on this host.
 
     interface: the one that the cluster's configuration names; else, on several nodes, the one the node's own name
-    resolves to; on one node the loopback. Raises UserError rather than fall back to an address that others cannot reach.
+    resolves to; on one node the loopback. Raises UserError rather than take an address that others cannot reach.
     """
     have = interfaces()
     if interface is not None:

@@ -62,7 +62,7 @@ def _host(me: Identity, interface: str | None, timeout: timedelta) -> dist.TCPSt
 
 
 def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> Store:
-    """The store of the torchrun agent, or, where ranks were started by hand with MASTER_ADDR, one that rank 0 serves."""
+    """The store of the torchrun agent, or, for ranks started by hand with MASTER_ADDR, one that rank 0 serves."""
     import torch.distributed as dist
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):

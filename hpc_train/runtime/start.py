@@ -50,7 +50,7 @@ def pick_device(task: Task, config: RunConfig) -> torch.device:
         return torch.device("cuda", task.local if visible > 1 else 0)
     if config.cluster.node.gpus:
         raise UserError(
-            f"cluster={config.cluster.name} has {config.cluster.node.gpus} GPUs a node, but torch sees none on {task.host}; "
+            f"cluster={config.cluster.name}: {config.cluster.node.gpus} GPUs a node, torch sees none on {task.host}; "
             "check the job's GPU request and that torch is a CUDA build"
         )
     return torch.device("cpu")

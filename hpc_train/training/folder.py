@@ -59,6 +59,10 @@ class RunFolder:
     def log(self, attempt: int, task: int) -> Path:
         return self.logs(attempt) / f"task-{task}.log"
 
+    def requeue_marker(self, attempt: int) -> Path:
+        """Left by the ranks when they have saved and stopped on purpose: the batch script requeues the job."""
+        return self.logs(attempt) / "requeue"
+
     def steps(self) -> list[int]:
         """Steps that have a committed checkpoint, whole or not."""
         found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))
@@ -117,7 +121,9 @@ def check_agreement(folder: RunFolder, config: RunConfig) -> None:
     if differ:
         shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differ[:3])
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise UserError(f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values")
+        raise UserError(
+            f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
+        )
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

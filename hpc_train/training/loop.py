@@ -136,7 +136,7 @@ def _save_if_due(run: Run, stopping: bool) -> None:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save this step. A save that fails is reported and training goes on, except where the job depends on it (a stop)."""
+    """Save this step. A save that fails is reported and training goes on: the earlier checkpoints are untouched."""
     started = time.perf_counter()
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
@@ -160,7 +160,10 @@ def save_checkpoint(run: Run) -> None:
 def _stopped(run: Run) -> int:
     run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
+        run.reporter.mark_requeue()
         run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.folder.path} to go on")
         return EXIT_REQUEUE
-    run.reporter.say(f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True)
+    run.reporter.say(
+        f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True
+    )
     return EXIT_NO_REQUEUE

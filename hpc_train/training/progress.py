@@ -50,7 +50,9 @@ class PlainProgress:
             return
         left = (self._steps - step) * record["step_seconds"]
         width = len(str(self._steps))
-        print(f"step {step:>{width}}/{self._steps}  {describe(record)}  left {clock(left)}", file=self._stream, flush=True)
+        print(
+            f"step {step:>{width}}/{self._steps}  {describe(record)}  left {clock(left)}", file=self._stream, flush=True
+        )
 
     def close(self) -> None:
         """Nothing to end."""
@@ -64,7 +66,11 @@ class LiveProgress:
         from rich.progress import Progress as Bar
 
         self._bar = Bar(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(20),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
         )
         self._task = self._bar.add_task("starting", total=steps)
         self._bar.start()
@@ -76,5 +82,3 @@ class LiveProgress:
 
     def close(self) -> None:
         self._bar.stop()
-
-

@@ -52,6 +52,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         try:
             code = train(run)
             _farewell(run, entropy)
+            dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
             return code
         finally:
             run.loader.close()
@@ -62,7 +63,9 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         shut_down()
 
 
-def _assemble(config: RunConfig, world: World, folder: RunFolder, attempt: int, stop: StopRequest) -> tuple[Run, float | None]:
+def _assemble(
+    config: RunConfig, world: World, folder: RunFolder, attempt: int, stop: StopRequest
+) -> tuple[Run, float | None]:
     """The run, ready for its next step, and the entropy of its text under a unigram model."""
     length = config.train.sequence_length
     data = _rank_0_first(world, lambda: open_dataset(config.data, length, "train"))
@@ -118,7 +121,7 @@ def _validation(config: RunConfig, world: World) -> Loader | None:
 def _check_position(consumed: int, run: Run) -> None:
     if consumed != run.consumed_samples:
         raise UserError(
-            f"checkpoint.resume={run.config.checkpoint.resume}: the checkpoint has seen {consumed} samples in {run.step} "
+            f"checkpoint.resume={run.config.checkpoint.resume}: it has seen {consumed} samples in {run.step} "
             f"steps, which is not train.global_batch={run.config.train.global_batch}; use the batch it was trained with"
         )
 
@@ -154,11 +157,12 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFold
 
 def _announce(run: Run, model: torch.nn.Module, data: Dataset, resumed: bool) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
-    mesh = " x ".join(f"{axis} {size}" for axis, size in zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape))
+    axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
     run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
     run.reporter.say(
-        f"{run.config.model.name}: {count:,} parameters, {run.config.parallel.strategy} over {run.world.size} ranks ({mesh}), "
-        f"{run.config.precision.name}; {run.config.data.name}: {len(data):,} samples"
+        f"{run.config.model.name}: {count:,} parameters, {run.config.precision.name}, {run.config.parallel.strategy} "
+        f"over {run.world.size} ranks ({mesh}); {run.config.data.name}: {len(data):,} samples"
     )
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")

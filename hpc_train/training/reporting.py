@@ -24,7 +24,9 @@ class Reporter:
     warned: bool = False
 
     @classmethod
-    def start(cls, config: RunConfig, folder: RunFolder, attempt: int, steps: int, resumed_at: int, rank: int) -> Reporter:
+    def start(
+        cls, config: RunConfig, folder: RunFolder, attempt: int, steps: int, resumed_at: int, rank: int
+    ) -> Reporter:
         """A reporter that writes on rank 0 and is silent elsewhere."""
         if rank != 0:
             return cls(folder, attempt)
@@ -32,7 +34,7 @@ class Reporter:
         if config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at + 1)  # type: ignore[no-untyped-call]
+            board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at + 1)
         bar = progress(steps, config.train.log_every)
         return cls(folder, attempt, Metrics(folder.metrics, resumed_at), board, bar)
 
@@ -70,6 +72,11 @@ class Reporter:
                 self.bar.close()
             print(text, flush=True)
             self.event("note", text=text, last=last)
+
+    def mark_requeue(self) -> None:
+        """Tell the batch script that this attempt saved and may go on in another one."""
+        if self.metrics is not None:
+            self.folder.requeue_marker(self.attempt).touch()
 
     def close(self) -> None:
         """Flush and close all of them."""

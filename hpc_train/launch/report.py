@@ -1,0 +1,44 @@
+"""What a batch script runs when its ranks did not end well: record it, and tell why, in the job's own log."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.training.failure import first_failure
+from hpc_train.training.records import add_event
+
+_SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+_DEADLY = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
+
+
+def main(run_dir: str, attempt: str, code: str, requeue: bool) -> int:
+    """Append a requeue or a failure event and print the first failure; `code` is srun's exit code."""
+    run = Path(run_dir)
+    logs = run / "logs" / attempt
+    why = killed_by(logs / "srun.err")
+    failure = first_failure(logs)
+    if why is None and failure is not None:
+        why = failure.text()
+    if requeue:
+        add_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code))
+    elif int(code) != EXIT_REQUEUE:
+        why = why or f"the ranks exited with {code} and left no reason; see {logs}"
+        add_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=why.splitlines()[0])
+        print(f"hpc-train: {why}", flush=True)
+    return 0
+
+
+def killed_by(srun_errors: Path) -> str | None:
+    """The first task that srun reports, if a signal ended it: its peers fail because of it."""
+    text = srun_errors.read_text(errors="replace") if srun_errors.exists() else ""
+    first = _SRUN_LINE.search(text)
+    if first is None or not first["how"].startswith(_DEADLY):
+        return None
+    return f"task {first['tasks']} on {first['host']} was ended from outside: {first['how']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], "--requeue" in sys.argv))
