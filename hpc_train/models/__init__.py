@@ -1,0 +1,8 @@
+"""Models: the transformer and the vision transformer of conf/model, and the registry for users' own.
+
+Importing this package does not import torch.
+"""
+
+from hpc_train.models.registry import build, register
+
+__all__ = ["build", "register"]

@@ -1,0 +1,153 @@
+"""Weights between our names and shapes and those of the transformers library (Llama, GPT-2 and ViT), both ways.
+
+Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
+GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.errors import UserError
+
+State = dict[str, Tensor]
+
+_LLAMA = {
+    "model.embed_tokens": "embed",
+    "model.layers.#.input_layernorm": "layers.#.attention_norm",
+    "model.layers.#.self_attn.q_proj": "layers.#.attention.q",
+    "model.layers.#.self_attn.k_proj": "layers.#.attention.k",
+    "model.layers.#.self_attn.v_proj": "layers.#.attention.v",
+    "model.layers.#.self_attn.o_proj": "layers.#.attention.o",
+    "model.layers.#.post_attention_layernorm": "layers.#.feed_forward_norm",
+    "model.layers.#.mlp.gate_proj": "layers.#.feed_forward.gate",
+    "model.layers.#.mlp.up_proj": "layers.#.feed_forward.up",
+    "model.layers.#.mlp.down_proj": "layers.#.feed_forward.down",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+_GPT2 = {
+    "transformer.wte": "embed",
+    "transformer.wpe": "positions",
+    "transformer.h.#.ln_1": "layers.#.attention_norm",
+    "transformer.h.#.attn.c_attn": "layers.#.attention.qkv",
+    "transformer.h.#.attn.c_proj": "layers.#.attention.o",
+    "transformer.h.#.ln_2": "layers.#.feed_forward_norm",
+    "transformer.h.#.mlp.c_fc": "layers.#.feed_forward.up",
+    "transformer.h.#.mlp.c_proj": "layers.#.feed_forward.down",
+    "transformer.ln_f": "norm",
+    "lm_head": "head",
+}
+_VIT = {
+    "vit.embeddings.cls_token": "class_token",
+    "vit.embeddings.position_embeddings": "positions",
+    "vit.embeddings.patch_embeddings.projection": "patches",
+    "vit.encoder.layer.#.layernorm_before": "layers.#.attention_norm",
+    "vit.encoder.layer.#.attention.attention.query": "layers.#.attention.q",
+    "vit.encoder.layer.#.attention.attention.key": "layers.#.attention.k",
+    "vit.encoder.layer.#.attention.attention.value": "layers.#.attention.v",
+    "vit.encoder.layer.#.attention.output.dense": "layers.#.attention.o",
+    "vit.encoder.layer.#.layernorm_after": "layers.#.feed_forward_norm",
+    "vit.encoder.layer.#.intermediate.dense": "layers.#.feed_forward.up",
+    "vit.encoder.layer.#.output.dense": "layers.#.feed_forward.down",
+    "vit.layernorm": "norm",
+    "classifier": "head",
+}
+_TABLES = {"llama": _LLAMA, "gpt2": _GPT2, "vit": _VIT}
+_PREFIXES = {"llama": "model.", "gpt2": "transformer.", "vit": "vit."}
+"""Of the names in a file of the headed model; files of the bare model, as the first GPT-2 ones, lack it."""
+_BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+"""Constants that old files hold."""
+
+
+def family(config: ModelConfig) -> str:
+    """llama, gpt2 or vit: which of the library's models has this shape. UserError if none of the three has."""
+    if isinstance(config, VisionTransformerConfig):
+        return "vit"
+    if isinstance(config, TransformerConfig):
+        kind = (config.positions, config.norm, config.activation)
+        if kind == ("rotary", "rmsnorm", "swiglu"):
+            return "llama"
+        if kind[:2] == ("learned", "layernorm") and kind[2] != "swiglu" and config.bias:
+            return "gpt2"
+    raise UserError(
+        f"model={config.name}: is neither of the Llama, the GPT-2 nor the ViT family of transformers, so its weights "
+        "have no names there; use a model of these families"
+    )
+
+
+def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
+    """Our state dict from the library's, by the names in its files. Tensors may share memory with `state`.
+
+    A copy of a tied embedding under the name of the head is dropped. UserError for a name that the family lacks.
+    """
+    kind, out = family(config), State()
+    for name, tensor in state.items():
+        if _BUFFERS.search(name):
+            continue
+        module, leaf = _split(_full(name, kind))
+        ours = _renamed(module, _TABLES[kind])
+        if ours is None:
+            raise UserError(f"{name}: no such weight in a {kind} model; is this a checkpoint of {config.name}?")
+        tensor = tensor.t() if _is_conv1d(ours, leaf, kind) else tensor
+        if ours.endswith(".qkv"):
+            parts = zip("qkv", tensor.chunk(3), strict=True)
+            out.update({f"{ours[:-3]}{which}{leaf}": part for which, part in parts})
+        elif not (ours == "head" and _is_tied(config)):
+            out[ours + leaf] = tensor
+    return out
+
+
+def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
+    """The library's state dict, as in its files, from ours: a tied head is not in it."""
+    kind = family(config)
+    table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
+    out = State()
+    for name, tensor in _fused(state).items() if kind == "gpt2" else state.items():
+        module, leaf = _split(name)
+        theirs = _renamed(module, table)
+        assert theirs is not None, f"{name}: not of this family"
+        out[theirs + leaf] = tensor.t().contiguous() if _is_conv1d(module, leaf, kind) else tensor
+    return out
+
+
+def _full(name: str, kind: str) -> str:
+    heads = ("lm_head", "classifier", _PREFIXES[kind])
+    return name if name.startswith(heads) else _PREFIXES[kind] + name
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(module, .weight or .bias), or (name, nothing) for a parameter that no module of its own holds."""
+    module, _, last = name.rpartition(".")
+    return (module, f".{last}") if last in ("weight", "bias") else (name, "")
+
+
+def _renamed(module: str, table: Mapping[str, str]) -> str | None:
+    numbers = re.findall(r"\.(\d+)(?=\.)", module)
+    name = table.get(re.sub(r"\.\d+(?=\.)", ".#", module))
+    return name.replace("#", numbers[0]) if name and numbers else name
+
+
+def _is_conv1d(ours: str, leaf: str, kind: str) -> bool:
+    return kind == "gpt2" and leaf == ".weight" and re.search(r"\.(attention|feed_forward)\.", ours) is not None
+
+
+def _is_tied(config: ModelConfig) -> bool:
+    return isinstance(config, TransformerConfig) and config.tied_embeddings
+
+
+def _fused(state: Mapping[str, Tensor]) -> State:
+    """The state with each q, k and v put into one qkv, in that order."""
+    out = State()
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.attention\.)([qkv])(\.\w+)", name)
+        if match is None:
+            out[name] = tensor
+        elif match[2] == "q":
+            out[f"{match[1]}qkv{match[3]}"] = torch.cat([state[f"{match[1]}{which}{match[3]}"] for which in "qkv"])
+    return out

@@ -1,0 +1,136 @@
+"""A decoder-only transformer of the Llama or the GPT family, whole or one pipeline stage of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.config.model import TransformerConfig
+from hpc_train.models import shape
+from hpc_train.models.attention import Attention
+from hpc_train.models.block import Block, block_names, ends, held_blocks, matching
+from hpc_train.models.feed_forward import feed_forward
+from hpc_train.models.init import Normal, gpt2_rule
+from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.models.rotary import rotary_table
+
+PLAN = {
+    "embed": "vocab",
+    "positions": "seq",
+    "layers.*.attention_norm": "seq",
+    "layers.*.attention.[qkv]": "col",
+    "layers.*.attention.o": "row",
+    "layers.*.feed_forward_norm": "seq",
+    "layers.*.feed_forward.gate": "col",
+    "layers.*.feed_forward.up": "col",
+    "layers.*.feed_forward.down": "row",
+    "norm": "seq",
+    "head": "vocab",
+}
+"""Megatron's split (Shoeybi et al. 2019, arXiv:1909.08053; seq: Korthikanti et al. 2022, arXiv:2205.05198)."""
+
+
+class TiedHead(nn.Module):
+    """The output layer over the embedding's own weight: that parameter has one owner and one name."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., hidden), weight (vocab, hidden) -> (..., vocab)."""
+        return F.linear(x, weight)
+
+
+class Transformer(nn.Module):
+    """The whole model, or the stage that holds the blocks `names`.
+
+    The stage with the first block holds the embedding, the one with the last block the final norm and the head, and,
+    where embeddings are tied, the embedding's weight as well: two stages then own a parameter of the same name.
+    Raises UserError for a shape that does not fit together.
+    """
+
+    plan: dict[str, str]
+
+    def __init__(self, config: TransformerConfig, names: list[str] | None = None) -> None:
+        super().__init__()
+        shape.check_transformer(config)
+        held = block_names(config.layers) if names is None else names
+        self.config = config
+        self.is_first, self.is_last = ends(held, config.layers)
+        if self.is_first or (self.is_last and config.tied_embeddings):
+            self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        if self.is_first and config.positions == "learned":
+            self.positions = nn.Embedding(config.max_positions, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = held_blocks(held, partial(_block, config))
+        if self.is_last:
+            self.norm = _norm(config)
+            tied, sizes = config.tied_embeddings, (config.hidden, config.vocab_size)
+            self.head = TiedHead() if tied else nn.Linear(*sizes, bias=False)
+        self.plan = matching(PLAN, self)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x: tokens (B, T), int64, or in a stage that is not the first hidden states (B, T, hidden).
+
+        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1.
+        Returns logits (B, T, vocab), or in a stage that is not the last hidden states.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        if self.is_first:
+            x = self._embedded(x, positions)
+        table = None
+        if self.config.positions == "rotary":
+            table = rotary_table(self.config, shape.head_dim(self.config), positions, x.dtype)
+        for layer in self.layers.values():
+            x = layer(x, table)
+        return self._logits(x) if self.is_last else x
+
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.config.positions == "learned":
+            x = x + self.positions(positions.unsqueeze(0))
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
+        return logits
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The blocks by module name, in order."""
+        return {f"layers.{key}": block for key, block in self.layers.items()}
+
+    def stage(self, names: list[str]) -> Transformer:
+        """The part that holds the blocks `names`, on the meta device, in this model's dtype."""
+        with torch.device("meta"):
+            return Transformer(self.config, names).to(next(self.parameters()).dtype)
+
+    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy in nats, summed. out: logits (B, T, vocab); target: (B, T), int64."""
+        return cross_entropy_sum(out, target)
+
+    def init_rule(self, name: str) -> Normal:
+        """GPT-2's."""
+        return gpt2_rule(name, self.config.init_std, self.config.layers)
+
+
+def _norm(config: TransformerConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+
+
+def _block(config: TransformerConfig) -> Block:
+    attention = Attention(
+        config.hidden,
+        config.heads,
+        shape.kv_heads(config),
+        shape.head_dim(config),
+        bias=config.bias,
+        causal=True,
+        dropout=config.dropout,
+    )
+    wide = feed_forward(config.hidden, config.feed_forward, config.activation, bias=config.bias)
+    return Block(attention, wide, partial(_norm, config), config.dropout)

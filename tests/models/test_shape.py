@@ -1,0 +1,134 @@
+"""Every model of conf/model: it builds, has the published size, and its formulas agree with the built model."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from model_shapes import FOLDER, GPT2, LLAMA, VIT, load, shipped
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig
+from hpc_train.errors import UserError
+from hpc_train.models.registry import build
+from hpc_train.models.shape import check_shape, flops_per_token, parameter_count
+
+PUBLISHED = {
+    "gpt2_tiny": 957_184,  # ours; pinned so that it stays what its comment says
+    "gpt3_175b": 174.6e9,  # Narayanan et al. 2021, arXiv:2104.04473, table 2
+    "gpt3_1_3b": 1.316e9,  # Dey et al. 2023, arXiv:2304.03208
+    "gpt3_1t": 1008.0e9,  # Narayanan et al. 2021, table 1
+    "gpt3_22b": 22e9,  # Korthikanti et al. 2022, arXiv:2205.05198, table 3
+    "gpt3_530b": 529.6e9,  # Narayanan et al. 2021, table 1
+    "llama_125m": 123_587_328,  # ours
+    "llama_13b": 13_015_864_320,  # the sum over the published checkpoint, as of all below
+    "llama_1b": 1_235_814_400,
+    "llama_405b": 405_853_388_800,
+    "llama_70b": 70_553_706_496,
+    "llama_7b": 6_738_415_616,
+    "llama_8b": 8_030_261_248,
+    "llama_tiny": 820_352,  # ours
+    "vit_large": 304_326_632,
+    "vit_small": 22_050_664,
+    "vit_tiny": 202_186,  # ours
+}
+VARIANTS = [
+    LLAMA,
+    GPT2,
+    VIT,
+    replace(LLAMA, tied_embeddings=True, bias=True),
+    replace(LLAMA, head_dim=20, norm="layernorm"),
+    replace(GPT2, bias=False, tied_embeddings=False, activation="swiglu", kv_heads=2),
+]
+
+
+def meta(config: ModelConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build(config)
+
+
+def test_every_file_is_listed() -> None:
+    assert sorted(PUBLISHED) == shipped()
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_model_is_named_as_its_file_and_has_a_source(name: str) -> None:
+    config = load(name)
+    assert config.name == name
+    assert name == "llama_tiny" or all(page.startswith("https://") for page in config.source)  # type: ignore[attr-defined]
+    assert name == "llama_tiny" or config.source  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_size_is_the_published_one(name: str) -> None:
+    count = parameter_count(load(name))
+    assert count == pytest.approx(PUBLISHED[name], rel=0 if isinstance(PUBLISHED[name], int) else 0.01)
+
+
+@pytest.mark.parametrize("config", [*map(load, shipped()), *VARIANTS], ids=lambda config: config.name)
+def test_parameter_count_is_that_of_the_built_model(config: ModelConfig) -> None:
+    assert parameter_count(config) == sum(parameter.numel() for parameter in meta(config).parameters())
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, load("llama_8b"), load("gpt3_22b")], ids=lambda config: config.name)
+def test_flops_are_those_that_torch_counts(config: TransformerConfig) -> None:
+    length = 64
+    model = meta(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
+    uncounted = _attention(config, length)  # torch counts no causal half
+    forward = counter.get_total_flops()
+    assert flops_per_token(config, length) == pytest.approx(3 * (forward - uncounted) / length, rel=1e-12)
+
+
+def _attention(config: TransformerConfig, length: int) -> float:
+    """Half of the FLOPs of both products of attention without a mask, forward."""
+    width = config.head_dim or config.hidden // config.heads
+    return 2.0 * config.layers * config.heads * width * length * length
+
+
+def test_flops_of_an_image_are_those_that_torch_counts() -> None:
+    model = meta(VIT)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, VIT.channels, VIT.image_size, VIT.image_size, device="meta"))
+    assert flops_per_token(VIT, 1) == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
+
+
+def test_flops_of_llama_8b_by_hand() -> None:
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    assert flops_per_token(load("llama_8b"), 8192) == 6 * weights + 6 * 32 * 4096 * 8192
+
+
+def test_a_custom_model_has_no_formula() -> None:
+    config = CustomModelConfig(name="mine")
+    assert parameter_count(config) is None
+    assert flops_per_token(config, 128) is None
+
+
+def test_the_shipped_custom_model_lacks_only_its_name() -> None:
+    assert (FOLDER / "custom.yaml").read_text().rstrip().endswith("name: ???")
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (replace(LLAMA, heads=7, kv_heads=None), "model.heads=7: does not divide model.hidden=48; "),
+        (replace(LLAMA, kv_heads=4), "model.kv_heads=4: does not divide model.heads=6; "),
+        (replace(LLAMA, kv_heads=12), "model.kv_heads=12: does not divide model.heads=6; "),
+        (replace(LLAMA, head_dim=7), "model.head_dim=7: must be even"),
+        (replace(VIT, heads=5), "model.heads=5: does not divide model.hidden=48; "),
+        (replace(VIT, patch_size=3), "model.patch_size=3: does not divide model.image_size=8; "),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_one_line(config: ModelConfig, line: str) -> None:
+    for attempt in (check_shape, build):
+        with pytest.raises(UserError) as error:
+            attempt(config)
+        assert str(error.value).startswith(line)
+        assert "\n" not in str(error.value)
+
+
+def test_shapes_and_the_registry_need_no_torch() -> None:
+    code = "import sys, hpc_train.models, hpc_train.models.shape; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
