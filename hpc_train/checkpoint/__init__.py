@@ -1,0 +1,26 @@
+"""Sharded HDF5 checkpoints: whole or absent, keyed by parameter name, loadable in any layout.
+
+checkpoints/step-<n>/manifest.json    what is in it and where, sizes, checksums, `extra`
+checkpoints/step-<n>/shard-<rank>.h5  one contiguous dataset a piece, readable by any HDF5 tool
+"""
+
+from hpc_train.checkpoint.catalogue import committed
+from hpc_train.checkpoint.errors import CheckpointError, Problem
+from hpc_train.checkpoint.loading import load
+from hpc_train.checkpoint.resume import choose
+from hpc_train.checkpoint.retention import prune
+from hpc_train.checkpoint.saving import Saved, save
+from hpc_train.checkpoint.verification import newest, verify
+
+__all__ = [
+    "CheckpointError",
+    "Problem",
+    "Saved",
+    "choose",
+    "committed",
+    "load",
+    "newest",
+    "prune",
+    "save",
+    "verify",
+]

@@ -1,0 +1,86 @@
+"""All ranks succeed, or all raise the same error: the only collectives of this room (objects, over CPU tensors)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.api import World
+from hpc_train.checkpoint.errors import CheckpointError, one_line
+from hpc_train.errors import UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it travels between ranks."""
+
+    text: str
+    by_user: bool
+
+
+def on_first(world: World | None, work: Callable[[], R]) -> R:
+    """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process."""
+    verdict = _attempt(work) if _is_first(world) else None
+    return cast(R, _opened(_from_first(world, verdict)))
+
+
+def on_all(world: World | None, work: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+    """Run `work` on every rank, then `then` on rank 0 with all results in rank order.
+
+    Every rank gets the result of `then`, or raises the first error of any of them. A rank that fails still takes part,
+    so nobody waits for it.
+    """
+    who = f"rank {world.rank}: " if world and world.size > 1 else ""
+    results = _to_first(world, _attempt(work, who))
+    verdict: Any = None
+    if _is_first(world):
+        failure = next((result for result in results if isinstance(result, Failure)), None)
+        verdict = failure or _attempt(lambda: then(cast(list[T], results)))
+    return cast(R, _opened(_from_first(world, verdict)))
+
+
+def _attempt(work: Callable[[], T], who: str = "") -> T | Failure:
+    try:
+        return work()
+    except UserError as error:
+        return Failure(str(error), by_user=True)
+    except Exception as error:
+        if not isinstance(error, (OSError, CheckpointError)):
+            _log.exception("checkpoint: unexpected error")  # the others see one line; the traceback is here
+        return Failure(who + one_line(error), by_user=False)
+
+
+def _opened(verdict: Any) -> Any:
+    if isinstance(verdict, Failure):
+        raise UserError(verdict.text) if verdict.by_user else CheckpointError(verdict.text)
+    return verdict
+
+
+def _is_first(world: World | None) -> bool:
+    return world is None or world.rank == 0
+
+
+def _to_first(world: World | None, mine: T) -> list[T]:
+    """What every rank has, on rank 0; an empty list on the others."""
+    if world is None or world.size == 1:
+        return [mine]
+    gathered: list[T | None] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    return cast(list[T], gathered or [])
+
+
+def _from_first(world: World | None, value: Any) -> Any:
+    if world is None or world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]

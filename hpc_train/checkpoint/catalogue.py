@@ -1,0 +1,84 @@
+"""Which checkpoints a directory holds. The names are the truth: there is no list to go stale.
+
+step-<n>                 committed
+step-<n>.old-<token>     committed; counts only while step-<n> is absent, between the two renames of a replacement
+step-<n>.tmp-<token>     being written, or left by a process that died
+step-<n>.trash-<token>   being deleted
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.errors import UserError
+
+_COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.old-.+)?")
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where a step is once it is committed."""
+    return directory / f"step-{step}"
+
+
+def beside(path: Path, kind: str, token: str) -> Path:
+    """The same step under another kind of name: tmp, old or trash."""
+    return path.with_name(f"{path.name.partition('.')[0]}.{kind}-{token}")
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a directory of this name holds; None if the name is not that of a committed one."""
+    match = _COMMITTED.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def found(directory: Path) -> dict[int, Path]:
+    """Committed steps and where they are; empty if there is no such directory."""
+    if not directory.is_dir():
+        return {}
+    steps: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # step-7 comes after step-7.old-..., and so overrides it
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            steps[step] = path
+    return steps
+
+
+def locate(directory: Path, step: int) -> Path:
+    """Where a committed step is. Raises UserError, with the steps there are, if it is not."""
+    steps = found(directory)
+    if step in steps:
+        return steps[step]
+    there = f"it has {', '.join(map(str, sorted(steps)))}; choose one of them" if steps else "it has none"
+    raise UserError(f"checkpoint step {step} is not in {directory}: {there}, or use checkpoint.resume=auto")
+
+
+def committed(directory: Path) -> list[int]:
+    """Committed steps in the order of their commits, the newest last; whether they are sound is for `verify` to say.
+
+    After a rollback the newest is not the highest step. One whose manifest cannot be read counts as newest, so that
+    whoever looks for the newest sound one passes it, and says so.
+    """
+    steps = found(directory)
+    return sorted(steps, key=lambda step: _age_key(steps[step], step))
+
+
+def next_sequence(directory: Path) -> int:
+    """Sequence number of the next commit."""
+    numbers = [m.sequence for step, path in found(directory).items() if (m := readable(path, step))]
+    return max(numbers, default=0) + 1
+
+
+def readable(path: Path, step: int) -> Manifest | None:
+    """The manifest of a step, None if it is damaged."""
+    try:
+        return read(path, step)
+    except CheckpointError:
+        return None
+
+
+def _age_key(path: Path, step: int) -> tuple[float, int]:
+    manifest = readable(path, step)
+    return (float("inf") if manifest is None else manifest.sequence, step)

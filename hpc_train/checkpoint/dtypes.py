@@ -1,0 +1,63 @@
+"""How a torch dtype is stored in HDF5. Element size and bits are those in memory: nothing is converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from h5py import h5t
+
+from hpc_train.checkpoint.errors import CheckpointError
+
+_NUMPY = {
+    torch.float64: "<f8",
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.int16: "<i2",
+    torch.int8: "i1",
+    torch.uint64: "<u8",
+    torch.uint32: "<u4",
+    torch.uint16: "<u2",
+    torch.uint8: "u1",
+    torch.bool: "?",
+    torch.complex64: "<c8",
+    torch.complex128: "<c16",
+    # HDF5 would take the largest values of these for infinities, so they are plain bytes; torch_dtype names them
+    torch.float8_e4m3fn: "u1",
+    torch.float8_e4m3fnuz: "u1",
+    torch.float8_e5m2fnuz: "u1",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in the manifest: `float32`, `bfloat16`, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def hdf5_type(dtype: torch.dtype) -> Any:
+    """The HDF5 type that any reader understands, of the same size in bytes.
+
+    Raises CheckpointError for a dtype that has none (quantised and sub-byte ones).
+    """
+    if dtype is torch.bfloat16:
+        return _float_type(h5t.IEEE_F32LE, sign=15, exponent=(7, 8), mantissa=(0, 7), size=2, bias=127)
+    if dtype is torch.float8_e5m2:
+        return _float_type(h5t.IEEE_F16LE, sign=7, exponent=(2, 5), mantissa=(0, 2), size=1, bias=15)
+    if dtype not in _NUMPY:
+        raise CheckpointError(f"tensors of {dtype} cannot be stored in HDF5")
+    return h5t.py_create(np.dtype(_NUMPY[dtype]), logical=True)
+
+
+def _float_type(
+    base: Any, *, sign: int, exponent: tuple[int, int], mantissa: tuple[int, int], size: int, bias: int
+) -> Any:
+    """A floating-point type by its bit fields (first bit, number of bits). HDF5 checks each call: the order matters."""
+    made = base.copy()
+    made.set_fields(sign, *exponent, *mantissa)
+    made.set_precision(8 * size)
+    made.set_size(size)
+    made.set_ebias(bias)
+    return made

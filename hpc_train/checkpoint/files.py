@@ -1,0 +1,64 @@
+"""Files that are on the disk when a call returns, and their checksums."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+CHECKSUM = "xxh3_128"
+_BLOCK = 4 << 20
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file descriptor, closed at the end; a new file is readable by its owner's group as the umask says."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of `data` at `offset`: one call of the system may write less than it is given."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file with its content on the disk; the directory is not synchronised."""
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        write_at(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on the disk, where the file system can (some refuse with EINVAL)."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """(bytes, `xxh3_128:<hex>`) of a whole file."""
+    state, size = xxhash.xxh3_128(), 0
+    block = bytearray(_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            state.update(memoryview(block)[:count])
+            size += count
+    return size, f"{CHECKSUM}:{state.hexdigest()}"
+
+
+def checksum_of(data: bytes) -> str:
+    """The same of bytes in memory."""
+    return f"{CHECKSUM}:{xxhash.xxh3_128(data).hexdigest()}"

@@ -1,0 +1,73 @@
+"""Rectangles of a logical tensor: what overlaps, and what is covered exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The elements offset[d] <= index[d] < offset[d] + shape[d] in every dimension d (one element if there is none)."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """The common part; None if it has no element."""
+        begin = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        end = (min(a, b) for a, b in zip(self._end, other._end, strict=True))
+        common = Rectangle(begin, tuple(e - b for b, e in zip(begin, end, strict=True)))
+        return common if all(size > 0 for size in common.shape) else None
+
+    def start_in(self, outer: Rectangle) -> tuple[int, ...]:
+        """Where this rectangle begins, counted from the beginning of `outer`."""
+        return tuple(mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
+
+    def contains(self, other: Rectangle) -> bool:
+        """Whether no element of `other` is outside."""
+        return all(
+            mine <= its and its + size <= end
+            for mine, its, size, end in zip(self.offset, other.offset, other.shape, self._end, strict=True)
+        )
+
+    @property
+    def _end(self) -> tuple[int, ...]:
+        return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+
+
+def uncovered(whole: Rectangle, parts: Sequence[Rectangle]) -> str | None:
+    """Why `parts` do not cover `whole` exactly once, in the words of an error message; None if they do."""
+    filled = [part for part in parts if part.volume]
+    outside = next((part for part in filled if not whole.contains(part)), None)
+    if outside is not None:
+        return f"a piece of shape {outside.shape} at {outside.offset} reaches outside of it"
+    twice = _overlapping(filled)
+    if twice is not None:
+        return f"the pieces at {twice[0].offset} and at {twice[1].offset} overlap"
+    missing = whole.volume - sum(part.volume for part in filled)
+    return f"{missing} of its {whole.volume} elements are in no piece" if missing else None
+
+
+def _overlapping(parts: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
+    """Two parts that share an element. Sweeps the dimension with the most cuts: rows or columns take n log n."""
+    if len(parts) < 2:
+        return None
+    dims = range(len(parts[0].shape))
+    if not dims:
+        return parts[0], parts[1]
+    axis = max(dims, key=lambda d: len({part.offset[d] for part in parts}))
+    still_open: list[Rectangle] = []
+    for part in sorted(parts, key=lambda p: p.offset[axis]):
+        still_open = [other for other in still_open if other.offset[axis] + other.shape[axis] > part.offset[axis]]
+        for other in still_open:
+            if part.overlap(other):
+                return other, part
+        still_open.append(part)
+    return None

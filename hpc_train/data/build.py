@@ -1,0 +1,121 @@
+"""From text files to a token store, on request or at the first use of a configuration that names its sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hpc_train.config.data import TokenDataConfig
+from hpc_train.data.corpus import Piece, SourceFile, batches, find_files
+from hpc_train.data.store import VERSION, Tokens, TokenStore
+from hpc_train.data.tokenizer import BYTE_VOCAB, SEPARATOR, ByteTokenizer, Tokenizer, train_bpe
+from hpc_train.data.writer import Block, Header, write_store
+from hpc_train.errors import UserError
+
+BPE_TRAINING_BYTES = 1 << 28
+"""Of a longer text, the byte-pair encoding is trained on batches at even distances that sum up to about this."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines a store's content, but for the content of the files themselves."""
+
+    sources: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    tokenizer: str
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.tokenizer == "byte" and self.vocab_size != BYTE_VOCAB:
+            raise UserError(
+                f"vocab_size {self.vocab_size} has no effect on the byte tokenizer, whose vocabulary is {BYTE_VOCAB}: "
+                "leave it out, or choose the bpe tokenizer"
+            )
+
+
+def build(
+    sources: Sequence[str],
+    suffixes: Sequence[str],
+    tokenizer: str,
+    vocab_size: int,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+) -> TokenStore:
+    """Build the store `out` from text files and folders and open it.
+
+    `sources` and `suffixes` are those of `find_files`, `tokenizer` is byte or bpe, `vocab_size` the bpe's size (256 for
+    byte). A file at `out` is an error, unless it is a store and `overwrite` is set; jobs that read the old one keep it.
+    """
+    out = Path(out).expanduser()
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: give another name, or --overwrite")
+    if out.exists():
+        TokenStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
+    recipe = Recipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size)
+    _build(recipe, find_files(sources, suffixes), out)
+    return TokenStore.open(out)
+
+
+def ensure(config: TokenDataConfig) -> Path:
+    """The store of a configuration: its path, or the cached store of its sources, which is built if it is not there.
+
+    The cached name is a hash of all that determines the content, files by path, size and time of change. Processes
+    that get here together each build the same bytes; whoever is last renames over an equal file.
+    """
+    if config.path is not None:
+        return Path(config.path).expanduser()
+    recipe = Recipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
+    files = find_files(recipe.sources, recipe.suffixes)
+    path = Path(config.cache).expanduser() / f"{recipe.tokenizer}-{recipe.vocab_size}-{_identity(recipe, files)}.h5"
+    if not path.exists():
+        _build(recipe, files, path)
+    return path
+
+
+def _identity(recipe: Recipe, files: Sequence[SourceFile]) -> str:
+    facts = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
+    return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+
+
+def _build(recipe: Recipe, files: Sequence[SourceFile], out: Path) -> None:
+    tokenizer = _tokenizer(recipe, files)
+    source = {
+        "sources": recipe.sources,
+        "suffixes": recipe.suffixes,
+        "files": len(files),
+        "bytes": sum(file.size for file in files),
+    }
+    header = Header(tokenizer.vocab_size, tokenizer.name, tokenizer.to_json(), json.dumps(source))
+    write_store(out, (_block(tokenizer, batch) for batch in batches(files)), header)
+
+
+def _tokenizer(recipe: Recipe, files: Sequence[SourceFile]) -> Tokenizer:
+    if recipe.tokenizer == "byte":
+        return ByteTokenizer()
+    stride = max(1, sum(file.size for file in files) // BPE_TRAINING_BYTES)
+    return train_bpe(_texts(islice(batches(files), 0, None, stride)), recipe.vocab_size)
+
+
+def _texts(parts: Iterable[list[Piece]]) -> Iterator[list[bytes]]:
+    return ([piece.text for piece in part] for part in parts)
+
+
+def _block(tokenizer: Tokenizer, batch: Sequence[Piece]) -> Block:
+    """The tokens of a batch, a separator after each document that ends in it."""
+    parts: list[Tokens] = []
+    starts: list[int] = []
+    length = 0
+    separator = np.array([SEPARATOR], np.uint8)
+    for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+        if piece.first:
+            starts.append(length)
+        parts += [tokens, separator] if piece.last else [tokens]
+        length += len(tokens) + piece.last
+    return Block(np.concatenate(parts), np.array(starts, np.int64))

@@ -1,0 +1,216 @@
+"""Data sets as the loader sees them: samples by index, the validation split cut off the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpc_train.config.data import DataConfig, ImageDataConfig, TokenDataConfig
+from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.data.build import ensure
+from hpc_train.data.store import Tokens, TokenStore
+from hpc_train.data.unigram import unigram_entropy
+from hpc_train.errors import UserError
+
+Split = Literal["train", "validation"]
+Indices = npt.NDArray[np.int64]
+
+
+class Dataset(Protocol):
+    """Samples addressed by index; reading one changes nothing."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Targets of one sample: tokens of a sequence, 1 for a labelled image."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens are below this; None for images."""
+
+    @property
+    def classes(self) -> int | None:
+        """Labels are below this; None for tokens."""
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Loss of a unigram model of the training part on itself, nats per token; None for images."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples `indices` (any order, repeats allowed), in contiguous tensors."""
+
+
+def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Dataset:
+    """The samples of one split. The store of a token data set is built first where it is not there yet.
+
+    `sequence_length` has no meaning for images. A split without a single sample is a UserError.
+    """
+    if split == "validation" and config.validation_fraction == 0:
+        raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
+    if isinstance(config, TokenDataConfig):
+        return open_tokens(config, sequence_length, split)
+    if isinstance(config, ImageDataConfig):
+        return open_images(config, split)
+    raise UserError(f"data.kind={config.kind} is not known: tokens or images")
+
+
+def open_tokens(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset:
+    """The token data set of a configuration: `TokenStore` and where the split begins and ends in it."""
+    store = TokenStore.open(ensure(config))
+    boundary = _boundary(len(store.tokens), config.validation_fraction)
+    begin, end = (0, boundary) if split == "train" else (boundary, len(store.tokens))
+    if end - begin <= sequence_length:
+        raise UserError(
+            f"{store.path}: {end - begin:,} tokens for {split} do not make one sequence of train.sequence_length="
+            f"{sequence_length} and its targets: shorten it, give more text, or change data.validation_fraction"
+        )
+    return TokenDataset(config.name, store, sequence_length, begin, end, boundary)
+
+
+def check_model(model: ModelConfig, data: Dataset) -> None:
+    """A UserError if the shape of a model that we know cannot take this data; a user's own model is not judged."""
+    if isinstance(model, TransformerConfig):
+        _check_transformer(model, data)
+    elif isinstance(model, VisionTransformerConfig):
+        _check_vision_transformer(model, data)
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Sequences of T tokens side by side: sample i reads tokens [iT, iT + T] of its split, its targets are one on."""
+
+    name: str
+    store: TokenStore
+    sequence_length: int
+    begin: int
+    end: int
+    boundary: int
+    """Tokens of the training part."""
+
+    def __len__(self) -> int:
+        return (self.end - self.begin - 1) // self.sequence_length
+
+    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Two int64 tensors of shape (indices, T)."""
+        rows = self._rows[indices]
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.store.vocab_size
+
+    @property
+    def classes(self) -> None:
+        return None
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        return unigram_entropy(self.store, self.boundary)
+
+    @cached_property
+    def _rows(self) -> Tokens:
+        """(samples, T + 1) over the memory map itself; neighbouring rows share a token."""
+        tokens = self.store.tokens[self.begin : self.end]
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
+        return windows[:: self.sequence_length]
+
+
+@dataclass(frozen=True)
+class ImageDataset:
+    """Labelled images in memory."""
+
+    name: str
+    images: Tensor
+    """(images, channels, height, width) float32, mean 0 and variance 1 over the training part."""
+    labels: Tensor
+    """(images,) int64"""
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """(indices, channels, height, width) float32 and (indices,) int64."""
+        chosen = torch.from_numpy(indices)
+        return self.images[chosen], self.labels[chosen]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return 1
+
+    @property
+    def vocab_size(self) -> None:
+        return None
+
+    @property
+    def unigram_entropy(self) -> None:
+        return None
+
+
+def open_images(config: ImageDataConfig, split: Split) -> ImageDataset:
+    """The handwritten digits that ship with scikit-learn (Alpaydin and Kaynak 1998, UCI optdigits, test part)."""
+    if config.name != "digits":
+        raise UserError(f"data.name={config.name} is not an image data set here: digits")
+    pixels, labels = _load_digits()
+    boundary = _boundary(len(pixels), config.validation_fraction)
+    part = slice(boundary) if split == "train" else slice(boundary, None)
+    if not len(labels[part]):
+        raise UserError(
+            f"data.validation_fraction={config.validation_fraction} leaves no image of {len(labels):,} for {split}: "
+            "choose it nearer to 0.2"
+        )
+    images = (pixels - pixels[:boundary].mean()) / pixels[:boundary].std()
+    tensor = torch.from_numpy(images[part, None].astype(np.float32))
+    return ImageDataset(config.name, tensor, torch.from_numpy(labels[part].astype(np.int64)), classes=10)
+
+
+def _boundary(length: int, validation_fraction: float) -> int:
+    return length - round(length * validation_fraction)
+
+
+def _load_digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError("data=digits needs the package scikit-learn: pip install 'hpc_train[images]'") from error
+    digits = load_digits()
+    return digits.images, digits.target
+
+
+def _check_transformer(model: TransformerConfig, data: Dataset) -> None:
+    if data.vocab_size is None:
+        raise UserError(f"model {model.name} reads tokens but data {data.name} are images: choose a vision transformer")
+    if model.vocab_size < data.vocab_size:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of data {data.name}, "
+            f"{data.vocab_size}: set model.vocab_size={data.vocab_size}"
+        )
+
+
+def _check_vision_transformer(model: VisionTransformerConfig, data: Dataset) -> None:
+    if data.classes is None:
+        raise UserError(f"model {model.name} reads images but data {data.name} are tokens: choose data=digits")
+    if model.classes < data.classes:
+        raise UserError(f"model.classes={model.classes} but data {data.name} have {data.classes}: set model.classes")
+    shape = tuple(data.get(np.zeros(1, np.int64))[0].shape[1:])
+    wanted = (model.channels, model.image_size, model.image_size)
+    if shape != wanted:
+        raise UserError(
+            f"model {model.name} takes images of (channels, height, width) {wanted} but those of data {data.name} are "
+            f"{shape}: set model.channels={shape[0]} model.image_size={shape[1]}"
+        )

@@ -1,0 +1,106 @@
+"""One rank's share of every step, assembled one step ahead on a thread of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from hpc_train.api import MicroBatch, StepBatch
+from hpc_train.data.datasets import Dataset
+from hpc_train.data.order import samples
+from hpc_train.errors import UserError
+
+
+class Loader:
+    """Batches addressed by the run's sample position, so that there is no state to save or to restore."""
+
+    def __init__(
+        self, dataset: Dataset, seed: int, global_batch: int, micro_batch: int, dp_index: int, dp_size: int
+    ) -> None:
+        """`global_batch` in samples over all `dp_size` shares, `micro_batch` in samples of this share."""
+        assert 0 <= dp_index < dp_size
+        assert micro_batch > 0
+        self.dataset = dataset
+        self.seed = seed
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.share = share(global_batch, dp_size)
+        self.offset = dp_index * self.share
+        # Pinning happens on the thread, and would otherwise make a context on GPU 0 in every rank of a node.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._next: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._thread = _start_thread()
+
+    def batch(self, step_start_sample: int) -> StepBatch:
+        """This rank's contiguous share of the step at positions [step_start_sample, + global_batch).
+
+        The batch of the step after it is begun in the background; what goes wrong there is raised when it is asked for.
+        """
+        if self._next is not None and self._next[0] == step_start_sample:
+            future = self._next[1]
+        else:
+            future = self._submit(step_start_sample)
+        self._next = None
+        micro = future.result()
+        following = step_start_sample + self.global_batch
+        self._next = (following, self._submit(following))
+        return StepBatch(micro)
+
+    def close(self) -> None:
+        """End the thread; the loader gives no batch after this."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._next = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, start: int) -> Future[list[MicroBatch]]:
+        return self._thread.submit(self._assemble, start)
+
+    def _assemble(self, start: int) -> list[MicroBatch]:
+        indices = samples(self.seed, len(self.dataset), start + self.offset, self.share)
+        inputs, targets = self.dataset.get(indices)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        cuts = [slice(begin, begin + self.micro_batch) for begin in range(0, self.share, self.micro_batch)]
+        return [MicroBatch(inputs[cut], targets[cut]) for cut in cuts]
+
+
+def share(global_batch: int, dp_size: int) -> int:
+    """Samples of one of `dp_size` equal shares of a step; a UserError where there is a remainder."""
+    if global_batch % dp_size == 0:
+        return global_batch // dp_size
+    below = global_batch // dp_size * dp_size
+    legal = " or ".join(str(value) for value in (below, below + dp_size) if value)
+    raise UserError(
+        f"train.global_batch={global_batch} does not divide over {dp_size} data-parallel ranks: set it to {legal}"
+    )
+
+
+def _start_thread() -> ThreadPoolExecutor:
+    """One thread that has already started, with every signal blocked: they belong to the main thread, whose system
+    calls they have to interrupt."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
+    with _signals_blocked():
+        executor.submit(int).result()
+    return executor
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,133 @@
+"""Text to tokens and back: bytes as they are, or a byte-pair encoding trained on the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpc_train.data.store import Tokens, TokenStore, token_dtype
+from hpc_train.errors import UserError
+
+SEPARATOR = 0
+"""Token after every document, in both tokenizers."""
+
+BYTE_VOCAB = 256
+_END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """What a store is built with and inspected through."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Tokens of each text, without separators."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """Text of the tokens; what is not valid UTF-8 becomes U+FFFD."""
+
+    def to_json(self) -> str:
+        """Everything that `load` needs; empty where the name says it all."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token is a byte. The separator is the zero byte, the one ASCII value that text files do not hold: a newline
+    would look like the end of any line."""
+
+    name: str = "byte"
+    vocab_size: int = BYTE_VOCAB
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, tokens: Tokens) -> str:
+        return bytes(tokens.astype(np.uint8)).decode(errors="replace")
+
+    def to_json(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2), so that every
+    text can be written. A text that spells out the separator's name does not become the separator."""
+
+    model: Any
+    """tokenizers.Tokenizer"""
+    name: str = "bpe"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_vocab_size())
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        encoded = self.model.encode_batch_fast([_text(text) for text in texts], add_special_tokens=False)
+        dtype = token_dtype(self.vocab_size)
+        return [np.array(one.ids, dtype) for one in encoded]
+
+    def decode(self, tokens: Tokens) -> str:
+        return str(self.model.decode(tokens.tolist(), skip_special_tokens=False))
+
+    def to_json(self) -> str:
+        return str(self.model.to_str())
+
+
+def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokenizer:
+    """A byte-pair encoding of at most `vocab_size` entries trained on the texts in `batches`; fewer if they run out.
+
+    The 256 bytes and the separator come first, so fewer than 257 entries are a UserError.
+    """
+    package = _tokenizers()
+    if vocab_size <= BYTE_VOCAB:
+        raise UserError(
+            f"vocab_size {vocab_size} is too small for the bpe tokenizer, which starts from {BYTE_VOCAB} bytes and a "
+            f"separator: give at least {BYTE_VOCAB + 1}, such as 4096"
+        )
+    model = package.Tokenizer(package.models.BPE())
+    model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(([_text(text) for text in texts] for texts in batches), trainer)
+    assert model.token_to_id(_END_OF_TEXT) == SEPARATOR
+    return _bpe(model)
+
+
+def load_tokenizer(store: TokenStore) -> Tokenizer:
+    """The tokenizer that `store` was built with, from the store alone."""
+    if store.tokenizer == "byte":
+        return ByteTokenizer()
+    if store.tokenizer == "bpe":
+        return _bpe(_tokenizers().Tokenizer.from_str(store.tokenizer_json))
+    raise UserError(f"{store.path} was built with the tokenizer {store.tokenizer!r}, not known here: byte, bpe")
+
+
+def _bpe(model: Any) -> BpeTokenizer:
+    model.encode_special_tokens = True  # in text they are text; not part of the JSON, so set again after loading
+    return BpeTokenizer(model)
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(
+            "the bpe tokenizer needs the package tokenizers: pip install 'hpc_train[bpe]', or use the byte tokenizer"
+        ) from error
+    return tokenizers

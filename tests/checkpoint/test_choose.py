@@ -1,0 +1,71 @@
+"""checkpoint.resume: auto, never, a step, a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import save_alone
+
+from hpc_train.api import World
+from hpc_train.checkpoint import CheckpointError, choose
+from hpc_train.errors import UserError
+from hpc_train.testing import run_ranks
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (5, 10):
+        save_alone(tmp_path / "checkpoints", step, {"w": torch.ones(2)})
+    return tmp_path
+
+
+def damage(run: Path, step: int) -> None:
+    (run / "checkpoints" / f"step-{step}" / "shard-0.h5").unlink()
+
+
+def test_what_each_word_means(run: Path) -> None:
+    here = run / "checkpoints"
+    assert choose(here, "never") is None
+    assert choose(here, "auto") == (here, 10)
+    assert choose(here, "5") == (here, 5)
+    elsewhere = run / "empty"
+    assert choose(elsewhere, "auto") is None
+    assert choose(elsewhere, str(here / "step-5")) == (here, 5)
+    assert choose(elsewhere, str(here)) == (here, 10)
+    assert choose(elsewhere, str(run)) == (here, 10)
+
+
+def test_auto_passes_over_a_damaged_one_and_never_starts_over_silently(run: Path) -> None:
+    here = run / "checkpoints"
+    damage(run, 10)
+    assert choose(here, "auto") == (here, 5)
+    damage(run, 5)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        choose(here, "auto")
+
+
+def test_a_wrong_step_lists_what_is_there(run: Path) -> None:
+    with pytest.raises(UserError, match=r"step 7 is not in .*: it has 5, 10; choose one") as error:
+        choose(run / "checkpoints", "7")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["./nowhere/step-5", "./nowhere", "/"])
+def test_a_wrong_path_says_so(run: Path, path: str) -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.resume=.*there is no checkpoint"):
+        choose(run, path)
+
+
+def test_all_ranks_choose_the_same(run: Path) -> None:
+    here = run / "checkpoints"
+
+    def choices(world: World) -> list[object]:
+        with pytest.raises(UserError) as error:
+            choose(here, "7", world)
+        return [choose(here, "auto", world), choose(here, str(run), world), str(error.value)]
+
+    first, second = run_ranks(choices, 2)
+    assert first == second
+    assert first[:2] == [(here, 10)] * 2

@@ -1,0 +1,174 @@
+"""A damaged checkpoint is noticed, named, passed over, and never loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import alone, blank, holds, save_alone, sharded, state, whole
+
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint import CheckpointError, load, newest, save, verify
+from hpc_train.errors import UserError
+from hpc_train.testing import run_ranks
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def first_data_byte(shard: Path) -> int:
+    """Inside the matrix: its bytes are in the file just as they are in memory."""
+    return shard.read_bytes().index(state(2)["blocks.0.weight"].numpy().tobytes())
+
+
+def swap_two_rows(shard: Path) -> None:
+    data, begin = bytearray(shard.read_bytes()), first_data_byte(shard)
+    data[begin : begin + 40] = data[begin + 20 : begin + 40] + data[begin : begin + 20]
+    shard.write_bytes(data)
+
+
+def put_another_step_in_its_place(shard: Path) -> None:
+    shard.write_bytes((shard.parent.parent / "step-1" / shard.name).read_bytes())
+
+
+def edit_manifest(step: Path, change: Callable[[dict[str, object]], object]) -> None:
+    body = json.loads((step / "manifest.json").read_text())
+    change(body)
+    (step / "manifest.json").write_text(json.dumps(body))
+
+
+SHARD_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit in the data": (lambda shard: flip(shard, first_data_byte(shard)), "checksum"),
+    "flipped bit in the header": (lambda shard: flip(shard, 20), "checksum"),
+    "flipped bit in the last byte": (lambda shard: flip(shard, -1), "checksum"),
+    "rows swapped": (swap_two_rows, "checksum"),
+    "older state of the same tensors": (put_another_step_in_its_place, "checksum"),
+    "truncated": (lambda shard: shard.write_bytes(shard.read_bytes()[:-7]), "bytes"),
+    "longer": (lambda shard: shard.write_bytes(shard.read_bytes() + b"\0"), "bytes"),
+    "tail lost, size kept": (
+        lambda shard: shard.write_bytes(
+            shard.read_bytes()[: first_data_byte(shard)].ljust(shard.stat().st_size, b"\0")
+        ),
+        "checksum",
+    ),
+    "missing": (lambda shard: shard.unlink(), "missing"),
+}
+
+
+def two_steps(directory: Path) -> Path:
+    save_alone(directory, 1, state(1))
+    save_alone(directory, 2, state(2))
+    return directory / "step-2"
+
+
+@pytest.mark.parametrize("damage", SHARD_DAMAGE)
+def test_a_damaged_shard(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    do, what = SHARD_DAMAGE[damage]
+    do(two_steps(tmp_path) / "shard-0.h5")
+    (problem,) = verify(tmp_path, 2)
+    assert problem.file == "shard-0.h5"
+    assert what in problem.what
+    with caplog.at_level(logging.WARNING):
+        assert newest(tmp_path) == 1
+    assert "step 2" in caplog.text
+    assert str(problem) in caplog.text
+    pieces = blank(whole(state(2)))
+    with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shard-0\.h5"):
+        load(tmp_path, 2, pieces, alone())
+    assert not any(piece.local.count_nonzero() for piece in pieces), "nothing of it was loaded"
+    assert holds(tmp_path, 1, state(1))
+
+
+MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda step: (step / "manifest.json").unlink(), "missing"),
+    "empty": (lambda step: (step / "manifest.json").write_text(""), "not JSON"),
+    "not text": (lambda step: (step / "manifest.json").write_bytes(b"\xff\xfe\x00"), "not JSON"),
+    "not an object": (lambda step: (step / "manifest.json").write_text("[]"), "not a JSON object"),
+    "one number changed": (
+        lambda step: edit_manifest(step, lambda body: body["extra"].update(consumed_samples=8)),  # type: ignore[attr-defined]
+        "own checksum",
+    ),
+    "newer format": (lambda step: edit_manifest(step, lambda body: body.update(format_version=99)), "newer"),
+    "of another step": (
+        lambda step: (step / "manifest.json").write_bytes((step.parent / "step-1" / "manifest.json").read_bytes()),
+        "manifest of step 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+def test_a_damaged_manifest(tmp_path: Path, damage: str) -> None:
+    do, what = MANIFEST_DAMAGE[damage]
+    do(two_steps(tmp_path))
+    (problem,) = verify(tmp_path, 2)
+    assert problem.file == "manifest.json"
+    assert what in problem.what
+    assert newest(tmp_path) == 1
+    with pytest.raises(CheckpointError, match=f"step 2 .* is damaged: manifest.json: .*{what}"):
+        load(tmp_path, 2, [], alone())
+
+
+def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
+    save_alone(tmp_path, 1, {"w": torch.ones(3)})
+    shard = tmp_path / "step-1" / "shard-0.h5"
+    good = shard.read_bytes()
+    for at in range(0, len(good), 7):
+        flip(shard, at)
+        assert verify(tmp_path, 1) != []
+        shard.write_bytes(good)
+    assert verify(tmp_path, 1) == []
+
+
+def test_a_manifest_cannot_point_outside_of_its_directory(tmp_path: Path) -> None:
+    from hpc_train.checkpoint.manifest import FORMAT_VERSION, Entry, Manifest, ShardFile, from_bytes
+
+    entry = Entry("w", (1,), "float32", (0,), (1,), "../step-1/shard-0.h5", "w")
+    for entries, files in [((entry,), ()), ((), (ShardFile("/etc/passwd", 1, "xxh3_128:0"),))]:
+        with pytest.raises(CheckpointError, match="not a file name"):
+            from_bytes(Manifest(FORMAT_VERSION, 1, 1, 1, entries, files, {}).to_bytes())
+
+
+def test_all_ranks_hear_of_one_damaged_shard(tmp_path: Path) -> None:
+    def save_by_rows(world: World, step: int) -> None:
+        save(tmp_path, step, sharded(state(step), 0, world.rank, world.size), {}, world).wait()
+
+    def load_or_fail(world: World) -> tuple[str, int | None, int]:
+        with pytest.raises(CheckpointError) as error:
+            load(tmp_path, 2, blank(sharded(state(2), 0, world.rank, world.size)), world)
+        return str(error.value), newest(tmp_path, world), len(verify(tmp_path, 2, world))
+
+    for step in (1, 2):
+        run_ranks(save_by_rows, 3, step)
+    flip(tmp_path / "step-2" / "shard-1.h5", -1)
+    answers = run_ranks(load_or_fail, 3)
+    assert len(set(answers)) == 1
+    assert "shard-1.h5" in answers[0][0]
+    assert answers[0][1:] == (1, 1)
+
+
+def test_all_ranks_hear_of_a_tensor_that_one_of_them_misses(tmp_path: Path) -> None:
+    save_alone(tmp_path, 1, {"w": torch.ones(2)})
+
+    def load_or_fail(world: World) -> str:
+        name = "w" if world.rank == 0 else "v"
+        with pytest.raises(UserError) as error:
+            load(tmp_path, 1, [Piece(name, (2,), torch.float32, (0,), torch.zeros(2))], world)
+        return str(error.value)
+
+    first, second = run_ranks(load_or_fail, 2)
+    assert first == second
+    assert "'v'" in first
+
+
+def test_nothing_there_is_nothing_newest(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "absent") is None
+    with pytest.raises(UserError, match=r"step 3 .* it has none"):
+        verify(tmp_path, 3)

@@ -1,0 +1,56 @@
+"""Every test in this folder runs on the real Slurm of slurm/dev-cluster and carries the mark `slurm`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
+
+HERE = Path(__file__).resolve().parent
+DOWN = 3
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """The dev cluster: 4 nodes, 2 leaf switches, accounting; one that is up already is used and left up."""
+    demand_root_on_debian()
+    was_down = dev_cluster("status").returncode == DOWN
+    started = dev_cluster("up", *SHAPE)
+    if started.returncode:
+        pytest.fail(started.stderr, pytrace=False)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            conf = slurm_conf()
+            patch.setenv("SLURM_CONF", str(conf))
+            yield SlurmCluster(conf)
+    finally:
+        if was_down:
+            dev_cluster("down")
+
+
+def demand_root_on_debian() -> None:
+    if os.geteuid() == 0 and shutil.which("dpkg-query"):
+        return
+    reason = "the Slurm tests need root on Debian 12 or newer: slurm/dev-cluster makes namespaces and installs Slurm"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def one_more_cluster(tmp_path: Path, slurm_cluster: SlurmCluster) -> Iterator[Path]:
+    """Directory for a cluster beside the main one (whose packages it uses); taken down at the end."""
+    directory = tmp_path / "beside"
+    yield directory
+    down = dev_cluster("down", directory=directory)
+    assert down.returncode == 0, down.stderr

@@ -1,0 +1,138 @@
+"""What the tests ask of the dev cluster, over Slurm's own commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEV_CLUSTER = Path(__file__).resolve().parents[2] / "slurm/dev-cluster"
+SHAPE = ("--nodes", "4", "--cpus-per-node", "8", "--switches", "2")
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+
+
+def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run slurm/dev-cluster, on the default directory or another, and return what it said."""
+    chosen = {"HPC_TRAIN_DEV_CLUSTER": str(directory)} if directory else {}
+    return subprocess.run(
+        [sys.executable, str(DEV_CLUSTER), *arguments],
+        env={**os.environ, **chosen},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def slurm_conf(directory: Path | None = None) -> Path:
+    said = dev_cluster("env", directory=directory)
+    assert said.returncode == 0, said.stderr
+    return Path(said.stdout.strip().removeprefix("export SLURM_CONF="))
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A running dev cluster; job ids are sbatch's, `12` or `12_3` of an array."""
+
+    conf: Path
+    directory: Path | None = None
+
+    def command(self, *words: str, check: bool = True) -> str:
+        """Run one of Slurm's clients as from a login shell and return its stdout."""
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLURMD_"))}
+        done = subprocess.run(
+            words,
+            env={**outside, "SLURM_CONF": str(self.conf)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    def srun(self, *words: str) -> list[str]:
+        """Lines printed by the tasks, sorted."""
+        return sorted(self.command("srun", *words).splitlines())
+
+    def sbatch(self, *words: str) -> str:
+        """Submit and return the job id."""
+        return self.command("sbatch", "--parsable", *words).strip()
+
+    def squeue(self, *words: str) -> list[str]:
+        return self.command("squeue", "--noheader", *words).splitlines()
+
+    def scancel(self, job_id: str) -> None:
+        self.command("scancel", job_id)
+
+    def scontrol(self, *words: str) -> str:
+        return self.command("scontrol", *words)
+
+    def sacct(self, job_id: str, *fields: str) -> list[tuple[str, ...]]:
+        """One tuple of `fields` for each run of each (array) job, steps left out, requeued runs included."""
+        format = f"--format={','.join(fields)}"
+        listed = self.command("sacct", "-X", "-D", "-n", "-P", "-j", job_id, format)
+        return [tuple(line.split("|")) for line in listed.splitlines()]
+
+    def wait_for_sacct(
+        self, job_id: str, fields: Sequence[str], expected: Sequence[tuple[str, ...]], timeout: float = 30
+    ) -> None:
+        """Wait until accounting, which lags the end of a job a little, shows just the runs `expected`, in any order."""
+        end = time.monotonic() + timeout
+        while sorted(rows := self.sacct(job_id, *fields)) != sorted(expected):
+            assert time.monotonic() < end, f"sacct shows {rows} of job {job_id} after {timeout:g} s, not {expected}"
+            time.sleep(0.2)
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says of it."""
+        shown = self.scontrol("-o", "show", "job", job_id)
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def job_state(self, job_id: str) -> str:
+        return self.job(job_id)["JobState"]
+
+    def wait_for_state(self, job_id: str, states: str | set[str], timeout: float = 30) -> str:
+        """Wait until the job is in one of `states`; another final state or `timeout` seconds fail the test."""
+        wanted = {states} if isinstance(states, str) else states
+        end = time.monotonic() + timeout
+        while (state := self.job_state(job_id)) not in wanted:
+            assert state not in FINAL, f"job {job_id} ended {state}, not {wanted}: {self.job(job_id)}"
+            assert time.monotonic() < end, f"job {job_id} is {state} after {timeout:g} s, not {wanted}"
+            time.sleep(0.1)
+        return state
+
+    def wait_for_node(self, name: str, state: str = "idle", timeout: float = 60) -> None:
+        end = time.monotonic() + timeout
+        while (now := self.node_state(name)) != state:
+            assert time.monotonic() < end, f"{name} is {now} after {timeout:g} s, not {state}"
+            time.sleep(0.1)
+
+    def node_state(self, name: str) -> str:
+        return self.command("sinfo", "-h", "-N", "-p", "batch", "-n", name, "-o", "%T").strip()
+
+    def kill_node(self, name: str) -> None:
+        """Power loss; Slurm notices after about half a minute."""
+        self.dev_cluster("node", "kill", name)
+
+    def boot_node(self, name: str) -> None:
+        self.dev_cluster("node", "boot", name)
+
+    @contextlib.contextmanager
+    def powered_off(self, name: str) -> Iterator[None]:
+        """The node is dead inside, and idle again afterwards."""
+        self.kill_node(name)
+        try:
+            yield
+        finally:
+            self.boot_node(name)
+            self.wait_for_node(name)
+
+    def dev_cluster(self, *arguments: str) -> str:
+        done = dev_cluster(*arguments, directory=self.directory)
+        assert done.returncode == 0, done.stderr
+        return done.stdout

@@ -1,0 +1,259 @@
+"""The road on a real Slurm: submit, train on several nodes, stop, requeue, lose a rank, lose a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from slurm_client import SlurmCluster
+
+RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
+TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64", "train.sequence_length=32"]
+
+
+def hpc_train(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_train", *words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def submit(run: Path, *overrides: str) -> str:
+    """Submit a run on 2 nodes x 2 ranks; returns the job id."""
+    said = hpc_train("submit", "--json", *RANKS, f"run_dir={run}", "launch.time_minutes=10", *overrides)
+    assert said.returncode == 0, said.stderr
+    job_id = json.loads(said.stdout)["job_id"]
+    assert isinstance(job_id, str)
+    return job_id
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps_done(run: Path) -> int:
+    return max((line["step"] for line in lines(run / "metrics.jsonl")), default=0)
+
+
+def kinds(run: Path) -> list[str]:
+    return [event["event"] for event in lines(run / "events.jsonl")]
+
+
+def wait_until(what: str, true: Callable[[], bool], timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < end, f"not within {timeout:g} s: {what}"
+        time.sleep(0.1)
+
+
+def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Every dataset of a checkpoint, by name, read with plain h5py."""
+    found: dict[str, np.ndarray] = {}
+    for shard in sorted((run / f"checkpoints/step-{step}").glob("*.h5")):
+        with h5py.File(shard) as file:
+            file.visititems(
+                lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+    return found
+
+
+def assert_same_result(run: Path, reference: Path, step: int) -> None:
+    """Bit for bit the same parameters and optimizer state, and every step once with the same loss."""
+    expected, actual = tensors(reference, step), tensors(run, step)
+    assert expected
+    assert expected.keys() == actual.keys()
+    different = [name for name in expected if expected[name].tobytes() != actual[name].tobytes()]
+    assert different == []
+    losses = [[(line["step"], line["loss"]) for line in lines(path / "metrics.jsonl")] for path in (reference, run)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small token store on the file system that all nodes share."""
+    path = tmp_path_factory.mktemp("store") / "text.h5"
+    built = hpc_train("data", "build", str(path), str(Path(json.__file__).parent), str(Path(h5py.__file__).parent))
+    assert built.returncode == 0, built.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(store: Path) -> list[str]:
+    """A run of steps so short that it is the job around them which is tested."""
+    return [*TINY, f"data.path={store}", "train.steps=300", "checkpoint.every=100", "train.eval_every=50"]
+
+
+@pytest.fixture(scope="session")
+def reference(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody interrupts."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    slurm_cluster.wait_for_state(submit(run, *tiny), "COMPLETED", timeout=180)
+    return run
+
+
+def test_default_training_runs_on_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = submit(run, "train.steps=12", "train.eval_every=12")
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    losses = [line["loss"] for line in lines(run / "metrics.jsonl")]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    ranks = json.loads((run / "rankmap.json").read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+    assert len({rank["host"] for rank in ranks}) == 2
+    assert sorted(path.name for path in (run / "logs/0").glob("task-*.log")) == [
+        f"task-{task}.log" for task in range(4)
+    ]
+    assert "submit" in kinds(run)
+    assert kinds(run)[-3:].count("end") == 1
+
+
+def test_dry_run_is_the_script_that_is_sent(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "it's $HOME; a run"
+    wanted = [*RANKS, *tiny, "train.steps=2", "launch.time_minutes=10", f"run_dir={json.dumps(str(run))}"]
+    dry = hpc_train("submit", "--dry-run", *wanted)
+    assert dry.returncode == 0, dry.stderr
+    assert not run.exists()
+    sent = hpc_train("submit", "--json", *wanted)
+    assert sent.returncode == 0, sent.stderr
+    job = json.loads(sent.stdout)["job_id"]
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert (run / f".submitit/{job}_submission.sh").read_text().strip() == dry.stdout.strip()
+    assert steps_done(run) == 2
+
+
+def test_what_sbatch_refuses_is_one_line_and_leaves_nothing(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    said = hpc_train("submit", *RANKS, f"run_dir={tmp_path}/run", "launch.partition=nowhere")
+    assert said.returncode == 2
+    assert len(said.stderr.splitlines()) == 1
+    assert "invalid partition" in said.stderr.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["USR2", "TERM"])
+def test_stopped_job_is_requeued_and_ends_as_if_nothing_had_been(
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny)
+    wait_until("step 20", lambda: steps_done(run) >= 20)
+    slurm_cluster.command("scancel", f"--signal={name}", job)
+    slurm_cluster.wait_for_state(job, "PENDING", timeout=60)
+    stopped_at = steps_done(run)
+    assert 20 <= stopped_at < 300
+    assert (run / f"checkpoints/step-{stopped_at}").is_dir()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=180)
+    assert slurm_cluster.job(job)["Restarts"] == "1"
+    found = kinds(run)
+    assert [kind for kind in found if kind in ("start", "signal", "requeue", "resume", "end")] == [
+        "start",
+        "signal",
+        "requeue",
+        "resume",
+        "end",
+    ]
+    assert_same_result(run, reference, 300)
+
+
+def test_signal_to_one_rank_while_torch_is_imported_stops_all(
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny)
+    wait_until("the first task", lambda: (run / "logs/0/task-3.log").exists())
+    victim = pid_of_task(run, 3)
+    os.kill(victim, signal.SIGUSR2)
+    assert steps_done(run) == 0
+    slurm_cluster.wait_for_state(job, "PENDING", timeout=90)
+    assert steps_done(run) >= 1
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=180)
+    assert_same_result(run, reference, 300)
+
+
+def test_requeued_from_outside_it_goes_on_from_disk(
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny)
+    wait_until("a checkpoint", lambda: (run / "checkpoints/step-100").is_dir())
+    slurm_cluster.scontrol("requeue", job)
+    wait_until("the second attempt", lambda: (run / "logs/1").is_dir())
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=180)
+    resumed = next(event for event in lines(run / "events.jsonl") if event["event"] == "resume")
+    assert resumed["step"] >= 100
+    assert_same_result(run, reference, 300)
+
+
+def test_time_limit_is_a_stop_and_a_requeue(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny, "train.steps=100000", "launch.time_minutes=1", "launch.signal_seconds=30")
+    wait_until("the requeue", lambda: "requeue" in kinds(run))
+    signalled = next(event for event in lines(run / "events.jsonl") if event["event"] == "signal")
+    assert signalled["saved"]
+    wait_until("the next attempt", lambda: "resume" in kinds(run))
+    resumed = next(event for event in lines(run / "events.jsonl") if event["event"] == "resume")
+    assert resumed["step"] == signalled["step"]
+    slurm_cluster.scancel(job)
+
+
+def test_dead_rank_ends_the_job_at_once_and_is_named(
+    slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny, "train.steps=100000")
+    wait_until("step 20", lambda: steps_done(run) >= 20)
+    os.kill(pid_of_task(run, 3), signal.SIGKILL)
+    slurm_cluster.wait_for_state(job, "FAILED", timeout=30)
+    failure = next(event for event in lines(run / "events.jsonl") if event["event"] == "failure")
+    assert "task 3" in failure["why"]
+    assert "Killed" in failure["why"]
+    assert "requeue" not in kinds(run)
+    assert tasks_of(run) == {}
+
+
+def test_killed_node_requeues_the_job_elsewhere(
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny, "train.steps=100000", "checkpoint.every=20")
+    wait_until("a checkpoint", lambda: (run / "checkpoints").is_dir() and steps_done(run) >= 40)
+    hosts = {rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+    with slurm_cluster.powered_off(sorted(hosts)[-1]):
+        wait_until("the second attempt", lambda: "resume" in kinds(run), timeout=180)
+        now = {rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+        assert sorted(hosts)[-1] not in now
+        slurm_cluster.scancel(job)
+
+
+def tasks_of(run: Path) -> dict[int, int]:
+    """Task -> process id of this machine, of the ranks of a run that are alive on any node."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = dict(
+                item.split(b"=", 1) for item in (process / "environ").read_bytes().split(b"\0") if b"=" in item
+            )
+        except OSError:
+            continue
+        if b"hpc_train.launch.task" in words and str(run).encode() in words and b"SLURM_PROCID" in variables:
+            found[int(variables[b"SLURM_PROCID"])] = int(process.name)
+    return found
+
+
+def pid_of_task(run: Path, task: int) -> int:
+    wait_until(f"task {task}", lambda: task in tasks_of(run))
+    return tasks_of(run)[task]
