@@ -1,0 +1,80 @@
+# Everything from a bare clone: each target sets up what it needs, once.
+#
+#   make train       train the default model on this machine
+#   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
+#   make lint        linters and types only
+#   make slurm-up    the Slurm cluster to develop against; make slurm-down stops it
+#   make wheel       wheel and source distribution in dist/
+#   make clean       remove what was built; the virtual environment stays
+#
+# PyPI's torch for Linux carries CUDA. To download less on a machine without a GPU, name PyTorch's CPU index in
+# PIP_EXTRA_INDEX_URL.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SLURM_SHAPE := --nodes 4 --cpus-per-node 8 --switches 2
+TEST_PACKAGES := openmpi-bin libopenmpi3 shellcheck
+SHELL_FILES := .ci/run $(wildcard slurm/devcluster/hooks/*)
+
+# A cluster of the tests' own, so that one in use for development is left alone.
+TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
+
+.NOTPARALLEL:
+.PHONY: train test test-packages lint slurm-up slurm-down wheel clean
+
+train: $(VENV)/train.stamp
+	$(BIN)/hpc-train train
+
+# Whatever Debian packages can be installed are installed; where they cannot, the tests say what they lack.
+ON_DEBIAN := [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null
+
+test: test-packages lint
+	@if $(ON_DEBIAN); then \
+		export $(TEST_CLUSTER); \
+		slurm/dev-cluster down || exit; \
+		trap 'slurm/dev-cluster down' EXIT; \
+		trap 'exit 130' INT TERM HUP; \
+		slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
+	fi; \
+	$(BIN)/pytest
+
+test-packages:
+	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check . slurm/dev-cluster
+	$(BIN)/ruff format --check . slurm/dev-cluster
+	$(BIN)/mypy
+	MYPYPATH=slurm $(BIN)/mypy -p devcluster
+	if command -v shellcheck >/dev/null; then shellcheck $(SHELL_FILES); fi
+
+slurm-up:
+	slurm/dev-cluster up $(SLURM_SHAPE)
+	@echo 'now: eval "$$(slurm/dev-cluster env)"'
+
+slurm-down:
+	slurm/dev-cluster down
+
+wheel: $(VENV)/test.stamp
+	$(BIN)/python -m build --outdir dist
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# A stamp newer than pyproject.toml makes the second run immediate.
+$(VENV)/train.stamp: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/train.stamp
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"hpc_train needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.x")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || slurm/dev-cluster install python3-venv
+	$(PYTHON) -m venv --clear $(VENV)

@@ -1,0 +1,1 @@
+"""A real multi-node Slurm cluster on one Debian machine, for development and tests."""
