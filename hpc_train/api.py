@@ -104,7 +104,7 @@ class Engine(Protocol):
         """The same sums without a gradient."""
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Global gradient norm before clipping, over all axes; a scalar on the device, so that nobody has to wait for it."""
+        """Global gradient norm before clipping, over all axes: a scalar on the device, so that nobody has to wait."""
 
     def update(self, lr: float) -> bool:
         """One optimizer step and cleared gradients. False: skipped (overflow, spike)."""

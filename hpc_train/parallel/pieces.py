@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heapreplace
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +40,33 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> 
     entries: list[tuple[str, Tensor]] = [*named, *frozen, *buffers]
     for name, parameter in named:
         entries += [(f"optim.{key}.{name}", value) for key, value in optimizer.state[parameter].items()]
-    for index, (name, tensor) in enumerate(entries):
-        yield _piece(name, tensor.detach(), index, world)
+    writers = _Writers()
+    for name, tensor in entries:
+        yield _piece(name, tensor.detach(), writers, world)
 
 
-def _piece(name: str, tensor: Tensor, index: int, world: World) -> Piece:
-    """Copies are spread over their holders by `index`, so that no rank writes them all."""
+class _Writers:
+    """Which of several holders of a copy writes it: the one that has least to write so far, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, list[tuple[int, int]]] = {}
+
+    def next(self, copies: int, elements: int) -> int:
+        loads = self._loads.setdefault(copies, [(0, holder) for holder in range(copies)])
+        load, holder = loads[0]
+        heapreplace(loads, (load + elements, holder))
+        return holder
+
+
+def _piece(name: str, tensor: Tensor, writers: _Writers, world: World) -> Piece:
+    shape, count = tuple(tensor.shape), tensor.numel()
     if not isinstance(tensor, DTensor):
-        replica = (world.rank - index) % world.size
-        return Piece(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.ndim, tensor, replica)
-    mesh, replica, copies = tensor.device_mesh, 0, 1
+        replica = (world.rank - writers.next(world.size, count)) % world.size
+        return Piece(name, shape, tensor.dtype, (0,) * tensor.ndim, tensor, replica)
+    mesh, holder, copies = tensor.device_mesh, 0, 1
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
-            replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
+            holder = holder * mesh.size(axis) + mesh.get_local_rank(axis)
             copies *= mesh.size(axis)
-    local = tensor.to_local()
-    return Piece(name, tuple(tensor.shape), tensor.dtype, shard_offset(tensor), local, (replica - index) % copies)
+    replica = (holder - writers.next(copies, count)) % copies
+    return Piece(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)

@@ -34,3 +34,10 @@ def synchronise(model: nn.Module, now: bool) -> None:
     """Whether the next backward reduces gradients over ranks or keeps adding to this rank's own."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(now)
+
+
+def release(model: nn.Module) -> None:
+    """Free what a forward without a backward has gathered and would keep: `model` shows its shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -21,4 +21,4 @@ def validation_loss(engine: Engine, loader: Loader, batches: int, stop: StopRequ
             return None
         total += float(sums.loss)
         tokens += sums.tokens
-    return total / tokens
+    return total / max(tokens, 1)

@@ -27,6 +27,16 @@ from hpc_train.training.seeds import seed_step
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step leaves behind."""
+
+    record: dict[str, Any]
+    """A line of metrics.jsonl."""
+    stop: bool
+    """A rank was asked to stop."""
+
+
 @dataclass
 class Run:
     """Everything of one run on one rank."""
@@ -43,12 +53,19 @@ class Run:
     step: int = 0
     """Updates done so far."""
     noise: NoiseScale = field(init=False)
+    peak_lr: float = field(init=False)
+    """Scaled to the global batch."""
+    peak_flops: float | None = field(init=False)
+    """FLOP/s of this rank's device, where they are known."""
     saved_at: int | None = None
     last_loss: float | None = None
     last_validation: float | None = None
 
     def __post_init__(self) -> None:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
+        self.peak_lr = peak_rate(self.config.optim, self.config.train.global_batch)
+        device = self.world.device
+        self.peak_flops = peak_flops(self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
     @property
     def consumed_samples(self) -> int:
@@ -58,47 +75,54 @@ class Run:
 
 def train(run: Run) -> int:
     """Train to the last step or until a stop is agreed on; returns the exit code, the same on every rank."""
-    config, device = run.config, run.world.device
-    peak_lr = peak_rate(config.optim, config.train.global_batch)
-    peak = peak_flops(config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     while run.step < run.steps:
-        started = time.perf_counter()
-        batch = _next_batch(run)
-        fetched = time.perf_counter()
-        seed_step(config.train.seed, run.step, run.world.dp_index)
-        sums = run.engine.forward_backward(batch)
-        norm = run.engine.clip(config.optim.max_norm)
-        lr = rate(config.optim.schedule, peak_lr, run.step, run.steps)
-        run.engine.update(lr)
-        run.step += 1
-        loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
-        seconds = time.perf_counter() - started
-        _measure_noise(run, sums, norm)
-        stopping = sums.stop
-        validation, stopped = (None, False) if stopping else _evaluate(run)
-        stopping = stopping or stopped
-        run.last_loss, run.last_validation = loss, run.last_validation if validation is None else validation
-        run.reporter.step(
-            {
-                "step": run.step,
-                "loss": loss,
-                "grad_norm": float(norm),
-                "lr": lr,
-                "tokens": sums.tokens,
-                "tokens_per_second": sums.tokens / seconds,
-                "step_seconds": seconds,
-                "data_seconds": fetched - started,
-                "mfu": utilisation(config, peak, sums.tokens, seconds, run.world.size),
-                "noise_scale": run.noise.value,
-                "validation_loss": validation,
-            }
-        )
-        if not math.isfinite(loss):
-            log.warning("step %d: the loss is %s", run.step, loss)
+        step = train_step(run)
+        validation, stopped = (None, False) if step.stop else _evaluate(run)
+        report(run, step, validation)
+        stopping = step.stop or stopped
         _save_if_due(run, stopping)
-        if stopping:
+        if stopping and run.step < run.steps:
             return _stopped(run)
     return EXIT_DONE
+
+
+def train_step(run: Run) -> Step:
+    """Everything of one step but evaluation, checkpoint and `report`; `hpc-train bench step` times just this."""
+    config = run.config
+    started = time.perf_counter()
+    batch = _next_batch(run)
+    fetched = time.perf_counter()
+    seed_step(config.train.seed, run.step, run.world.dp_index)
+    sums = run.engine.forward_backward(batch)
+    norm = run.engine.clip(config.optim.max_norm)
+    lr = rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
+    run.engine.update(lr)
+    run.step += 1
+    run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
+    seconds = time.perf_counter() - started
+    _measure_noise(run, sums, norm)
+    record = {
+        "step": run.step,
+        "loss": run.last_loss,
+        "grad_norm": float(norm),
+        "lr": lr,
+        "tokens": sums.tokens,
+        "tokens_per_second": sums.tokens / seconds,
+        "step_seconds": seconds,
+        "data_seconds": fetched - started,
+        "mfu": utilisation(config, run.peak_flops, sums.tokens, seconds, run.world.size),
+        "noise_scale": run.noise.value,
+    }
+    return Step(record, sums.stop)
+
+
+def report(run: Run, step: Step, validation: float | None) -> None:
+    """One line of metrics.jsonl, and a warning where the loss is lost."""
+    if validation is not None:
+        run.last_validation = validation
+    run.reporter.step({**step.record, "validation_loss": validation})
+    if not math.isfinite(step.record["loss"]):
+        log.warning("step %d: the loss is %s", run.step, step.record["loss"])
 
 
 def _next_batch(run: Run) -> StepBatch:

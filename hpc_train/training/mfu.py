@@ -21,7 +21,9 @@ def peak_flops(config: RunConfig, device_name: str | None) -> float | None:
 
 def utilisation(config: RunConfig, peak: float | None, tokens: int, seconds: float, ranks: int) -> float | None:
     """Fraction of the peak that the model's own FLOPs (no recomputation) used; tokens and seconds are of one step."""
+    if peak is None:
+        return None
     flops = flops_per_token(config.model, config.train.sequence_length)
-    if peak is None or flops is None:
+    if flops is None:
         return None
     return flops * tokens / (seconds * ranks * peak)

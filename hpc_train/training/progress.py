@@ -17,7 +17,7 @@ class Progress(Protocol):
 def progress(steps: int, every: int, stream: TextIO | None = None) -> Progress:
     """Rich's progress bar if `stream` (default: stdout) is a terminal, else a line every `every` steps."""
     stream = stream or sys.stdout
-    return LiveProgress(steps) if stream.isatty() else PlainProgress(steps, every, stream)
+    return LiveProgress(steps, stream) if stream.isatty() else PlainProgress(steps, every, stream)
 
 
 def clock(seconds: float) -> str:
@@ -61,7 +61,8 @@ class PlainProgress:
 class LiveProgress:
     """A bar, the newest numbers and the time left, in place; validation losses stay on the screen."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -71,6 +72,7 @@ class LiveProgress:
             BarColumn(20),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
+            console=Console(file=stream),
         )
         self._task = self._bar.add_task("starting", total=steps)
         self._bar.start()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from hpc_train.api import RankMap, Task, World
+from hpc_train.api import Engine, RankMap, Task, World
 from hpc_train.checkpoint import choose, load
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
@@ -48,10 +49,12 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     world = start(task, rank_map, config)
     try:
         _write_rank_map(world, task, rank_map, folder)
-        run, entropy = _assemble(config, world, folder, attempt, stop)
+        data = open_data(config, world)
+        engine = make_engine(config, world, make_model(config))
+        run = assemble(config, world, folder, attempt, stop, data, engine)
         try:
             code = train(run)
-            _farewell(run, entropy)
+            _farewell(run, data)
             dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
             return code
         finally:
@@ -63,38 +66,48 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         shut_down()
 
 
-def _assemble(
-    config: RunConfig, world: World, folder: RunFolder, attempt: int, stop: StopRequest
-) -> tuple[Run, float | None]:
-    """The run, ready for its next step, and the entropy of its text under a unigram model."""
-    length = config.train.sequence_length
-    data = _rank_0_first(world, lambda: open_dataset(config.data, length, "train"))
+def open_data(config: RunConfig, world: World) -> Dataset:
+    """The training samples; rank 0 builds the token store where it is not there yet."""
+    data = _rank_0_first(world, lambda: open_dataset(config.data, config.train.sequence_length, "train"))
     check_model(config.model, data)
+    return data
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """The model with its initial values, the same on every rank."""
     model = build_model(config.model, config.train.seed)
     if isinstance(model, Initialised):
         initialise(model, config.train.seed)
-    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
+    return model
+
+
+def make_engine(config: RunConfig, world: World, model: nn.Module) -> Engine:
+    """The engine that the config asks for, with its optimizer."""
+    return build(model, lambda split: make_optimizer(split, config.optim), config, world)
+
+
+def assemble(
+    config: RunConfig,
+    world: World,
+    folder: RunFolder,
+    attempt: int,
+    stop: StopRequest,
+    data: Dataset,
+    engine: Engine,
+) -> Run:
+    """The run, ready for its next step: that after the checkpoint which checkpoint.resume chooses, or the first."""
     steps = total_steps(config, len(data))
+    loader, validation = _loader(config, data, world), _validation(config, world)
+    run = Run(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
     chosen = choose(folder.checkpoints, config.checkpoint.resume, world)
-    run = Run(
-        config,
-        world,
-        folder,
-        engine,
-        _loader(config, data, world),
-        _validation(config, world),
-        steps,
-        Reporter(folder, attempt),
-        stop,
-    )
     if chosen is not None:
         extra = load(*chosen, engine.pieces(), world)
         run.step, run.saved_at = chosen[1], chosen[1] if chosen[0] == folder.checkpoints else None
         _check_position(extra["consumed_samples"], run)
         run.noise.restore(extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
-    _announce(run, model, data, resumed=chosen is not None)
-    return run, data.unigram_entropy
+    _announce(run, engine.parts, data, resumed=chosen is not None)
+    return run
 
 
 def total_steps(config: RunConfig, samples: int) -> int:
@@ -155,8 +168,8 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFold
         write_private(folder.rank_map, text + "\n")
 
 
-def _announce(run: Run, model: torch.nn.Module, data: Dataset, resumed: bool) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
+def _announce(run: Run, parts: list[nn.Module], data: Dataset, resumed: bool) -> None:
+    count = sum(parameter.numel() for part in parts for parameter in part.parameters())
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
     run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
@@ -168,14 +181,14 @@ def _announce(run: Run, model: torch.nn.Module, data: Dataset, resumed: bool) ->
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
 
 
-def _farewell(run: Run, entropy: float | None) -> None:
+def _farewell(run: Run, data: Dataset) -> None:
     if run.step < run.steps:
         return
     run.reporter.event("end", step=run.step)
     losses = [f"loss {run.last_loss:.4f}"] if run.last_loss is not None else []
     if run.last_validation is not None:
         losses.append(f"validation {run.last_validation:.4f}")
-    if entropy is not None:
-        losses.append(f"a unigram model of the same text {entropy:.4f} nats a token")
+    if run.world.rank == 0 and data.unigram_entropy is not None:  # it counts the tokens of the validation split
+        losses.append(f"a unigram model of the same text {data.unigram_entropy:.4f} nats a token")
     run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
     run.reporter.say(f"run directory: {run.folder.path}", last=True)

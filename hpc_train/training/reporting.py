@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.run import RunConfig
 from hpc_train.training.folder import RunFolder
 from hpc_train.training.progress import Progress, progress
 from hpc_train.training.records import Metrics, add_event
+
+if TYPE_CHECKING:
+    from hpc_train.training.board import Board
 
 
 @dataclass
@@ -19,7 +22,7 @@ class Reporter:
     folder: RunFolder
     attempt: int
     metrics: Metrics | None = None
-    board: Any = None
+    board: Board | None = None
     bar: Progress | None = None
     warned: bool = False
 
@@ -32,9 +35,9 @@ class Reporter:
             return cls(folder, attempt)
         board = None
         if config.train.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from hpc_train.training.board import Board
 
-            board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at + 1)
+            board = Board(folder.path / "tensorboard", resumed_at)
         bar = progress(steps, config.train.log_every)
         return cls(folder, attempt, Metrics(folder.metrics, resumed_at), board, bar)
 
@@ -47,9 +50,8 @@ class Reporter:
         self.metrics.write(record)
         if self.bar is not None:
             self.bar.show(record)
-        for key, value in record.items() if self.board is not None else ():
-            if key != "step" and value is not None:
-                self.board.add_scalar(key, value, record["step"])
+        if self.board is not None:
+            self.board.add(record)
 
     def noise(self, critical: float, batch: int) -> None:
         """Warn once when the batch is past the critical one."""

@@ -121,6 +121,16 @@ def test_default_training_runs_on_two_nodes(slurm_cluster: SlurmCluster, tmp_pat
     assert kinds(run)[-3:].count("end") == 1
 
 
+def test_ranks_started_by_srun_itself_join(
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "hpc_train", "train", *tiny, f"run_dir={run}"]
+    slurm_cluster.srun("-N2", "-n4", f"--chdir={tmp_path}", "--export=ALL,OMP_NUM_THREADS=1", *command)
+    assert_same_result(run, reference, 300)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_dry_run_is_the_script_that_is_sent(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "it's $HOME; a run"
     wanted = [*RANKS, *tiny, "train.steps=2", "launch.time_minutes=10", f"run_dir={json.dumps(str(run))}"]
@@ -189,6 +199,8 @@ def test_requeued_from_outside_it_goes_on_from_disk(
     run = tmp_path / "run"
     job = submit(run, *tiny)
     wait_until("a checkpoint", lambda: (run / "checkpoints/step-100").is_dir())
+    for pickled in (run / ".submitit").glob("*.pkl"):
+        pickled.write_bytes(b"stale")  # what to run, and from where, is on disk in files of ours
     slurm_cluster.scontrol("requeue", job)
     wait_until("the second attempt", lambda: (run / "logs/1").is_dir())
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=180)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.api import IGNORED_TARGET, GradientSample, MicroBatch, Piece, StepBatch, Sums, World
 from hpc_train.config.run import RunConfig
@@ -18,7 +19,7 @@ from hpc_train.parallel.loss import loss_sum
 from hpc_train.parallel.pieces import pieces, prime
 from hpc_train.parallel.precision import cast_forward
 from hpc_train.parallel.replicate import LocalNorm, accumulating
-from hpc_train.parallel.shard import synchronise
+from hpc_train.parallel.shard import release, synchronise
 
 
 @dataclass
@@ -54,10 +55,13 @@ class PlainEngine:
         self.parts = [model]
         self._model, self._wrapped, self._optimizer = model, wrapped, optimizer
         self._precision, self._world, self._tap = config.precision, world, tap
+        self._settled = False
+        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         prime(optimizer)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
+        self._settle(batch.micro[0])
         totals = self._start_totals(batch)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         scale, reduction, sample = 0.0, None, None
@@ -94,9 +98,8 @@ class PlainEngine:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See api.Engine."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        parameters = [p for p in self._trained if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -113,6 +116,20 @@ class PlainEngine:
         """See api.Engine."""
         return pieces(self._model, self._optimizer, self._world)
 
+    def _settle(self, micro: MicroBatch) -> None:
+        """A backward that is thrown away, once, so that a resumed run rounds as one that was never stopped.
+
+        DistributedDataParallel reorders its buckets after its first backward. Where a gradient lies in a bucket decides
+        in which order more than two ranks add it.
+        """
+        if self._settled or not isinstance(self._wrapped, DistributedDataParallel) or self._world.size < 3:
+            return
+        devices = [self._world.device] if self._world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._evaluating():
+            (self._loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.zero_grad(set_to_none=True)
+        self._settled = True
+
     def _loss(self, micro: MicroBatch) -> Tensor:
         device = self._world.device
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in micro)
@@ -128,11 +145,15 @@ class PlainEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
+        """Leaves the model as it was: what a user has put into evaluation mode for good stays there."""
+        training = [module for module in self._wrapped.modules() if module.training]
         self._wrapped.eval()
         try:
             yield
         finally:
-            self._wrapped.train()
+            for module in training:
+                module.training = True
+            release(self._wrapped)
 
     @contextmanager
     def _synchronising(self, last: bool, early: bool) -> Iterator[None]:

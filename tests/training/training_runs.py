@@ -1,0 +1,102 @@
+"""Whole runs on several ranks: what they return and what they leave in their directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.api import World
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.runtime.stop import StopRequest
+from hpc_train.testing import run_ranks
+from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare
+from hpc_train.training.loop import train
+from hpc_train.training.rank import assemble, make_engine, make_model, open_data
+from hpc_train.training.records import read_metrics
+from hpc_train.training.seeds import be_deterministic
+
+SMALL = (
+    "data=text",
+    "data.validation_fraction=0.2",
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.feed_forward=48",
+    "train.sequence_length=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.steps=6",
+    "train.eval_every=0",
+    "train.eval_batches=3",
+    "train.tensorboard=false",
+    "optim.schedule.warmup_steps=2",
+)
+
+
+@dataclass
+class AskedAtLook(StopRequest):
+    """Asked to stop when the training loop looks for the `look`-th time; 0: never."""
+
+    look: int = 0
+
+    @property
+    def requested(self) -> bool:
+        self.look -= 1
+        if self.look == 0:
+            self.ask("SIGTERM")
+        return self.signal_name is not None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank of a run that has ended."""
+
+    code: int
+    step: int
+    state: dict[str, npt.NDArray[Any]]
+    """This rank's part of parameters and optimizer state."""
+
+
+def small(store: Path, run_dir: Path, *overrides: str) -> RunConfig:
+    """A run of six steps of a tiny model."""
+    return compose([*SMALL, f"data.path={store}", f"run_dir={run_dir}", *overrides])
+
+
+def run(config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None) -> list[Ended]:
+    """Run on `ranks` ranks; asked: rank -> the look at which it is asked to stop."""
+    folder = open_folder(config)
+    prepare(folder, config)
+    return run_ranks(_rank, ranks, config, folder, new_attempt(folder), asked or {}, parallel=config.parallel)
+
+
+def _rank(world: World, config: RunConfig, folder: RunFolder, attempt: int, asked: dict[int, int]) -> Ended:
+    if config.train.deterministic:
+        be_deterministic()
+    engine = make_engine(config, world, make_model(config))
+    stop = AskedAtLook(look=asked.get(world.rank, 0))
+    run = assemble(config, world, folder, attempt, stop, open_data(config, world), engine)
+    code = train(run)
+    for loader in (run.loader, run.validation):
+        if loader is not None:
+            loader.close()
+    run.reporter.close()
+    return Ended(code, run.step, {piece.name: piece.local.numpy().copy() for piece in engine.pieces()})
+
+
+def metrics(config: RunConfig, *keys: str) -> list[tuple[Any, ...]]:
+    """These columns of metrics.jsonl."""
+    return [tuple(record.get(key) for key in keys) for record in read_metrics(open_folder(config).metrics)]
+
+
+def assert_same_bits(one: list[Ended], other: list[Ended]) -> None:
+    """All ranks hold the same parameters and optimizer state."""
+    for a, b in zip(one, other, strict=True):
+        assert a.state.keys() == b.state.keys()
+        for name in a.state:
+            np.testing.assert_array_equal(a.state[name], b.state[name], err_msg=name)
