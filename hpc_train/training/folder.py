@@ -80,10 +80,13 @@ def open_folder(config: RunConfig) -> RunFolder:
 def prepare(folder: RunFolder, config: RunConfig) -> None:
     """Make the run directory (0700) and write config.yaml.
 
-    Raises UserError if it cannot be made, or if it holds a run that this config may not continue.
+    Raises UserError if it cannot be made, or if it holds something else, or a run that this config may not continue.
     """
+    _check_ours(folder)
     if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
         check_agreement(folder, config)
+    if config.checkpoint.dir and config.checkpoint.every:
+        _make_checkpoints(folder, config)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.path.chmod(0o700)
@@ -91,6 +94,23 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
         write_private(folder.config, to_yaml(config))
     except OSError as error:
         raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+
+
+def _check_ours(folder: RunFolder) -> None:
+    """A directory of something else keeps its files and its mode."""
+    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    if names and not names & {"job.json", "logs", "checkpoints"}:
+        raise UserError(f"run_dir={folder.path}: holds {min(names)} and no run; choose a new or an empty directory")
+
+
+def _make_checkpoints(folder: RunFolder, config: RunConfig) -> None:
+    """Elsewhere than in the run directory: made before anything is computed that could then not be saved."""
+    try:
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"
+        ) from error
 
 
 def write_private(path: Path, text: str) -> None:

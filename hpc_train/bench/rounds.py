@@ -1,0 +1,84 @@
+"""Rounds of all sides in turn, in the same processes: what disturbs the machine disturbs all of them alike."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+Samples = npt.NDArray[np.float64]
+WARM_UP = 2
+"""Steps of a side before anything is timed; the first makes buffers and gradients, the second reuses them."""
+
+
+@dataclass
+class Side:
+    """One of the loops that are compared."""
+
+    name: str
+    steps: Iterator[float]
+    first_loss: float
+    """Mean over ranks."""
+    kept_mib: float
+    """By how much the resident memory of rank 0 grew for it: parameters, gradients, optimizer, buckets."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds a step of every round and side, (rounds, sides)."""
+
+    wall: Samples
+    """Of the slowest rank."""
+    cpu: Samples
+    """CPU time of all threads of all ranks."""
+
+
+def begin(name: str, make: Callable[[], Iterator[float]]) -> Side:
+    """Make a side and take its warm-up steps."""
+    before = _resident_mib()
+    steps = make()
+    losses = [next(steps) for _ in range(WARM_UP)]
+    return Side(name, steps, float(np.mean(_gathered(losses[0]))), float(_gathered(_resident_mib() - before)[0]))
+
+
+def take_rounds(sides: list[Side], rounds: int, steps: int) -> Timings:
+    """Time `rounds` rounds of `steps` steps of each side, every second one in reverse order: A B C, C B A, ..."""
+    seconds = np.zeros((rounds, len(sides), 2))
+    for number in range(rounds):
+        forward = range(len(sides))
+        for index in forward if number % 2 == 0 else reversed(forward):
+            seconds[number, index] = _timed(sides[index].steps, steps)
+    ranks = _gathered(seconds)
+    return Timings(wall=ranks[..., 0].max(axis=0), cpu=ranks[..., 1].sum(axis=0))
+
+
+def _timed(side: Iterator[float], steps: int) -> tuple[float, float]:
+    """(wall, CPU) seconds a step of this rank; each step ends when its loss is known, on a GPU too."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        next(side)
+    return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+
+
+def _gathered(mine: float | Samples) -> Samples:
+    """Every rank's value, in rank order."""
+    values: list[float | Samples | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return np.array(values)
+
+
+def _resident_mib() -> float:
+    """What this process really needs now: garbage and the allocator's free pages are given back first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

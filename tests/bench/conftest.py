@@ -1,0 +1,19 @@
+"""A token store and a model that are small enough for a bench to take seconds."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.data import TokenDataConfig
+from hpc_train.data.build import ensure
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of a tiny run."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "text.txt").write_text("the order of the samples is a pure function of the seed\n" * 2000)
+    config = TokenDataConfig(name="tiny", sources=[str(folder / "text.txt")], cache=str(folder / "cache"))
+    store: Path = ensure(config)
+    model = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.feed_forward=64"]
+    return [*model, f"data.path={store}", "train.sequence_length=32", "train.global_batch=8", "train.micro_batch=4"]

@@ -1,0 +1,99 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.bench.step import bench_command
+from hpc_train.errors import EXIT_USER_ERROR, UserError
+
+COMMAND = [sys.executable, "-m", "hpc_train", "bench", "step", "--rounds", "2", "--steps", "1"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
+
+
+def test_json_has_every_field_and_all_sides_begin_with_the_same_loss(tiny: list[str]) -> None:
+    done = bench(*tiny, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["ranks"], result["tokens_per_step"], result["rounds"], result["steps"]) == (2, 8 * 32, 2, 1)
+    assert [side["name"] for side in result["sides"]] == ["hpc_train", "hand_written", "hand_written_tuned"]
+    assert result["contract"] == "hand_written"
+    ours = result["sides"][0]
+    for side in result["sides"]:
+        assert side["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)
+        assert side["tokens_per_second"] == pytest.approx(8 * 32 / side["seconds"])
+        assert side["cpu_seconds"] > 0
+    for name, ratio in result["ratios"].items():
+        theirs = next(side for side in result["sides"] if side["name"] == name)
+        assert ratio["wall"] == pytest.approx(theirs["seconds"] / ours["seconds"])
+        assert ratio["low"] <= ratio["wall"] <= ratio["high"]
+    assert {"import torch", "join", "data", "model and engine", "first step"} <= set(result["startup_seconds"])
+
+
+def test_inside_a_launcher_it_joins_as_a_rank_and_accumulates_gradients_alike(tiny: list[str]) -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    command = [*COMMAND, *tiny, "train.micro_batch=3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    losses = [side["first_loss"] for side in result["sides"]]
+    assert result["ranks"] == 1
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_the_table_names_the_sides_the_contract_and_the_start_up(tiny: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([*COMMAND, *tiny], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("hpc_train", "hand_written_tuned", "The contract is hand_written", "Start-up of rank 0"):
+        assert words in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_the_ranks_can_see_is_told_once_in_one_line(tiny: list[str], tmp_path: Path) -> None:
+    done = bench(*tiny, f"data.path={tmp_path}/none.h5")
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "none.h5" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rounds", "steps", "words"),
+    [
+        ([], 1, 5, "--rounds 1"),
+        ([], 2, 0, "--steps 0"),
+        (["launch=slurm"], 2, 1, "srun hpc-train bench step"),
+        (["train.global_batch=3"], 2, 1, "train.global_batch=3"),
+    ],
+)
+def test_wrong_input_is_refused_before_any_rank_starts(
+    overrides: list[str], rounds: int, steps: int, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        bench_command(overrides, rounds, steps, as_json=False)
+
+
+def test_a_stopped_bench_leaves_no_rank_behind(tiny: list[str]) -> None:
+    process = subprocess.Popen([*COMMAND, *tiny, "--rounds", "100000"], stdout=subprocess.DEVNULL)
+    try:
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(pids := children.read_text().split()) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    return [int(pid) for pid in pids]
