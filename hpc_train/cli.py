@@ -6,33 +6,71 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hpc_train import __version__
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
+EXIT_INTERRUPTED = 130
 _OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A UserError becomes one line on stderr and exit code 2."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         code: int = arguments.run(arguments)
         return code
     except UserError as error:
         if arguments.debug:
             traceback.print_exc()
-        print(f"hpc-train: {error}", file=sys.stderr)
+        print(f"hpc-train: {_plain(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `hpc-train ... | head`
         sys.stderr.close()
         return 141
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """A parser, and by add_subparsers its sub-commands, whose errors are one line and which all take --debug."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        # Without a default, so that a sub-command does not undo what was given before it.
+        self.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"hpc-train: {_plain(message)}; see `{self.prog} --help`\n")
+
+
+def _plain(text: str) -> str:
+    """One line that cannot steer a terminal, whatever names of the user are in it."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before and after options; argparse takes the first row of them only."""
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
+    if unknown:
+        command = f"`hpc-train {arguments.command} --help`"
+        parser.exit(EXIT_USER_ERROR, f"hpc-train: unknown option {_plain(' '.join(unknown))}; see {command}\n")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser: argparse.ArgumentParser = _Parser(
         prog="hpc-train", description="Describe, submit, train, checkpoint and resume PyTorch runs on Slurm clusters."
     )
+    parser.set_defaults(debug=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_train(commands)
@@ -46,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=summary, description=summary)
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return command
+    return commands.add_parser(name, help=summary, description=summary)
 
 
 def _add_config_options(command: argparse.ArgumentParser) -> None:
@@ -92,9 +128,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _command(commands, "completion", 'tab completion: eval "$(hpc-train completion bash)"')
     command.add_argument(
-        "shell", choices=("bash", "zsh", "fish", "query"), help="query: print the completions of a line"
+        "shell",
+        choices=("bash", "zsh", "fish", "query"),
+        help="print its script; query: print the completions of a line",
     )
-    command.add_argument("words", nargs="*", help="of the line to complete (query)")
+    command.add_argument("words", nargs="*", help="query: `--` and the words of the line after hpc-train")
     command.set_defaults(run=_completion)
 
 
@@ -127,7 +165,12 @@ def _bench_step(arguments: argparse.Namespace) -> int:
 def _completion(arguments: argparse.Namespace) -> int:
     from hpc_train.completion import completions, script
 
-    print("\n".join(completions(arguments.words)) if arguments.shell == "query" else script(arguments.shell))
+    if arguments.shell != "query":
+        print(script(arguments.shell), end="")
+        return 0
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    for candidate in completions(make_parser(), words):
+        print(candidate)
     return 0
 
 

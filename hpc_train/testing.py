@@ -8,8 +8,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
@@ -37,46 +39,71 @@ def run_ranks(
 
     parallel: degrees of the mesh (default: ddp over all ranks). Results and errors come back by pickle; `function`
     may be a closure. The first rank that fails ends the others; its traceback is in the RankFailure that is raised.
+    The ranks are on the CPU also where there are GPUs, which a forked process cannot use.
     Fork keeps this cheap (0.1 s), and needs that no earlier torch operation of this process used several threads:
     call torch.set_num_threads(1) in conftest.py.
     """
+    if dist.is_initialized():
+        raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
     context = multiprocessing.get_context("fork")
+    processes: list[ForkProcess] = []
+    receivers: dict[Connection, int] = {}
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(target=_rank, args=(sender, rank, ranks, folder, parallel, timeout, function, args))
-            for rank, (_, sender) in enumerate(pipes)
-        ]
         try:
-            for process, (_, sender) in zip(processes, pipes, strict=True):
-                process.start()
-                sender.close()  # so that the death of the child closes the pipe
-            return _collect([receiver for receiver, _ in pipes], timeout)
+            for rank in range(ranks):
+                # Made one at a time: a later rank's pipe in this one's hands would not close when that rank dies.
+                receiver, sender = context.Pipe(duplex=False)
+                receivers[receiver] = rank
+                arguments = (sender, rank, ranks, folder, parallel, timeout, function, args)
+                processes.append(context.Process(target=_rank, args=arguments))
+                processes[-1].start()
+                sender.close()
+            return _collect(receivers, timeout)
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.kill()
+                process.kill()
                 process.join()
+            for receiver in receivers:
+                receiver.close()
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    open_pipes = {receiver: rank for rank, receiver in enumerate(receivers)}
+@dataclass(frozen=True)
+class _Word:
+    """What one rank said last."""
+
+    rank: int
+    ok: bool
+    value: Any = None
+    at: float = -1.0
+    """time.monotonic() on this machine; -1 from a rank that died, because the others fail of that."""
+
+    def raise_failure(self) -> None:
+        how = f"failed:\n{self.value}" if self.at >= 0 else "died without a word"
+        raise RankFailure(f"rank {self.rank} {how}")
+
+
+def _collect(receivers: dict[Connection, int], timeout: float) -> list[Any]:
+    words: list[_Word] = []
+    waiting = dict(receivers)
     deadline = time.monotonic() + timeout
-    while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailure(f"ranks {sorted(open_pipes.values())} did not finish within {timeout:g} s")
-        for receiver in (pipe for pipe in list(open_pipes) if pipe in ready):
-            rank = open_pipes.pop(receiver)
-            try:
-                ok, value = receiver.recv()
-            except EOFError:
-                raise RankFailure(f"rank {rank} died without a word") from None
-            if not ok:
-                raise RankFailure(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(receivers))]
+            raise RankFailure(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
+        news = [_hear(receiver, waiting.pop(receiver)) for receiver in list(waiting) if receiver in ready]
+        failed = [word for word in news if not word.ok]
+        if failed:
+            min(failed, key=lambda word: word.at).raise_failure()
+        words += news
+    return [word.value for word in sorted(words, key=lambda word: word.rank)]
+
+
+def _hear(receiver: Connection, rank: int) -> _Word:
+    try:
+        word: _Word = receiver.recv()
+    except EOFError:
+        return _Word(rank, ok=False)
+    return word
 
 
 def _rank(
@@ -91,11 +118,12 @@ def _rank(
 ) -> None:
     try:
         torch.set_num_threads(1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         world = _start(rank, ranks, folder, parallel or ParallelConfig(), timeout)
-        sender.send((True, function(world, *args)))
+        sender.send(_Word(rank, True, function(world, *args)))
         dist.barrier()  # a rank that leaves early would break the collectives of the others
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send(_Word(rank, False, traceback.format_exc(), time.monotonic()))
     finally:
         sender.close()
         os._exit(0)  # skip the exit handlers of the parent's copy

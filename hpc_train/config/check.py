@@ -39,13 +39,11 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
             raise UserError(
                 f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line"
             )
-    if value is None or isinstance(value, (str, bool)) or not isinstance(value, (int, float)):
-        if isinstance(value, str) and allowed and (why := allowed.problem(value)):
-            raise UserError(f"{where}={value}: {why}")
-        return
-    if not math.isfinite(value):
+    if value == "":
+        raise UserError(f"{where}=: is empty; leave it out, or write {where}=null for none")
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value}: must be a finite number")
-    if allowed and (why := allowed.problem(value)):
+    if isinstance(value, (str, int, float)) and allowed and (why := allowed.problem(value)):
         raise UserError(f"{where}={value}: {why}")
 
 
@@ -59,9 +57,8 @@ def _strings(value: Any) -> list[str]:
 
 def _check_length(config: RunConfig) -> None:
     train, longest = config.train, getattr(config.model, "max_positions", None)
-    if (train.steps is None) == (train.epochs is None):
-        both = "both are given" if train.steps is not None else "neither is given"
-        raise UserError(f"train.steps and train.epochs: {both}; set one and make the other null")
+    if train.steps is not None and train.epochs is not None:
+        raise UserError(f"train.steps={train.steps} and train.epochs={train.epochs:g}: give one of them")
     if longest is not None and train.sequence_length > longest:
         raise UserError(
             f"train.sequence_length={train.sequence_length}: longer than model.max_positions={longest} of "

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config import suggest
 from hpc_train.config.check import check
+from hpc_train.config.explain import COMPOSITION_ERRORS, explain
+from hpc_train.config.options import SCHEMAS, option_files
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal
-from hpc_train.config.store import SCHEMA_SUFFIX, register
+from hpc_train.config.store import register
 from hpc_train.errors import UserError
-
-_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
@@ -31,17 +30,15 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
     config_dir: a folder laid out as conf/, whose options are added to the shipped ones.
     Raises UserError, in one line, for anything in the overrides or the files that is wrong.
     """
-    return _typed(_compose(list(overrides), config_dir), overrides)
+    return _typed(_compose(list(overrides), config_dir), overrides, config_dir)
 
 
 def from_container(container: dict[str, Any]) -> RunConfig:
     """The run that `to_container` wrote, checked and read-only: no file of conf/ is read again."""
-    kinds = {
-        "model": {"transformer": "transformer", "vit": "vit", "custom": "custom"},
-        "data": {"tokens": "token", "images": "image"},
-    }
-    choices = [f"{group}={names[container[group]['kind']]}{SCHEMA_SUFFIX}" for group, names in kinds.items()]
-    return _typed(OmegaConf.merge(_compose(choices, None), container), ())  # type: ignore[arg-type]
+    kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
+    schema = OmegaConf.structured(RunConfig)
+    typed = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
+    return _typed(OmegaConf.merge(schema, typed, container), (), None)  # type: ignore[arg-type]
 
 
 def to_container(config: RunConfig) -> dict[str, Any]:
@@ -58,12 +55,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
     """Names that `group=` accepts, the shipped ones and those of config_dir."""
-    with _hydra():
-        loader = GlobalHydra.instance().config_loader()
-        names = set(loader.get_group_options(group, ObjectType.CONFIG))
-    if config_dir is not None:
-        names |= {path.stem for path in (Path(config_dir) / group).glob("*.yaml")}
-    return sorted(name for name in names if not name.endswith(SCHEMA_SUFFIX))
+    return list(option_files(group, config_dir))
 
 
 def _hydra() -> initialize_config_module:
@@ -73,43 +65,50 @@ def _hydra() -> initialize_config_module:
 
 
 def _compose(overrides: list[str], config_dir: str | None) -> DictConfig:
-    extra = []
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise UserError(f"--config-dir {config_dir}: no such folder")
-        location = str(Path(config_dir).absolute()).replace("\\", "\\\\").replace("'", "\\'")
-        extra = [f"hydra.searchpath=['file://{location}']"]
+    extra = _search_path(config_dir)
+    groups, values = suggest.split_groups(_parsed(overrides))
+    if wrong := suggest.wrong_choice(groups, partial(options, config_dir=config_dir)):
+        raise UserError(wrong)
     with _hydra():
         try:
             return hydra_compose("config", overrides=[*extra, *overrides])
-        except _COMPOSITION_ERRORS as error:
-            raise UserError(_diagnose(error, overrides, extra, config_dir)) from error
+        except COMPOSITION_ERRORS as error:
+            raise UserError(_diagnose(error, groups, values, extra, config_dir)) from error
 
 
-def _diagnose(error: Exception, overrides: list[str], extra: list[str], config_dir: str | None) -> str:
-    """Find the first override that is wrong by composing the group choices alone and walking the keys of the values."""
+def _parsed(overrides: Sequence[str]) -> list[Override]:
     parsed, wrong = suggest.parse(overrides)
     if wrong:
-        return wrong
-    groups, values = suggest.split_groups(parsed)
-    wrong = suggest.wrong_choice(groups, lambda group: options(group, config_dir))
-    if wrong:
-        return wrong
+        raise UserError(wrong)
+    return parsed
+
+
+def _search_path(config_dir: str | None) -> list[str]:
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir {config_dir}: no such folder")
+    location = str(Path(config_dir).absolute()).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{location}']"]
+
+
+def _diagnose(
+    error: Exception, groups: list[Override], values: list[Override], extra: list[str], config_dir: str | None
+) -> str:
+    """Which is wrong: the files, shown by composing the group choices alone, or one of the values."""
     try:
-        with _hydra():
-            lines = [item.input_line for item in groups if item.input_line]
-            base = hydra_compose("config", overrides=[*extra, *lines])
-    except _COMPOSITION_ERRORS as broken:
-        return suggest.composition_error(broken, groups)
-    return suggest.wrong_key(values, base) or suggest.composition_error(error, values)
+        lines = [item.input_line for item in groups if item.input_line]
+        base = hydra_compose("config", overrides=[*extra, *lines])
+    except COMPOSITION_ERRORS as broken:
+        return explain(broken, groups, config_dir)
+    return suggest.wrong_key(values, base) or explain(error, values, config_dir)
 
 
-def _typed(composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    parsed: list[Override] = suggest.parse(overrides)[0]
+def _typed(composed: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise UserError(suggest.composition_error(error, parsed)) from error
+        raise UserError(explain(error, _parsed(overrides), config_dir)) from error
     assert isinstance(config, RunConfig)
     if wrong := suggest.unknown_field(config):
         raise UserError(wrong)

@@ -41,5 +41,5 @@ class ImageDataConfig(DataConfig):
     """Labelled images that come with a package."""
 
     kind: str = "images"
-    name: str = "digits"
+    name: str = setting(default="digits", choices=("digits",))
     """digits: 1,797 8x8 grey images of handwritten digits that ship with scikit-learn."""

@@ -48,7 +48,7 @@ def wanted(config: ParallelConfig) -> dict[str, int]:
     sharded = config.strategy != "ddp"
     default = {"dp_replicate": 1 if sharded else -1, "dp_shard": -1 if sharded else 1}
     given = {axis: getattr(config, axis) for axis in AXES}
-    if given["dp_replicate"] == -1 or (given["dp_shard"] == -1 and not sharded):
+    if -1 in given.values():  # what is left of the world is already asked for
         default = {"dp_replicate": 1, "dp_shard": 1}
     degrees = {axis: default[axis] if value is None else value for axis, value in given.items()}
     for axis, value in degrees.items():

@@ -58,7 +58,9 @@ class VisionTransformerConfig(ModelConfig):
     kind: str = "vit"
     source: list[str] = setting(default=[])
     image_size: int = setting(default=8, ge=1)
+    """Height and width of an image, pixels."""
     patch_size: int = setting(default=2, ge=1)
+    """Height and width of a patch, pixels; divides image_size."""
     channels: int = setting(default=1, ge=1)
     classes: int = setting(default=10, ge=2)
     layers: int = setting(default=4, ge=1)

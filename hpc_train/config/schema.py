@@ -32,7 +32,7 @@ class Range:
             (self.lt, operator.lt, "<"),
         ):
             if limit is not None and not holds(value, limit):  # NaN fails every comparison
-                return f"must be {sign} {limit:g}"
+                return f"must be {sign} {limit}"
         return None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hpc_train.config.schema import schema, setting
 
+_DEFAULT_STEPS = 200
+
 
 @schema
 class NoiseScaleConfig:
@@ -19,15 +21,18 @@ class NoiseScaleConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int | None = setting(default=200, ge=1)
-    """Optimizer updates of the whole run; None where `epochs` is given."""
+    steps: int | None = setting(default=None, ge=1)
+    """Optimizer updates of the whole run; None: as many as `epochs` take, or 200 where neither is given."""
     epochs: float | None = setting(default=None, gt=0)
+    """Passes over the training data, parts of one too, rounded up to whole steps; None where `steps` is given."""
     seed: int = setting(default=0, ge=0, lt=1 << 63)
+    """Of the initial weights, the order of samples and dropout."""
     global_batch: int = setting(default=16, ge=1)
     """Sequences a step, over all ranks."""
     micro_batch: int = setting(default=8, ge=1)
     """Sequences a rank in one forward and backward."""
     sequence_length: int = setting(default=256, ge=1)
+    """Tokens in a sequence; no meaning for images, of which each is one sequence."""
     eval_every: int = setting(default=50, ge=0)
     """Steps between evaluations on the validation split; 0: never. The last step is always evaluated unless 0."""
     eval_batches: int = setting(default=8, ge=1)
@@ -37,7 +42,13 @@ class TrainConfig:
     log_every: int = setting(default=10, ge=1)
     """Steps between two plain progress lines; metrics.jsonl has every step."""
     tensorboard: bool = True
+    """Write the metrics for TensorBoard too, into the run directory."""
     noise_scale: NoiseScaleConfig = setting(default=NoiseScaleConfig)
+
+    @property
+    def wanted_steps(self) -> int | None:
+        """Updates of the whole run; None where `epochs` decides, which depends on the data."""
+        return self.steps if self.epochs is not None else self.steps or _DEFAULT_STEPS
 
 
 @schema

@@ -1,6 +1,6 @@
 """The process that holds the ranks of a local job: submitit's controller, taught to end all ranks when one fails.
 
-Started as `python -m hpc_train.launch.controller FOLDER LOGS` by launch/local.py.
+Started as `python -m hpc_train.launch.controller FOLDER LOGS LAUNCHER` by launch/local.py, with stop signals blocked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from submitit.local.local import Controller
 
 from hpc_train.errors import EXIT_REQUEUE
-from hpc_train.runtime.stop import STOP_SIGNALS
+from hpc_train.runtime.stop import STOP_SIGNALS, let_through
 
 EXITS = "exits.json"
 """In an attempt's log directory: [[task, exit code], ...] in the order in which they were noticed."""
@@ -26,10 +26,11 @@ _POLL_SECONDS = 0.05
 class RankController(Controller):
     """Starts the tasks, forwards stop signals to them, and lets no task outlive the failure of another."""
 
-    def __init__(self, folder: Path, logs: Path) -> None:
+    def __init__(self, folder: Path, logs: Path, launcher: int) -> None:
+        """launcher: process id of the parent; it may be gone already, so asking for the parent's would be too late."""
         super().__init__(folder)
         self._logs = logs
-        self._parent = os.getppid()
+        self._parent = launcher
         self._exits: list[tuple[int, int]] = []
         for number in STOP_SIGNALS:
             signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
@@ -37,7 +38,8 @@ class RankController(Controller):
     def run(self, max_retry: int = 1) -> int:  # type: ignore[override]
         """Run all tasks once; returns the job's exit code: that of the first task that did not end well."""
         try:
-            self.start_tasks()
+            self.start_tasks()  # with the signals still blocked, for them and for us
+            let_through()
             self._watch()
         finally:
             self.kill_tasks()
@@ -71,5 +73,5 @@ class RankController(Controller):
 
 
 if __name__ == "__main__":
-    code = RankController(Path(sys.argv[1]), Path(sys.argv[2])).run()
+    code = RankController(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])).run()
     sys.exit(128 - code if code < 0 else code)

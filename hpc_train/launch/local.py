@@ -15,6 +15,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.launch.task import ATTEMPT_VARIABLE
 from hpc_train.launch.task import main as run_task
 from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
+from hpc_train.runtime.stop import held_back
 from hpc_train.training.folder import RunFolder
 
 
@@ -32,12 +33,14 @@ class PoolExecutor(LocalExecutor):
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         logs = self._run.logs(self._attempt)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hpc_train.launch.controller", str(self._run.submitit), str(logs)],
-            env=self._environment(command, logs),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the launcher, which turns it into a stop that saves
-        )
+        arguments = [str(self._run.submitit), str(logs), str(os.getpid())]
+        with held_back():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hpc_train.launch.controller", *arguments],
+                env=self._environment(command, logs),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the launcher, which turns it into a stop that saves
+            )
         return LocalJob(self.folder, str(process.pid), tasks=list(range(self._ranks)), process=process)
 
     def _environment(self, command: str, logs: Path) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import shlex
 import shutil
@@ -178,8 +180,16 @@ def submit(folder: RunFolder, request: Request) -> str:
         raise UserError(
             "sbatch is not on the PATH: submit from a login node of the cluster; --dry-run shows the script"
         )
+    said = io.StringIO()
     try:
-        return str(BatchExecutor(folder, request).submit(run_task, str(folder.path)).job_id)
+        with contextlib.redirect_stderr(said):  # submitit echoes what sbatch prints
+            return str(BatchExecutor(folder, request).submit(run_task, str(folder.path)).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines()
-        raise UserError(f"sbatch refused the job: {lines[0].strip()}") from error
+        raise UserError(f"sbatch refused the job: {_reason(said.getvalue() or str(error))}") from error
+
+
+def _reason(text: str) -> str:
+    """sbatch's first error, without its own name in front."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
+    return first.removeprefix("sbatch: ").removeprefix("error: ")

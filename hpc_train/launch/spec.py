@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from hpc_train import __version__
 from hpc_train.config.compose import from_container, to_container
 from hpc_train.config.run import RunConfig
@@ -34,16 +36,26 @@ class JobSpec:
         write_private(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def run_config(self) -> RunConfig:
-        """The configuration with its types; conf/ is not read again."""
-        return from_container(self.config)
+        """The configuration with its types; conf/ is not read again. Raises UserError if it is damaged."""
+        try:
+            return from_container(self.config)
+        except (KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{self.run_dir}/job.json: its config is damaged ({reason}); submit the run again"
+            ) from None
 
     def folder(self) -> RunFolder:
         return open_folder(self.run_config())
 
 
-def make_spec(config: RunConfig, folder: RunFolder, ranks: int, degrees: dict[str, int]) -> JobSpec:
-    """The spec of a run in this folder."""
+def make_spec(
+    config: RunConfig, folder: RunFolder, ranks: int, degrees: dict[str, int], store: Path | None = None
+) -> JobSpec:
+    """The spec of a run in this folder, which reads the token store `store`."""
     container = to_container(config) | {"run_dir": str(folder.path)}
+    if store is not None:
+        container["data"]["path"] = str(store.absolute())
     return JobSpec(str(folder.path), ranks, degrees, container)
 
 
@@ -60,6 +72,8 @@ def read_spec(path: Path) -> JobSpec:
         raise UserError(
             f"{path}: {error.strerror}; is the run directory on a file system that this node shares?"
         ) from None
+    except ValueError:
+        text = ""
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
     try:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from hpc_train.runtime import stop
 
-_request = stop.install()
+_request = stop.install() if __name__ == "__main__" else stop.StopRequest()  # whoever imports us has handlers already
 
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 
@@ -24,6 +25,8 @@ def main(run_dir: str) -> int:
     me = identify(os.environ) or alone()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
     _write_to(logs / f"task-{me.process}.log")
+    if me.launcher == "submitit":
+        _stop_with_parent()
     try:
         return _run(Path(run_dir))
     except BaseException as error:
@@ -74,7 +77,15 @@ def _write_to(path: Path) -> None:
     os.close(descriptor)
 
 
-def leave(code: int) -> None:
+def _stop_with_parent() -> None:
+    """Save and stop also when the controller is killed, which then can tell nobody (prctl(2), PR_SET_PDEATHSIG)."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+
+
+def leave(code: int) -> NoReturn:
     """Exit at once: a rank that failed must not wait in the exit handlers of libraries for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()

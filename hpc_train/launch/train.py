@@ -6,14 +6,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.compose import compose
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from hpc_train.launch.precheck import check_agreement, check_files
 from hpc_train.launch.spec import JobSpec, make_spec
 from hpc_train.parallel.support import check_support
 from hpc_train.runtime.identity import Identity, identify
@@ -37,15 +39,20 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
 
 def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     from hpc_train.launch.local import local_ranks, start_pool, threads_of
-    from hpc_train.launch.watch import explain, watch
+    from hpc_train.launch.watch import KILLED, explain, watch
 
     ranks = local_ranks(config)
     folder = freeze(config, ranks).folder()
+    if done := finished(config, folder):
+        print(done)
+        return EXIT_DONE
     attempt = new_attempt(folder)
     job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
     code = watch(job, folder, attempt, config.train.log_every, stop)
-    if code not in (EXIT_DONE, EXIT_REQUEUE):
-        why = explain(folder, attempt) or f"the ranks left no reason; see {folder.submitit}"
+    if code == KILLED:
+        print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
+    elif code not in (EXIT_DONE, EXIT_REQUEUE):
+        why = explain(folder, attempt) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {why}", file=sys.stderr)
     return code
 
@@ -56,6 +63,7 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
 
     degrees = check_support(config, ranks)
     check_shape(config.model)
+    check_agreement(config)
     return degrees
 
 
@@ -63,46 +71,128 @@ def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None) -> Jo
     """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again."""
     degrees = check_run(config, ranks)
     folder = folder or open_folder(config)
-    spec = make_spec(config, folder, ranks, asdict(degrees))
+    check_files(config, folder)
+    spec = make_spec(config, folder, ranks, asdict(degrees), _store(config))
     prepare(folder, spec.run_config())
     spec.write(folder.job)
     return spec
+
+
+def _store(config: RunConfig) -> Path | None:
+    """The token store that the run reads, built now if it must be: text that changes later changes nothing of the run.
+
+    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it.
+    """
+    from hpc_train.config.data import TokenDataConfig
+
+    if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
+        return None
+    from hpc_train.data.build import ensure
+
+    return ensure(config.data)
+
+
+def finished(config: RunConfig, folder: RunFolder) -> str | None:
+    """A line that says so if the run in this folder has all its steps; None if there is something left to do.
+
+    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged
+    is for the ranks to notice.
+    """
+    wanted, saved = config.train.wanted_steps, folder.steps()
+    if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
+        return None
+    from hpc_train.checkpoint import committed, verify
+
+    newest = committed(folder.checkpoints)[-1]  # after a rollback this is not the highest
+    if newest < wanted or verify(folder.checkpoints, newest):
+        return None
+    return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
 
 
 def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     """One rank of srun, torchrun or mpirun. Process 0 decides the run directory, the others take it from the store."""
     import logging
 
+    from hpc_train.launch.task import leave
     from hpc_train.runtime.start import join
-    from hpc_train.training.failure import record_failure
     from hpc_train.training.rank import run_rank
 
     logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
-    task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
-    spec, attempt = _share_spec(config, task)
-    folder = spec.folder()
+    logs = None
     try:
-        return run_rank(spec.run_config(), task, folder, attempt, stop)
+        timeout = timedelta(seconds=config.launch.timeout_seconds)
+        task = join(interface=config.cluster.fabric.interface, timeout=timeout)
+        answer = _share_spec(config, task)
+        if answer.spec is None:
+            return EXIT_DONE
+        logs = answer.spec.folder().logs(answer.attempt)
+        return run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
     except BaseException as error:
-        record_failure(folder.logs(attempt), me.process, me.host, error)
-        if isinstance(error, UserError) and me.process != 0:
-            return 2  # process 0 says it
-        raise
+        # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
+        leave(_tell(error, me, logs))
 
 
-def _share_spec(config: RunConfig, task: Task) -> tuple[JobSpec, int]:
-    """Process 0 freezes the run; everybody gets its spec and attempt, or the reason why there is none."""
+def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
+    """Say why this rank ends, a mistake of the user only once; returns its exit code."""
+    import traceback
+
+    from hpc_train.training.failure import record_failure
+
+    if isinstance(error, _ToldElsewhere):
+        return EXIT_USER_ERROR
+    if logs is not None:
+        record_failure(logs, me.process, me.host, error)
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+        return 1
+    if me.process == 0 or logs is None:
+        print(f"hpc-train: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+class _ToldElsewhere(Exception):
+    """Process 0 tells the user what is wrong."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What process 0 tells the others: what to run, or that there is nothing to do."""
+
+    spec: JobSpec | None
+    attempt: int = 0
+
+
+def _share_spec(config: RunConfig, task: Task) -> _Answer:
+    """Process 0 freezes the run; everybody gets its spec and attempt, or an exception where it could not."""
     assert task.store is not None
-    if task.process == 0:
-        try:
-            spec = freeze(config, task.processes)
-            answer = {"spec": asdict(spec), "attempt": new_attempt(spec.folder())}
-        except UserError as error:
-            answer = {"error": str(error)}
-        task.store.set("spec", json.dumps(answer))
-    answer = json.loads(task.store.get("spec"))
-    if "error" in answer:
-        if task.process == 0:
-            raise UserError(answer["error"])
-        sys.exit(2)
-    return JobSpec(**answer["spec"]), int(answer["attempt"])
+    if task.process != 0:
+        text = task.store.get("spec").decode()
+        if task.store.add("heard", 1) == task.processes - 1:
+            task.store.set("all heard", "")
+        return _understood(json.loads(text))
+    error: UserError | None = None
+    message: dict[str, Any] = {}
+    try:
+        message = _decide(config, task.processes)
+    except UserError as wrong:
+        error, message = wrong, {"refused": True}
+    task.store.set("spec", json.dumps(message))
+    if task.processes > 1:
+        task.store.wait(["all heard"])  # the store ends with this process
+    if error is not None:
+        raise error
+    return _understood(message)
+
+
+def _decide(config: RunConfig, processes: int) -> dict[str, Any]:
+    spec = freeze(config, processes)
+    if done := finished(config, spec.folder()):
+        print(done)
+        return {}
+    return {"spec": asdict(spec), "attempt": new_attempt(spec.folder())}
+
+
+def _understood(message: dict[str, Any]) -> _Answer:
+    if "refused" in message:
+        raise _ToldElsewhere
+    return _Answer(JobSpec(**message["spec"]), message["attempt"]) if message else _Answer(None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,13 +14,18 @@ from typing import Any
 
 from submitit.local.local import LocalJob
 
+from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.controller import EXITS
 from hpc_train.runtime.stop import StopRequest
-from hpc_train.training.failure import Failure, first_failure
+from hpc_train.training.failure import first_failure
 from hpc_train.training.folder import RunFolder
 from hpc_train.training.progress import Progress, progress
 
+KILLED = 128 + signal.SIGINT
+"""Exit code after a second Ctrl-C."""
 _POLL_SECONDS = 0.1
+_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+"""A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
 
 
 class Tail:
@@ -54,9 +61,7 @@ class Follower:
         for event in self._events.records():
             if event["attempt"] == self._attempt:
                 self._show_event(event)
-        for record in self._metrics.records() if self._bar is not None else ():
-            if record["step"] > self._from and self._bar is not None:
-                self._bar.show(record)
+        self._show_steps()
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -64,7 +69,13 @@ class Follower:
             self._bar.close()
             self._bar = None
 
+    def _show_steps(self) -> None:
+        for record in self._metrics.records() if self._bar is not None else ():
+            if record["step"] > self._from and self._bar is not None:
+                self._bar.show(record)
+
     def _show_event(self, event: dict[str, Any]) -> None:
+        self._show_steps()  # those before the event; the last word of a run would otherwise hide its last step
         if event["event"] == "note":
             if event.get("last"):
                 self.close()
@@ -76,10 +87,26 @@ class Follower:
 
 
 def watch(job: LocalJob[int], folder: RunFolder, attempt: int, log_every: int, stop: StopRequest) -> int:
-    """Show a local job until it ends; returns its exit code. Ctrl-C and stop signals are passed on to the ranks."""
-    process, follower, forwarded = job._process, Follower(folder, attempt, log_every), False
+    """Show a local job until it ends; returns its exit code.
+
+    The first Ctrl-C and the first stop signal are passed on to the ranks. A second Ctrl-C kills them.
+    """
+    process, follower = job._process, Follower(folder, attempt, log_every)
     assert process is not None
-    signal.signal(signal.SIGINT, lambda *_: stop.ask("SIGINT"))
+    try:
+        _follow(process, follower, stop)
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)  # the controller began a session of its own
+        process.wait()
+        return KILLED
+    finally:
+        follower.close()
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _follow(process: subprocess.Popen[bytes], follower: Follower, stop: StopRequest) -> None:
+    forwarded = False
     while process.poll() is None:
         follower.show()
         if stop.requested and not forwarded:
@@ -88,25 +115,25 @@ def watch(job: LocalJob[int], folder: RunFolder, attempt: int, log_every: int, s
             process.send_signal(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
     follower.show()
-    follower.close()
-    return int(process.returncode)
 
 
 def explain(folder: RunFolder, attempt: int) -> str | None:
     """Why an attempt failed, by the rank that failed first; None if no rank left a trace."""
     logs = folder.logs(attempt)
-    killed = _killed(logs)
-    if killed is not None:
-        task, number = killed
-        return f"task {task} was killed by {signal.Signals(number).name}; its log: {folder.log(attempt, task)}"
-    failure: Failure | None = first_failure(logs)
-    return failure.text() if failure else None
-
-
-def _killed(logs: Path) -> tuple[int, int] | None:
-    """(task, signal) of the first task that a signal ended: its peers fail because of it, never the other way round."""
     if not (logs / EXITS).exists():
-        return None
+        return "the process that held the ranks was killed; the ranks were told to save and stop"
     exits: list[tuple[int, int]] = json.loads((logs / EXITS).read_text())
-    deadly = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
-    return next(((task, -code) for task, code in exits if -code in deadly), None)
+    silent = [
+        (task, code)
+        for task, code in exits
+        if code not in (0, EXIT_REQUEUE) and not (logs / f"task-{task}.failure.json").exists()
+    ]
+    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
+    failure = first_failure(logs)
+    if dead is None and failure is not None:
+        return failure.text()
+    if dead or silent:
+        task, code = dead or silent[0]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code} without a word"
+        return f"task {task} {how}; its log: {folder.log(attempt, task)}"
+    return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hpc_train.errors import UserError
 
 Environment = Mapping[str, str]
+_DIGITS = 12
+"""Longest number that is read: more than any cluster has ranks, less than what Python refuses to convert."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class _Variables:
     env: Environment
     launcher: str
 
-    def number(self, name: str, default: int | None = None) -> int:
+    def number(self, name: str, default: int | None = None, least: int = 0) -> int:
+        """The whole number in `name`, >= `least`. UserError for anything else, and if it is unset without a default."""
         text = self.env.get(name)
         if text is None:
             if default is None:
@@ -41,10 +44,11 @@ class _Variables:
                     f"{self.launcher} environment: {name} is not set; start the ranks with the launcher itself"
                 )
             return default
-        try:
-            return int(text)
-        except ValueError:
-            raise UserError(f"{self.launcher} environment: {name}={text!r} is not a number") from None
+        if not text.isdecimal() or len(text) > _DIGITS:
+            raise UserError(f"{self.launcher} environment: {name}={text[:40]!r} is not a whole number")
+        if int(text) < least:
+            raise UserError(f"{self.launcher} environment: {name}={text} must be at least {least}")
+        return int(text)
 
 
 def _submitit(env: Environment) -> Identity:
@@ -63,14 +67,14 @@ def _submitit(env: Environment) -> Identity:
 
 def _torchrun(env: Environment) -> Identity:
     get = _Variables(env, "torchrun").number
-    local_size = get("LOCAL_WORLD_SIZE", 1)
+    local_size = get("LOCAL_WORLD_SIZE", 1, least=1)
     size = get("WORLD_SIZE")
     return Identity(
         process=get("RANK"),
         processes=size,
         local=get("LOCAL_RANK", 0),
         node=get("GROUP_RANK", get("RANK") // local_size),
-        nodes=get("GROUP_WORLD_SIZE", max(1, size // local_size)),
+        nodes=get("GROUP_WORLD_SIZE", -(-size // local_size)),
         launcher="torchrun",
         host=socket.gethostname(),
         attempt_key=f"torchrun-{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -94,12 +98,12 @@ def _slurm(env: Environment) -> Identity:
 
 def _open_mpi(env: Environment) -> Identity:
     get = _Variables(env, "Open MPI").number
-    size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1, least=1)
     return Identity(
         process=get("OMPI_COMM_WORLD_RANK"),
         processes=size,
         local=get("OMPI_COMM_WORLD_LOCAL_RANK", 0),
-        node=get("OMPI_COMM_WORLD_NODE_RANK", 0) if size == local_size else get("OMPI_COMM_WORLD_RANK") // local_size,
+        node=get("OMPI_COMM_WORLD_RANK") // local_size,  # OMPI_COMM_WORLD_NODE_RANK is an index within the node
         nodes=-(-size // local_size),
         launcher="mpi",
         host=socket.gethostname(),
@@ -109,7 +113,7 @@ def _open_mpi(env: Environment) -> Identity:
 
 def _mpich(env: Environment) -> Identity:
     get = _Variables(env, "MPICH").number
-    size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1)
+    size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, least=1)
     return Identity(
         process=get("PMI_RANK"),
         processes=size,
@@ -140,16 +144,32 @@ def identify(env: Environment) -> Identity | None:
     Raises UserError when the launcher's variables contradict themselves.
     """
     for variable, read in _READERS:
-        if variable not in env or (read is _slurm and "SLURM_PTY_PORT" in env):
+        if variable not in env:
             continue
         found = read(env)
-        if not 0 <= found.process < found.processes:
-            raise UserError(
-                f"{found.launcher} environment: process {found.process} of {found.processes} cannot be; "
-                "are variables of another job left in the environment?"
-            )
+        # A step of several tasks that was started from such a shell inherits SLURM_PTY_PORT, and is one of ranks.
+        if read is _slurm and "SLURM_PTY_PORT" in env and found.processes == 1:
+            continue
+        _check(found)
         return found
     return None
+
+
+def _check(found: Identity) -> None:
+    """Raise UserError if the numbers cannot all be true."""
+    wrong = None
+    if found.process >= found.processes:
+        wrong = f"process {found.process} of {found.processes}"
+    elif found.node >= found.nodes:
+        wrong = f"node {found.node} of {found.nodes}"
+    elif found.local >= found.processes:
+        wrong = f"local index {found.local} among {found.processes} processes"
+    elif found.nodes > found.processes:
+        wrong = f"{found.processes} processes on {found.nodes} nodes"
+    if wrong:
+        raise UserError(
+            f"{found.launcher} environment: {wrong} cannot be; are variables of another job left in the environment?"
+        )
 
 
 def alone() -> Identity:

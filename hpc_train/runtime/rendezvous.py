@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,11 @@ FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 
 
 def open_store(me: Identity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
-    """The key-value store shared by all processes of the job. Blocks until process 0 has opened it."""
+    """The key-value store shared by all processes of the job. Blocks until process 0 has opened it.
+
+    Process 0 waits for the others, so that it can take back what it published.
+    Raises UserError if the environment makes no sense or a process cannot be met within `timeout`.
+    """
     import torch.distributed as dist
 
     if me.processes == 1:
@@ -35,13 +40,56 @@ def open_store(me: Identity, env: Mapping[str, str], interface: str | None, time
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
     hosted = _host(me, interface, timeout) if me.process == 0 else None
-    address = (str(hosted.host), int(hosted.port)) if hosted else None
     if me.launcher == "mpi" and FOLDER_VARIABLE not in env:
-        address = _through_mpi(address, me)
-    else:
-        address = _through_file(address, me, env, timeout)
-    store = hosted or dist.TCPStore(*address, is_master=False, timeout=timeout)
-    return dist.PrefixStore(me.attempt_key, store)
+        address = _through_mpi((str(hosted.host), int(hosted.port)) if hosted else None, me)
+        return dist.PrefixStore(me.attempt_key, hosted or _connect(*address, timeout))
+    return _meet_at_file(hosted, Path(env.get(FOLDER_VARIABLE) or "."), me, timeout)
+
+
+def _meet_at_file(
+    hosted: dist.TCPStore | None,  # type: ignore[name-defined] # noqa: F821
+    folder: Path,
+    me: Identity,
+    timeout: timedelta,
+) -> Store:
+    import torch.distributed as dist
+
+    path = folder / f".rendezvous-{me.attempt_key}.json"
+    if hosted is None:
+        store = dist.PrefixStore(me.attempt_key, _connect(*_read(path, me, timeout), timeout))
+        if store.add("met", 1) == me.processes - 1:
+            store.set("all met", "")
+        return store
+    _publish(path, (str(hosted.host), int(hosted.port)))
+    store = dist.PrefixStore(me.attempt_key, hosted)
+    try:
+        _wait_for_others(store, me, timeout)
+    finally:
+        path.unlink(missing_ok=True)
+    return store
+
+
+def _connect(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # noqa: F821
+    import torch.distributed as dist
+
+    try:
+        return dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the job's store at {host}:{port} cannot be reached: {reason}") from error
+
+
+def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    try:
+        store.wait(["all met"], timeout)
+    except dist.DistStoreError:
+        here = store.add("met", 0) + 1
+        raise UserError(
+            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; "
+            "are the others still starting, or on a network that cannot reach this one?"
+        ) from None
 
 
 def _host(me: Identity, interface: str | None, timeout: timedelta) -> dist.TCPStore:  # type: ignore[name-defined] # noqa: F821
@@ -69,14 +117,16 @@ def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> St
         if name not in env:
             raise UserError(f"torchrun environment: {name} is not set; start the ranks with torchrun")
     serve = me.process == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(
-        env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=serve, timeout=timeout, wait_for_workers=False
-    )
+    port = env["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
+        raise UserError(f"torchrun environment: MASTER_PORT={port[:40]!r} is not a port")
+    store = _connect(env["MASTER_ADDR"], int(port), timeout, serve)
     # The agent's store outlives a restart: without a prefix, new ranks would read the addresses of dead ones.
     return dist.PrefixStore(me.attempt_key, store)
 
 
 def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, int]:
+    """Process 0's address, on all of them; a collective, so process 0 calls it too."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -90,16 +140,16 @@ def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, in
     return shared
 
 
-def _through_file(
-    address: tuple[str, int] | None, me: Identity, env: Mapping[str, str], timeout: timedelta
-) -> tuple[str, int]:
-    folder = Path(env.get(FOLDER_VARIABLE) or ".")
-    path = folder / f".rendezvous-{me.attempt_key}.json"
-    if address is not None:
-        beside = path.with_suffix(f".{os.getpid()}")
+def _publish(path: Path, address: tuple[str, int]) -> None:
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
         beside.write_text(json.dumps(address))
         beside.replace(path)
-        return address
+    except OSError as error:
+        raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
+
+
+def _read(path: Path, me: Identity, timeout: timedelta) -> tuple[str, int]:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -111,6 +161,9 @@ def _through_file(
                     f"process {me.process} on {me.host} waited {timeout.total_seconds():.0f} s for {path.absolute()}, "
                     "which process 0 writes: is that folder on a file system that all nodes share?"
                 ) from None
-            time.sleep(0.02)
-            # An NFS client may go on believing that the file is absent until it looks at the folder again.
-            os.listdir(folder)  # noqa: PTH208
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path.absolute()}: is not what process 0 of this job writes ({error})") from None
+        time.sleep(0.02)
+        # An NFS client may go on believing that the file is absent until it looks at the folder again.
+        with suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM and SIGUSR2 set a flag that the training loop polls at every step.
+"""Requests to stop: SIGTERM, SIGUSR2 and Ctrl-C set a flag that the training loop polls at every step.
 
 Only the standard library is imported, and the package above imports nothing, so that a rank can install the
 handlers before it spends seconds on importing torch: a signal in that time is kept, not deadly.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -36,14 +38,35 @@ class StopRequest:
 def install() -> StopRequest:
     """Handle the stop signals of this process (main thread only) by recording the request; returns its record.
 
-    A process started with a signal ignored or blocked has it delivered again.
+    A process started with a signal ignored or blocked has it delivered again. Ctrl-C counts as a stop signal once; the
+    second one raises KeyboardInterrupt as ever, for a person who does not want to wait for the end of a step.
     """
     request = StopRequest()
 
     def handler(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and request.signal_name == "SIGINT":
+            raise KeyboardInterrupt
         request.ask(signal.Signals(number).name)
 
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    let_through()
     return request
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes that are started inside begin with the stop signals blocked.
+
+    A signal that comes before they have installed their handlers waits for them, in place of ending them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Deliver the stop signals to this process, those that have waited first."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

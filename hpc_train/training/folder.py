@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|checkpoint)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every|tensorboard"
-    r"|deterministic|noise_scale\.\w+)$|data\.(cache|path)$|(model|data)\.source"
+    r"|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
 
@@ -149,4 +149,5 @@ def check_agreement(folder: RunFolder, config: RunConfig) -> None:
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
     if isinstance(node, dict):
         return {key: value for name, sub in node.items() for key, value in _flat(sub, f"{path}{name}.").items()}
-    return {path[:-1]: node}
+    # A token store's name says what is in it, its folder does not.
+    return {path[:-1]: Path(node).name if path == "data.path." and node else node}

@@ -112,8 +112,8 @@ def assemble(
 
 def total_steps(config: RunConfig, samples: int) -> int:
     """Updates of the whole run; epochs are rounded up to whole steps."""
-    if config.train.steps is not None:
-        return config.train.steps
+    if config.train.wanted_steps is not None:
+        return config.train.wanted_steps
     assert config.train.epochs is not None
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
 

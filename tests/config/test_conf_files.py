@@ -1,0 +1,74 @@
+"""Every file of conf/: it composes, passes all checks, and survives being written and read again."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_train.config.compose import compose, from_container, to_container, to_yaml
+from hpc_train.config.options import GROUPS, SCHEMAS, default_options, option_files, option_type
+from hpc_train.config.run import RunConfig
+from hpc_train.models.shape import check_shape, parameter_count
+
+FILES = [(group, option) for group in GROUPS for option in option_files(group)]
+NEEDS = {"custom": ["model.name=mine"]}
+"""What an option asks its user to fill in."""
+
+
+@cache
+def chosen(group: str, option: str) -> RunConfig:
+    return compose([f"{group}={option}", *NEEDS.get(option, [])])
+
+
+@pytest.mark.parametrize(("group", "option"), FILES)
+def test_the_option_composes_and_survives_yaml(group: str, option: str) -> None:
+    config = chosen(group, option)
+    again = from_container(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))  # type: ignore[arg-type]
+    assert again == config
+    assert type(again.model) is type(config.model)
+    assert type(again.data) is type(config.data)
+
+
+@pytest.mark.parametrize("option", option_files("model"))
+def test_a_model_file_says_its_own_name_and_a_shape_that_fits_together(option: str) -> None:
+    model = chosen("model", option).model
+    assert model.name == ("mine" if option == "custom" else option)
+    check_shape(model)
+    assert option == "custom" or (parameter_count(model) or 0) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("option", "billions"),
+    [
+        ("llama_1b", 1.24),
+        ("llama_7b", 6.74),
+        ("llama_8b", 8.03),
+        ("llama_13b", 13.0),
+        ("llama_70b", 70.6),
+        ("llama_405b", 405.9),
+        ("gpt3_175b", 175),
+        ("gpt3_530b", 530),
+        ("gpt3_1t", 1008),
+        ("vit_large", 0.304),
+    ],
+)
+def test_a_model_has_the_size_that_it_is_known_by(option: str, billions: float) -> None:
+    assert (parameter_count(chosen("model", option).model) or 0) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_every_group_but_experiment_has_a_default_among_its_files() -> None:
+    defaults = default_options()
+    assert set(defaults) == set(GROUPS) - {"experiment"}
+    assert all(option in option_files(group) for group, option in defaults.items())
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group, option in FILES if group in SCHEMAS])
+def test_the_type_of_an_option_is_known_without_composing(group: str, option: str) -> None:
+    assert option_type(group, option) is type(getattr(chosen(group, option), group))
+
+
+def test_model_custom_asks_for_a_name_and_takes_arguments() -> None:
+    config = compose(["model=custom", "model.name=mine", "+model.args.width=3", "+model.args.act=relu"])
+    assert to_container(config)["model"]["args"] == {"width": 3, "act": "relu"}

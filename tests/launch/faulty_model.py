@@ -1,0 +1,80 @@
+"""A user's own model: small and quick, and at a chosen moment of a chosen rank it does what the environment asks for.
+
+FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
+checkpoint until the file `go` appears (listen: until it has been asked to stop). Every fault happens once in the life
+of FAULT_FOLDER, where a file with its name says that it did.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.checkpoint import saving
+from hpc_train.errors import UserError
+from hpc_train.models.registry import register
+
+_moments: Counter[str] = Counter()
+
+
+def reach(moment: str) -> None:
+    """Called at every moment at which a fault may be wanted."""
+    _moments[moment] += 1
+    name = f"{dist.get_rank()}:{moment}:{_moments[moment]}"
+    for fault in os.environ.get("FAULTS", "").split():
+        done = Path(os.environ["FAULT_FOLDER"]) / fault
+        if fault.startswith(f"{name}:") and not done.exists():
+            done.touch()
+            act(fault.rsplit(":", 1)[1])
+
+
+def act(action: str) -> None:
+    if action == "raise":
+        raise RuntimeError("a fault of the user's model")
+    if action == "refuse":
+        raise UserError("model.args.size=0: the user's model needs at least 1")
+    if action == "exit":
+        os._exit(3)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    go = Path(os.environ["FAULT_FOLDER"]) / "go"
+    told = sys.modules["__main__"]
+    while not (told._request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
+        time.sleep(0.01)
+
+
+@register("faulty")
+class Faulty(nn.Module):
+    """Logits of the next byte from this one."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        reach("build")
+        self.embed = nn.Embedding(256, width)
+        self.drop = nn.Dropout(0.1)
+        self.out = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        reach("train" if torch.is_grad_enabled() else "eval")
+        logits: Tensor = self.out(self.drop(self.embed(tokens)))
+        return logits
+
+
+_write_shard = saving.write_shard
+
+
+def _write_shard_with_faults(*arguments: Any) -> Any:
+    reach("save")
+    return _write_shard(*arguments)
+
+
+saving.write_shard = _write_shard_with_faults

@@ -1,0 +1,118 @@
+"""A signal at any moment, to any process of a job, ends it with everything saved; the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import FAULTY, LONG, Job, Workshop, assert_same_run, numbers, processes, saved_steps, wait_for
+
+from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+
+USR2, TERM, INT = signal.SIGUSR2, signal.SIGTERM, signal.SIGINT
+
+
+def stopped(workshop: Workshop, job: Job, step: int) -> None:
+    """The job saved `step` and ended on purpose; nothing of it is left."""
+    ended = job.ended()
+    assert ended.code == EXIT_REQUEUE, ended
+    assert f"stopped at step {step}, saved" in ended.out
+    assert "Traceback" not in ended.err
+    assert saved_steps(job.run_dir)[-1] == step == numbers(job.run_dir)[-1][0]
+    attempt = max(int(path.name) for path in (job.run_dir / "logs").iterdir())
+    assert (job.run_dir / "logs" / str(attempt) / "requeue").exists()
+    assert processes(job.run_dir) == []
+    (workshop.folder / "go").unlink(missing_ok=True)
+
+
+def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stopped(
+    workshop: Workshop, uninterrupted: Path
+) -> None:
+    def begin(fault: str = "", wait: bool = True) -> Job:
+        job = workshop.start("run", *LONG, faults=fault)
+        if fault and wait:
+            workshop.wait_for_fault(fault, job)
+        return job
+
+    # Before there are ranks: the launcher is told as soon as the process that will start them appears.
+    job = begin("0:build:1:listen", wait=False)
+    job.controller()
+    job.popen.send_signal(TERM)
+    stopped(workshop, job, step=1)
+
+    # During import torch: one rank alone is told, as soon as its process appears.
+    job = begin()
+    job.task(1).send(TERM)
+    stopped(workshop, job, step=2)
+
+    # During a step, while the rank that is told waits for another one.
+    job = begin("0:train:2:hold")
+    job.task(1).send(USR2)
+    workshop.go()
+    stopped(workshop, job, step=5)
+
+    # During the evaluation after step 6.
+    job = begin("1:eval:1:hold")
+    job.task(0).send(USR2)
+    workshop.go()
+    stopped(workshop, job, step=6)
+
+    # While the checkpoint of step 8 is being written.
+    job = begin("1:save:1:listen")
+    job.controller().send(TERM)
+    stopped(workshop, job, step=9)
+
+    # Ctrl-C in the terminal reaches the launcher alone.
+    job = begin("0:train:1:listen")
+    job.popen.send_signal(INT)
+    stopped(workshop, job, step=11)
+
+    # In the last step there is nothing left to stop.
+    job = begin("1:train:1:hold")
+    job.task(1).send(TERM)
+    workshop.go()
+    assert job.ended().code == EXIT_DONE
+    assert_same_run(job.run_dir, uninterrupted)
+
+
+def test_a_run_that_never_saves_says_so_and_is_not_to_be_requeued(workshop: Workshop) -> None:
+    fault = "0:train:2:hold"
+    job = workshop.start("run", *FAULTY, "train.steps=1000", "checkpoint.every=0", faults=fault)
+    workshop.wait_for_fault(fault, job)
+    job.task(1).send(USR2)
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == EXIT_NO_REQUEUE
+    assert "stopped at step 3, NOT saved (checkpoint.every=0)" in ended.out
+    assert not (job.run_dir / "logs/0/requeue").exists()
+    assert saved_steps(job.run_dir) == []
+
+
+@pytest.mark.parametrize("victim", ["launcher", "controller"])
+def test_when_the_process_above_is_killed_the_ranks_save_and_stop(workshop: Workshop, victim: str) -> None:
+    fault = "1:train:2:listen"
+    job = workshop.start("run", *FAULTY, "train.steps=1000", "checkpoint.every=500", faults=fault)
+    workshop.wait_for_fault(fault, job)
+    above = job.popen.pid if victim == "launcher" else job.controller().pid
+    os.kill(above, signal.SIGKILL)
+    ended = job.ended() if victim == "controller" else None
+    wait_for(lambda: not processes(job.run_dir))
+    assert saved_steps(job.run_dir) == [3]
+    if ended is not None:
+        assert ended.code == 128 + signal.SIGKILL
+        assert "the process that held the ranks was killed" in ended.err
+
+
+def test_a_second_ctrl_c_kills_a_job_that_does_not_stop(workshop: Workshop) -> None:
+    fault = "1:train:2:hold"
+    job = workshop.start("run", *FAULTY, "train.steps=1000", faults=fault)
+    workshop.wait_for_fault(fault, job)
+    job.popen.send_signal(INT)
+    assert job.popen.stderr is not None
+    assert "SIGINT: asking the ranks to save and stop" in job.popen.stderr.readline()
+    job.popen.send_signal(INT)
+    ended = job.ended()
+    assert (ended.code, ended.err) == (128 + INT, "hpc-train: killed; what was not saved is lost\n")
+    assert processes(job.run_dir) == []

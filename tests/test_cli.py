@@ -1,0 +1,102 @@
+"""The command as a whole: help, version, --cfg, what it imports, and the order of its words."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_train import __version__
+from hpc_train.cli import main, make_parser
+from hpc_train.config.compose import compose, from_container
+
+HEAVY = "{'torch', 'hydra', 'omegaconf', 'numpy', 'h5py', 'submitit', 'rich', 'tensorboard'}"
+
+
+def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from commands(child, (*path, name))
+
+
+def python(code: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("command", list(commands(make_parser())), ids=" ".join)
+def test_help_of_every_command(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.err) == (0, "")
+    assert printed.out.startswith(f"usage: {' '.join(('hpc-train', *command))} ")
+    assert "--debug" in printed.out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from hpc_train.cli import main
+for command in {list(commands(make_parser()))}:
+    try:
+        main([*command, "--help"])
+    except SystemExit:
+        pass
+print(sorted({HEAVY} & set(sys.modules)))
+"""
+    assert python(code).splitlines()[-1] == "[]"
+
+
+def test_composing_a_run_does_not_import_torch() -> None:
+    code = "import sys; from hpc_train.cli import main; main(['submit', '--cfg']); print('torch' in sys.modules)"
+    assert python(code).splitlines()[-1] == "False"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=vit_tiny", "data=digits", "train.epochs=1.5", "optim.lr=1e-3"],
+        ["model=custom", "model.name=mine", "+model.args.width=3", "launch.setup=['module load cuda']"],
+        ["cluster=frontier", "parallel=hsdp", "parallel.tp=4", "launch.name='a name: with # signs'"],
+    ],
+)
+def test_what_cfg_prints_is_the_same_config_again(
+    overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--cfg", *overrides]) == 0
+    printed = OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out))
+    assert from_container(printed) == compose(overrides)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "optim.lr=1", "--cfg", "optim.lr=0.5", "--json", "train.seed=7"]) == 0
+    mixed = capsys.readouterr().out
+    assert main(["submit", "--cfg", "optim.lr=0.5", "train.seed=7"]) == 0
+    assert capsys.readouterr().out == mixed
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "hpc_train", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{__version__}\n"
+
+
+def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "a\x1b[2J\nb"]) == 2
+    assert capsys.readouterr().err.startswith("hpc-train: no token store at a\\x1b[2J\\nb: build one with ")

@@ -1,0 +1,118 @@
+"""run_ranks: a function on several ranks costs a test no more than a call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.api import World
+from hpc_train.config.parallel import ParallelConfig
+from hpc_train.testing import RankFailure, run_ranks
+
+
+def children() -> set[str]:
+    """Processes that this one has started and that are not gone, zombies counted."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def rank_sum(world: World, start: float) -> float:
+    values = torch.tensor([start + world.rank])
+    dist.all_reduce(values)
+    return float(values)
+
+
+def test_every_rank_takes_part_in_collectives_and_gets_the_arguments() -> None:
+    assert run_ranks(rank_sum, 3, 0.5) == [4.5, 4.5, 4.5]
+
+
+def test_results_come_in_rank_order_whoever_is_first() -> None:
+    def slow_first(world: World) -> int:
+        time.sleep(0.1 * (2 - world.rank))
+        return world.rank
+
+    assert run_ranks(slow_first, 3) == [0, 1, 2]
+
+
+def test_a_closure_sees_what_surrounds_it_and_changes_a_copy() -> None:
+    seen = [17]
+
+    def append(world: World) -> list[int]:
+        seen.append(world.rank)
+        return seen
+
+    assert run_ranks(append, 2) == [[17, 0], [17, 1]]
+    assert seen == [17]
+
+
+def test_the_mesh_is_that_of_the_parallel_config() -> None:
+    def sizes(world: World) -> tuple[int, ...]:
+        return tuple(world.mesh.shape)
+
+    assert run_ranks(sizes, 2) == [(1, 2, 1, 1, 1)] * 2
+    assert run_ranks(sizes, 2, parallel=ParallelConfig(strategy="zero3")) == [(1, 1, 2, 1, 1)] * 2
+
+
+def test_ranks_run_on_the_cpu() -> None:
+    assert run_ranks(lambda world: world.device.type, 2) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_first_error_wins_with_its_traceback(culprit: int) -> None:
+    def fail(world: World) -> None:
+        if world.rank == culprit:
+            raise ValueError("the cause")
+        dist.barrier()  # fails when the culprit is gone
+
+    with pytest.raises(RankFailure, match=f"(?s)^rank {culprit} failed:.*in fail.*ValueError: the cause"):
+        run_ranks(fail, 3)
+    assert not children()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_dies_is_named(culprit: int) -> None:
+    def die(world: World) -> None:
+        if world.rank == culprit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)  # so that the death itself has to be noticed
+
+    with pytest.raises(RankFailure, match=f"^rank {culprit} died without a word"):
+        run_ranks(die, 2)
+    assert not children()
+
+
+def test_a_rank_that_hangs_is_named_and_ended() -> None:
+    def hang(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(600)
+
+    with pytest.raises(RankFailure, match=r"^ranks \[1\] did not finish within 5 s"):
+        run_ranks(hang, 2, timeout=5)
+    assert not children()
+
+
+def test_a_result_that_cannot_travel_is_an_error() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)^rank 0 failed:.*pickle"):
+        run_ranks(lambda world: lambda: world, 1)
+
+
+def test_degrees_that_do_not_fit_are_the_ranks_error() -> None:
+    with pytest.raises(RankFailure, match=r"tp 3 .* 2 ranks do not divide by 3"):
+        run_ranks(rank_sum, 2, 0.0, parallel=ParallelConfig(tp=3))
+
+
+def test_ranks_within_ranks_are_refused() -> None:
+    with pytest.raises(RankFailure, match="this process is a rank already"):
+        run_ranks(lambda world: run_ranks(rank_sum, 2, 0.0), 2)
+
+
+def test_nothing_is_left_open() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    run_ranks(rank_sum, 2, 0.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not children()
