@@ -18,8 +18,8 @@ def main(run_dir: str, attempt: str, code: str, requeue: bool) -> int:
     """Append a requeue or a failure event and print the first failure; `code` is srun's exit code."""
     run = Path(run_dir)
     logs = run / "logs" / attempt
-    why = killed_by(logs / "srun.err")
     failure = first_failure(logs)
+    why = killed_by(logs / "srun.err") if failure is None or failure.lost_peer else None
     if why is None and failure is not None:
         why = failure.text()
     if requeue:
@@ -32,12 +32,13 @@ def main(run_dir: str, attempt: str, code: str, requeue: bool) -> int:
 
 
 def killed_by(srun_errors: Path) -> str | None:
-    """The first task that srun reports, if a signal ended it: its peers fail because of it."""
+    """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
     text = srun_errors.read_text(errors="replace") if srun_errors.exists() else ""
-    first = _SRUN_LINE.search(text)
-    if first is None or not first["how"].startswith(_DEADLY):
-        return None
-    return f"task {first['tasks']} on {first['host']} was ended from outside: {first['how']}"
+    for line in _SRUN_LINE.finditer(text):
+        task = re.split("[,-]", line["tasks"])[0]
+        if line["how"].startswith(_DEADLY) and not (srun_errors.parent / f"task-{task}.failure.json").exists():
+            return f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
+    return None
 
 
 if __name__ == "__main__":

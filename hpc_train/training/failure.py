@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_train.errors import UserError
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out wait",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,11 @@ class Failure:
     user_error: bool
     message: str
     traceback: str
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether this rank only noticed that another one was gone."""
+        return _LOST_PEER.search(self.message) is not None
 
     def text(self) -> str:
         """For a person: one line for a mistake of the user, else the rank and its traceback."""

@@ -138,6 +138,8 @@ def check_agreement(folder: RunFolder, config: RunConfig) -> None:
     old = _flat(OmegaConf.to_container(OmegaConf.load(folder.config)))
     new = _flat(to_container(config))
     differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
+    if not (old.get("data.path") and new.get("data.path")):
+        differ = [key for key in differ if key != "data.path"]  # built by the ranks: the sources say what it is
     if differ:
         shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differ[:3])
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""

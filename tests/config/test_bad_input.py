@@ -36,7 +36,7 @@ KEYS = [
     ("train launch.extra.nice=5", "launch.extra.nice=5: no key 'nice' yet; write +launch.extra.nice=5 to add it"),
     ("train launch.extra={nice:5}", "launch.extra={nice:5}: no key 'nice' yet; write +launch.extra.nice=<value> ..."),
     ("train 'train={stepss:4}'", "train={stepss:4}: no key 'stepss'; did you mean 'steps'?"),
-    ("train ~train.steps", "~train.steps: ...does not support deletion"),
+    ("train ~train.seed", "~train.seed: ...does not support deletion"),
 ]
 CHOICES = [
     ("train model=lama_tiny", "model=lama_tiny: no such model; did you mean 'llama_tiny'?"),
@@ -240,7 +240,7 @@ TINY = (
     "launch.ranks=1 train.steps=1 model.layers=1 model.hidden=8 model.heads=2 model.kv_heads=1 train.tensorboard=false"
 )
 IN_RANKS = [
-    (f"train {TINY} data=text data.path=a_file", "a_file cannot be read as a token store: ..."),
+    (f"train {TINY} data=text data.path=a_file", "...a_file cannot be read as a token store: ..."),
     (f"train {TINY} data=text data.sources=[notes]", "...13 tokens for train do not make one sequence of ..."),
     ("train launch.ranks=1 model=custom model.name=mine model.module=no_such", "model.module=no_such: cannot be ..."),
 ]
