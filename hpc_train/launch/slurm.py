@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -73,13 +75,24 @@ def make_request(config: RunConfig, folder: RunFolder) -> Request:
     """What this run asks of Slurm. Raises UserError for what the cluster cannot give."""
     nodes, per_node = nodes_of(config), config.cluster.ranks_per_node
     _check_time(config)
-    options = _resources(config, nodes, per_node)
+    options = _resources(config, folder, nodes, per_node)
     options["setup"] = _before(config, folder)
     options["teardown"] = _after(config)
     return Request(nodes, per_node, _srun(config, per_node), options)
 
 
-def _resources(config: RunConfig, nodes: int, per_node: int) -> dict[str, Any]:
+def _file_pattern(path: Path) -> str:
+    """A path as Slurm wants it where % introduces a pattern."""
+    return str(path).replace("%", "%%")
+
+
+def _check_options(options: dict[str, str]) -> None:
+    for name in options:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UserError(f"launch.extra: {name!r} is not the long name of an sbatch option, such as mail-type")
+
+
+def _resources(config: RunConfig, folder: RunFolder, nodes: int, per_node: int) -> dict[str, Any]:
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
     wanted = {
         "job_name": launch.name,
@@ -98,7 +111,8 @@ def _resources(config: RunConfig, nodes: int, per_node: int) -> dict[str, Any]:
         "gres": f"gpu:{node.gpus}" if node.gpus and site.gpu_request == "gres" else None,
         "signal_delay_s": launch.signal_seconds,
     }
-    extra = {"requeue": True, **launch.extra}
+    _check_options(launch.extra)
+    extra = {"requeue": True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **launch.extra}
     if launch.reservation:
         extra["reservation"] = launch.reservation
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
@@ -160,8 +174,12 @@ def _after(config: RunConfig) -> list[str]:
     return [
         "code=$?",
         'requeue=""',
+        "# A job that was cancelled or is being requeued already gets the same signals: it is no longer RUNNING.",
+        'state="$(squeue -h -j "$SLURM_JOB_ID" -o %T)"',
         f'if [ -e "$logs/requeue" ] || {early}; then',
-        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -lt {config.launch.max_attempts} ]; then requeue=1; fi',
+        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -ge {config.launch.max_attempts} ]; then',
+        f'    echo "not requeued: launch.max_attempts={config.launch.max_attempts}"',
+        '  elif [ "$state" = RUNNING ]; then requeue=1; fi',
         "fi",
         f'[ "$code" -eq 0 ] || {report} "$run" "$attempt" "$code" ${{requeue:+--requeue}}',
         '[ -z "$requeue" ] || scontrol requeue "$SLURM_JOB_ID"',

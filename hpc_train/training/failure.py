@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_train.errors import UserError
 
 _LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out wait",
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
     re.IGNORECASE,
 )
 

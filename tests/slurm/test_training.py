@@ -221,6 +221,18 @@ def test_time_limit_is_a_stop_and_a_requeue(slurm_cluster: SlurmCluster, tiny: l
     slurm_cluster.scancel(job)
 
 
+def test_cancelled_job_saves_and_stays_cancelled(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = submit(run, *tiny, "train.steps=100000", "checkpoint.every=100000")
+    wait_until("step 20", lambda: steps_done(run) >= 20)
+    slurm_cluster.scancel(job)
+    slurm_cluster.wait_for_state(job, "CANCELLED")
+    wait_until("the end of the batch script", lambda: tasks_of(run) == {} and not slurm_cluster.squeue("-j", job))
+    time.sleep(3)
+    assert slurm_cluster.job_state(job) == "CANCELLED"
+    assert "requeue" not in kinds(run)
+
+
 def test_dead_rank_ends_the_job_at_once_and_is_named(
     slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path
 ) -> None:
