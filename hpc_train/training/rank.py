@@ -172,13 +172,14 @@ def _announce(run: Run, parts: list[nn.Module], data: Dataset, resumed: bool) ->
     count = sum(parameter.numel() for part in parts for parameter in part.parameters())
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
-    run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
     run.reporter.say(
         f"{run.config.model.name}: {count:,} parameters, {run.config.precision.name}, {run.config.parallel.strategy} "
         f"over {run.world.size} ranks ({mesh}); {run.config.data.name}: {len(data):,} samples"
     )
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
+    # Last, because whoever follows the run begins to show progress here.
+    run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
 
 
 def _farewell(run: Run, data: Dataset) -> None:
