@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,21 +105,20 @@ def reference(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path_factory: py
     return run
 
 
-def test_default_training_runs_on_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_default_training_runs_to_its_end_on_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    job = submit(run, "train.steps=12", "train.eval_every=12")
-    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
-    losses = [line["loss"] for line in lines(run / "metrics.jsonl")]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 1
+    job = submit(run)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=600)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(1, 201))
+    last = lines(run / "metrics.jsonl")[-1]
+    said = next(event["text"] for event in lines(run / "events.jsonl") if "unigram" in event.get("text", ""))
+    assert last["validation_loss"] < float(re.findall(r"[0-9.]+", said.partition("unigram")[2])[0]) - 1
     ranks = json.loads((run / "rankmap.json").read_text())["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
     assert len({rank["host"] for rank in ranks}) == 2
-    assert sorted(path.name for path in (run / "logs/0").glob("task-*.log")) == [
-        f"task-{task}.log" for task in range(4)
-    ]
-    assert "submit" in kinds(run)
-    assert kinds(run)[-3:].count("end") == 1
+    tasks = sorted(path.name for path in (run / "logs/0").glob("task-*.log"))
+    assert tasks == [f"task-{task}.log" for task in range(4)]
 
 
 def test_ranks_started_by_srun_itself_join(
