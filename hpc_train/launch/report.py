@@ -14,8 +14,11 @@ _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+):
 _DEADLY = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
 
 
-def main(run_dir: str, attempt: str, code: str, requeue: bool) -> int:
-    """Append a requeue or a failure event and print the first failure; `code` is srun's exit code."""
+def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
+    """Append a requeue or a failure event and print the first failure.
+
+    code: srun's exit code. requeue: why the job is requeued; empty if it is not.
+    """
     run = Path(run_dir)
     logs = run / "logs" / attempt
     failure = first_failure(logs)
@@ -23,7 +26,8 @@ def main(run_dir: str, attempt: str, code: str, requeue: bool) -> int:
     if why is None and failure is not None:
         why = failure.text()
     if requeue:
-        add_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code))
+        add_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code), why=requeue)
+        print(f"requeued: {requeue}", flush=True)
     elif int(code) != EXIT_REQUEUE:
         why = why or f"the ranks exited with {code} and left no reason; see {logs}"
         add_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=why.splitlines()[0])
@@ -42,4 +46,4 @@ def killed_by(srun_errors: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], "--requeue" in sys.argv))
+    sys.exit(main(*sys.argv[1:5]))

@@ -168,20 +168,28 @@ def _srun(config: RunConfig, per_node: int) -> str:
 
 
 def _after(config: RunConfig) -> list[str]:
-    """Shell lines after the ranks: say why they failed; requeue if they saved and stopped on purpose."""
+    """Shell lines after the ranks: requeue if they stopped on purpose or lost a node; else say why they failed.
+
+    Slurm itself requeues a job whose node dies, but only when SlurmdTimeout (300 s by default) has passed; the ranks on
+    the other nodes fail long before that.
+    """
     early = " || ".join(f'[ "$code" -eq {code} ]' for code in _STOPPED_EARLY)
     report = shlex.join([sys.executable, "-m", "hpc_train.launch.report"])
+    most = config.launch.max_attempts
     return [
         "code=$?",
-        'requeue=""',
-        "# A job that was cancelled or is being requeued already gets the same signals: it is no longer RUNNING.",
-        'state="$(squeue -h -j "$SLURM_JOB_ID" -o %T)"',
+        'why="" requeue=""',
         f'if [ -e "$logs/requeue" ] || {early}; then',
-        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -ge {config.launch.max_attempts} ]; then',
-        f'    echo "not requeued: launch.max_attempts={config.launch.max_attempts}"',
-        '  elif [ "$state" = RUNNING ]; then requeue=1; fi',
+        '  why="the ranks stopped on purpose"',
+        """elif [ "$code" -ne 0 ] && sinfo -h -N -n "$SLURM_JOB_NODELIST" -o %T | grep -Eq '[*]|^down|^fail'; then""",
+        '  why="a node of the job does not answer"',
         "fi",
-        f'[ "$code" -eq 0 ] || {report} "$run" "$attempt" "$code" ${{requeue:+--requeue}}',
+        "# A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.",
+        'if [ -n "$why" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then',
+        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -lt {most} ]; then requeue="$why"',
+        f'  else echo "not requeued: launch.max_attempts={most}"; fi',
+        "fi",
+        f'[ "$code" -eq 0 ] || {report} "$run" "$attempt" "$code" "$requeue"',
         '[ -z "$requeue" ] || scontrol requeue "$SLURM_JOB_ID"',
         'exit "$code"',
     ]

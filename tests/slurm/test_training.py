@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ def reference(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path_factory: py
     run = tmp_path_factory.mktemp("reference") / "run"
     slurm_cluster.wait_for_state(submit(run, *tiny), "COMPLETED", timeout=180)
     return run
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    yield
+    for job in slurm_cluster.squeue("-o", "%i"):
+        slurm_cluster.scancel(job)
 
 
 @pytest.mark.timeout(900)
@@ -260,6 +268,34 @@ def test_killed_node_requeues_the_job_elsewhere(
         now = {rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
         assert sorted(hosts)[-1] not in now
         slurm_cluster.scancel(job)
+
+
+def test_lost_node_is_noticed_before_slurm_does(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with patient_controller(slurm_cluster):
+        job = submit(run, *tiny, "train.steps=100000", "checkpoint.every=20")
+        wait_until("a checkpoint", lambda: (run / "checkpoints").is_dir() and steps_done(run) >= 40)
+        hosts = sorted({rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]})
+        with slurm_cluster.powered_off(hosts[-1]):
+            wait_until("the requeue", lambda: "requeue" in kinds(run), timeout=150)
+            requeued = next(event for event in lines(run / "events.jsonl") if event["event"] == "requeue")
+            assert requeued["why"] == "a node of the job does not answer"
+        # A requeued job starts again when Slurm has heard from its old nodes, or given them up.
+        wait_until("the second attempt", lambda: "resume" in kinds(run))
+        slurm_cluster.scancel(job)
+
+
+@contextlib.contextmanager
+def patient_controller(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    """Slurm waits as long for a silent node as it does by default."""
+    short = slurm_cluster.conf.read_text()
+    try:
+        slurm_cluster.conf.write_text(re.sub(r"(?m)^SlurmdTimeout=.*", "SlurmdTimeout=300", short))
+        slurm_cluster.scontrol("reconfigure")
+        yield
+    finally:
+        slurm_cluster.conf.write_text(short)
+        slurm_cluster.scontrol("reconfigure")
 
 
 def tasks_of(run: Path) -> dict[int, int]:
