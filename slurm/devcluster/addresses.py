@@ -32,6 +32,13 @@ def data(network: int, node: str) -> str:
     return f"198.19.{network}.{number(node)}"
 
 
+def hardware(address: str) -> str:
+    """MAC of the interface with this IPv4 address. A node that is booted again keeps it, or its peers would send to the
+    old one until their ARP entries expire, which outlasts Slurm's job credentials.
+    """
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
+
+
 def number(node: str) -> int:
     return int(node.removeprefix("node"))
 

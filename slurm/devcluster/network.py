@@ -91,9 +91,9 @@ def connect_node(state: State, node: str) -> None:
     ]
     ends = [
         f"addr add {addresses.management(network, node)}/24 dev eth0",
-        "link set eth0 up",
+        f"link set eth0 address {addresses.hardware(addresses.management(network, node))} up",
         f"addr add {addresses.data(network, node)}/24 dev hsn0",
-        "link set hsn0 up",
+        f"link set hsn0 address {addresses.hardware(addresses.data(network, node))} up",
     ]
     run(*fabric, "ip", "-batch", "-", text="\n".join(cables))
     run(*inside, "ip", "-batch", "-", text="\n".join(ends))
