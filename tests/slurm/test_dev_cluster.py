@@ -74,7 +74,6 @@ def test_power_loss_requeues_the_job_elsewhere(slurm_cluster: SlurmCluster, tmp_
         slurm_cluster.wait_for_state(job, "COMPLETED", timeout=150)
         assert slurm_cluster.job(job)["BatchHost"] != lost
         assert (tmp_path / "starts").read_text().split() == ["0", "1"]
-        assert slurm_cluster.node_state(lost).startswith("down")
     slurm_cluster.wait_for_sacct(job, ("State",), [("NODE_FAIL",), ("COMPLETED",)])
 
 
