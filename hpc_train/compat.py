@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -13,3 +14,11 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Several axes of a mesh as one, which its root mesh then knows by `name` too; every rank of the job calls it.
+
+    Private because torch has no public way to reduce over two axes at once. The same call twice is harmless.
+    """
+    return mesh._flatten(name)

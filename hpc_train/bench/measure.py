@@ -22,6 +22,7 @@ from hpc_train.data.datasets import Dataset, Indices
 from hpc_train.data.loader import share
 from hpc_train.data.order import samples
 from hpc_train.errors import UserError
+from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.precision import keep_parameters
 from hpc_train.runtime.start import identity_map, join, shut_down, start
 from hpc_train.runtime.stop import StopRequest
@@ -90,7 +91,9 @@ def _assembled(
 
 def _model(config: RunConfig, world: World) -> nn.Module:
     """The same module with the same initial values as the engine's."""
-    return keep_parameters(make_model(config), config.precision).to(world.device)
+    model = keep_parameters(make_model(config), config.precision)
+    materialise(model, model, config.train.seed, world.device)
+    return model.to(world.device)
 
 
 def _order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:

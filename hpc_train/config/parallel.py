@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from hpc_train.config.schema import schema, setting
+from hpc_train.config.techniques import (
+    CompressionConfig,
+    ContextConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    ServerConfig,
+    TensorConfig,
+)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -12,7 +21,7 @@ class ParallelConfig:
     """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
 
     strategy: str = setting(default="ddp", choices=STRATEGIES)
-    """ddp replicates everything; zero3 shards parameters, gradients and optimizer state (FSDP2)."""
+    """ddp replicates everything. zero1 shards optimizer state, zero2 also gradients, zero3 also parameters (FSDP2)."""
     pp: int = setting(default=1, ge=-1)
     """Pipeline stages."""
     dp_replicate: int | None = setting(default=None, ge=-1)
@@ -25,5 +34,24 @@ class ParallelConfig:
     """Ranks that share the matrices of a layer (tensor parallelism)."""
     bucket_mib: float | None = setting(default=None, gt=0)
     """Size of ddp's gradient buckets; None: torch's, a first one of 1 MiB, to start early, then 25."""
+    static_graph: bool = False
+    """ddp: every step uses the same parameters in the same order; torch then plans the reduction once."""
+    unused_parameters: bool = False
+    """ddp: some parameters take no part in some steps; costs a walk over the graph each time."""
+    reduce_with: str = setting(default="torch", choices=("torch", "mpi"))
+    """ddp: what reduces gradients; mpi: the MPI library, for ranks of mpirun or srun --mpi on CPUs."""
+    sync_batchnorm: bool = False
+    """Statistics of BatchNorm over all data-parallel ranks, which makes it equal to one device."""
     reshard_after_forward: bool = True
     """zero3: free the gathered parameters after forward (less memory), or keep them (less communication)."""
+    prefetch: int = setting(default=1, ge=0)
+    """zero strategies: blocks whose parameters are gathered ahead of the one that computes."""
+    compile: bool = False
+    """torch.compile each block."""
+    tensor: TensorConfig = setting(default=TensorConfig)
+    pipeline: PipelineConfig = setting(default=PipelineConfig)
+    context: ContextConfig = setting(default=ContextConfig)
+    recompute: RecomputeConfig = setting(default=RecomputeConfig)
+    offload: OffloadConfig = setting(default=OffloadConfig)
+    compression: CompressionConfig = setting(default=CompressionConfig)
+    server: ServerConfig = setting(default=ServerConfig)

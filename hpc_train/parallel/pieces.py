@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapreplace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hpc_train.api import Piece, World
 from hpc_train.compat import shard_offset
+from hpc_train.parallel.axes import copies
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
@@ -31,18 +32,32 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter]["step"].zero_()
 
 
-def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Iterator[Piece]:
-    """Parameters, persistent buffers and optimizer state of this rank, in the same order on every call and rank."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
-    entries: list[tuple[str, Tensor]] = [*named, *frozen, *buffers]
-    for name, parameter in named:
-        entries += [(f"optim.{key}.{name}", value) for key, value in optimizer.state[parameter].items()]
+def pieces(
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    borrowed: frozenset[nn.Parameter] = frozenset(),
+) -> Iterator[Piece]:
+    """Parameters, persistent buffers and optimizer state of this rank's stages.
+
+    In the same order on every call, and on every rank that holds the same stages. What belongs to a `borrowed`
+    parameter is loaded here and written by the stage that owns it.
+    """
     writers = _Writers()
-    for name, tensor in entries:
-        yield _piece(name, tensor.detach(), writers, world)
+    for part in parts:
+        for parameter, name, tensor in _entries(part, optimizer):
+            yield _piece(name, tensor.detach(), writers, world, parameter in borrowed)
+
+
+def _entries(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter | None, str, Tensor]]:
+    named = [(p, name) for name, p in part.named_parameters() if p.requires_grad]
+    frozen = [(p, name) for name, p in part.named_parameters() if not p.requires_grad]
+    persistent = set(part.state_dict(keep_vars=True))
+    entries: list[tuple[nn.Parameter | None, str, Tensor]] = [(p, name, p) for p, name in [*named, *frozen]]
+    entries += [(None, name, buffer) for name, buffer in part.named_buffers() if name in persistent]
+    for p, name in named:
+        entries += [(p, f"optim.{key}.{name}", value) for key, value in optimizer.state[p].items()]
+    return entries
 
 
 class _Writers:
@@ -58,15 +73,10 @@ class _Writers:
         return holder
 
 
-def _piece(name: str, tensor: Tensor, writers: _Writers, world: World) -> Piece:
-    shape, count = tuple(tensor.shape), tensor.numel()
-    if not isinstance(tensor, DTensor):
-        replica = (world.rank - writers.next(world.size, count)) % world.size
-        return Piece(name, shape, tensor.dtype, (0,) * tensor.ndim, tensor, replica)
-    mesh, holder, copies = tensor.device_mesh, 0, 1
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            holder = holder * mesh.size(axis) + mesh.get_local_rank(axis)
-            copies *= mesh.size(axis)
-    replica = (holder - writers.next(copies, count)) % copies
-    return Piece(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)
+def _piece(name: str, tensor: Tensor, writers: _Writers, world: World, borrowed: bool) -> Piece:
+    mine, count = copies(tensor, world)
+    replica = (mine - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        return Piece(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)
+    return Piece(name, shape, tensor.dtype, (0,) * tensor.ndim, tensor, replica)

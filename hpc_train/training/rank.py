@@ -13,6 +13,7 @@ from torch import nn
 
 from hpc_train.api import Engine, RankMap, Task, World
 from hpc_train.checkpoint import choose, load
+from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
 from hpc_train.data.loader import Loader
@@ -20,6 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.init import Initialised, initialise
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
+from hpc_train.parallel.materialise import is_meta
 from hpc_train.runtime.start import identity_map, shut_down, start
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder, write_private
@@ -74,9 +76,12 @@ def open_data(config: RunConfig, world: World) -> Dataset:
 
 
 def make_model(config: RunConfig) -> nn.Module:
-    """The model with its initial values, the same on every rank."""
+    """The model, on the meta device if it can be drawn a part at a time; else the same values on every rank."""
+    if not isinstance(config.model, CustomModelConfig):
+        with torch.device("meta"):
+            return build_model(config.model, config.train.seed)
     model = build_model(config.model, config.train.seed)
-    if isinstance(model, Initialised):
+    if isinstance(model, Initialised) and not is_meta(model):
         initialise(model, config.train.seed)
     return model
 

@@ -113,7 +113,13 @@ def test_steps_are_the_committed_ones(tmp_path: Path) -> None:
 
 def test_no_two_processes_get_the_same_attempt(tmp_path: Path) -> None:
     folder, _ = _prepared(tmp_path)
-    with multiprocessing.get_context("fork").Pool(8) as pool:
-        attempts = pool.map(new_attempt, [folder] * 64, chunksize=1)
+    context = multiprocessing.get_context("fork")
+    taken = context.SimpleQueue()
+    processes = [context.Process(target=lambda: taken.put([new_attempt(folder) for _ in range(8)])) for _ in range(8)]
+    for process in processes:
+        process.start()
+    attempts = [attempt for _ in processes for attempt in taken.get()]
+    for process in processes:
+        process.join()
     assert sorted(attempts) == list(range(64))
     assert all(folder.logs(attempt).is_dir() for attempt in attempts)

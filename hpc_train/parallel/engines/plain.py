@@ -4,36 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.api import IGNORED_TARGET, GradientSample, MicroBatch, Piece, StepBatch, Sums, World
+from hpc_train.api import GradientSample, MicroBatch, Piece, StepBatch, Sums, World
 from hpc_train.config.run import RunConfig
+from hpc_train.parallel.axes import degree
+from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.loss import loss_sum
-from hpc_train.parallel.pieces import pieces, prime
 from hpc_train.parallel.precision import cast_forward
 from hpc_train.parallel.replicate import LocalNorm, accumulating
 from hpc_train.parallel.shard import release, synchronise
-
-
-@dataclass
-class _Totals:
-    """Sums over ranks that do not depend on the model, reduced while the first forward runs."""
-
-    values: Tensor
-    work: dist.Work | None
-
-    def wait(self) -> tuple[int, bool]:
-        if self.work is not None:
-            self.work.wait()
-        tokens, stops = self.values.tolist()
-        return int(tokens), stops > 0
+from hpc_train.parallel.totals import Totals, reduce, reduce_loss
+from hpc_train.parallel.updates import Updates
 
 
 class PlainEngine:
@@ -53,16 +39,15 @@ class PlainEngine:
         tap: LocalNorm | None = None,
     ) -> None:
         self.parts = [model]
-        self._model, self._wrapped, self._optimizer = model, wrapped, optimizer
-        self._precision, self._world, self._tap = config.precision, world, tap
+        self._model, self._wrapped = model, wrapped
+        self._config, self._world, self._tap = config, world, tap
         self._settled = False
-        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        prime(optimizer)
+        self._updates = Updates([model], optimizer, world)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
         self._settle(batch.micro[0])
-        totals = self._start_totals(batch)
+        totals = Totals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         scale, reduction, sample = 0.0, None, None
         tokens, stop = 0, False
@@ -73,10 +58,10 @@ class PlainEngine:
                 loss = self._loss(micro)
                 if index == 0:
                     tokens, stop = totals.wait()
-                    scale = self._world.dp_size / max(tokens, 1)
+                    scale = self._reducing / max(tokens, 1)
                 local += loss.detach()
                 if last:
-                    reduction = self._reduce(local)
+                    reduction = reduce_loss(local, self._world)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:
                 sample = self._sample(batch, scale)
@@ -87,34 +72,26 @@ class PlainEngine:
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
-        totals = self._start_totals(batch)
+        totals = Totals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         with self._evaluating():
             for micro in batch.micro:
                 local += self._loss(micro)
-        if (reduction := self._reduce(local)) is not None:
+        if (reduction := reduce_loss(local, self._world)) is not None:
             reduction.wait()
         return Sums(local, *totals.wait())
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See api.Engine."""
-        parameters = [p for p in self._trained if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return self._updates.clip(max_norm)
 
     def update(self, lr: float) -> bool:
         """See api.Engine."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return True
+        return self._updates.update(lr)
 
     def pieces(self) -> Iterator[Piece]:
         """See api.Engine."""
-        return pieces(self._model, self._optimizer, self._world)
+        return self._updates.pieces()
 
     def _settle(self, micro: MicroBatch) -> None:
         """A backward that is thrown away, once, so that a resumed run rounds as one that was never stopped.
@@ -127,12 +104,13 @@ class PlainEngine:
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._evaluating():
             (self._loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.zero_grad(set_to_none=True)
+        self._updates.forget()
         self._settled = True
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         device = self._world.device
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in micro)
+        mine = own_tokens(micro, self._config, self._world)
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in mine)
         inputs = inputs.to(next(self._model.parameters()).dtype) if inputs.is_floating_point() else inputs
         with self._cast():
             out = self._wrapped(inputs)
@@ -141,7 +119,7 @@ class PlainEngine:
     def _cast(self) -> AbstractContextManager[object]:
         if isinstance(self._wrapped, FSDPModule):
             return nullcontext()
-        return cast_forward(self._precision, self._world.device)
+        return cast_forward(self._config.precision, self._world.device)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -167,13 +145,10 @@ class PlainEngine:
         with accumulating(self._wrapped, last):
             yield
 
-    def _start_totals(self, batch: StepBatch) -> _Totals:
-        count = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in batch.micro)
-        values = torch.tensor([count, int(batch.stop)], dtype=torch.int64)
-        return _Totals(values, self._reduce(values))
-
-    def _reduce(self, values: Tensor) -> dist.Work | None:
-        return dist.all_reduce(values, async_op=True) if self._world.size > 1 else None
+    @property
+    def _reducing(self) -> int:
+        """Ranks whose gradients are averaged, where they are to be added up."""
+        return self._world.dp_size * degree(self._world, "cp")
 
     def _can_measure(self, batch: StepBatch) -> bool:
         """A gradient of less than the global batch must be visible: a rank's own, or that of the first micro-batch."""
@@ -190,9 +165,8 @@ class PlainEngine:
             assert self._tap is not None
             square = self._tap.take()
         else:
-            norm = nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
-            square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square() / fraction**2
-        if not sharded and (work := self._reduce(square)) is not None:
+            square = self._updates.norm().double().square() / fraction**2
+        if not sharded and (work := reduce(square, self._world)) is not None:
             work.wait()
             square = square / self._world.size
         ranks = self._world.dp_size if sharded else 1

@@ -1,0 +1,44 @@
+"""The norm of the gradient over all axes, and clipping to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hpc_train.api import World
+from hpc_train.parallel.axes import copies, degree, split_axes
+
+
+def total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
+    """Norm of the whole model's gradient, a scalar on the device, the same on every rank.
+
+    parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings). Of several
+    copies of a shard only the first counts.
+    """
+    gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+    local = not any(split_axes(p) for p in parameters) and degree(world, "pp") == 1
+    counted = [g for p, g in gradients if local or (p not in borrowed and copies(p, world)[0] == 0)]
+    norm = nn.utils.get_total_norm([_local(gradient) for gradient in counted]).to(world.device)
+    if local or world.size == 1:
+        return norm
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients so that a total norm of `norm` becomes at most max_norm."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    for group in groups.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
