@@ -122,7 +122,39 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     step.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
     step.add_argument("--steps", type=int, default=5, help="steps a round and side (default 5)")
     step.add_argument("--json", action="store_true", help="print the result as JSON")
+    step.add_argument(
+        "--peers", action="store_true", help="every strategy against torch's and, if installed, DeepSpeed"
+    )
     step.set_defaults(run=_bench_step)
+    _add_bench_overlap(kinds)
+    _add_bench_bubble(kinds)
+
+
+def _add_bench_overlap(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "what asynchronous tensor parallelism hides, over a rate-limited link of two network namespaces"
+    overlap = kinds.add_parser("overlap", help=summary, description=summary)
+    overlap.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
+    overlap.add_argument("--steps", type=int, default=1, help="steps a round and side (default 1)")
+    overlap.add_argument("--tokens", type=int, default=1024, help="positions of the batch (default 1024)")
+    overlap.add_argument("--hidden", type=int, default=1024, help="features of a position (default 1024)")
+    overlap.add_argument("--ratio", type=float, default=0.5, help="communication over compute (default 0.5)")
+    overlap.add_argument("--rate", type=float, help="Mbit/s of the link, in place of the one that --ratio gives")
+    overlap.add_argument("--json", action="store_true", help="print the result as JSON")
+    overlap.set_defaults(run=_bench_overlap)
+
+
+def _add_bench_bubble(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "what each pipeline schedule loses, with stages that sleep, beside what its order says"
+    bubble = kinds.add_parser("bubble", help=summary, description=summary)
+    bubble.add_argument("--ranks", type=int, default=4, help="processes of this machine (default 4)")
+    bubble.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
+    bubble.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
+    bubble.add_argument(
+        "--milliseconds", type=float, default=200.0, help="of each of F, I and W of a rank's stages (default 200)"
+    )
+    bubble.add_argument("--schedule", action="append", metavar="NAME", help="only this one, or a file .csv; repeatable")
+    bubble.add_argument("--json", action="store_true", help="print the result as JSON")
+    bubble.set_defaults(run=_bench_bubble)
 
 
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -159,7 +191,23 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _bench_step(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.step import bench_command
 
-    return bench_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json)
+    return bench_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
+
+
+def _bench_overlap(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.overlap import Options, overlap_command
+
+    sizes = ("rounds", "steps", "tokens", "hidden", "ratio", "rate")
+    return overlap_command(Options(**{name: getattr(arguments, name) for name in sizes}), arguments.json)
+
+
+def _bench_bubble(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.pipeline import Options, bubble_command
+    from hpc_train.config.techniques import SCHEDULES
+
+    sizes = ("ranks", "micro_batches", "rounds", "milliseconds")
+    schedules = tuple(dict.fromkeys(arguments.schedule or SCHEDULES))
+    return bubble_command(Options(schedules, **{name: getattr(arguments, name) for name in sizes}), arguments.json)
 
 
 def _completion(arguments: argparse.Namespace) -> int:

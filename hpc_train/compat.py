@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+PipelineLoss = Callable[[Tensor, Tensor], Tensor]
+"""(output of the last stage, target) -> what its backward starts from."""
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's rectangle of a DTensor begins.
+    """Where this rank's rectangle of a DTensor begins."""
+    at = tensor.device_mesh.get_coordinate()
+    assert at is not None, "this rank is not on the tensor's mesh"
+    size, offset = rectangle(tensor, tuple(at))
+    assert size == tensor.to_local().shape, f"{tensor.placements} of {tuple(tensor.shape)}"
+    return offset
 
-    Private because torch has no public way to ask a DTensor which part of the whole its local tensor is.
+
+def rectangle(tensor: DTensor, at: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of what the rank at this coordinate of its mesh holds of a DTensor.
+
+    torch has no public way to ask a DTensor which part of the whole its local tensor is. Its private one is wrong where
+    fully_shard has cut shards of unequal size that lie on another axis already: that is a _StridedShard, private too,
+    and means that this axis was cut after those to its right.
     """
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    offset, size, mesh = [0] * tensor.ndim, list(tensor.shape), tensor.device_mesh
+    cuts = [(axis, how) for axis, how in enumerate(tensor.placements) if isinstance(how, (Shard, _StridedShard))]
+    for axis, how in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
+        chunk = -(-size[how.dim] // mesh.size(axis))
+        begin = min(chunk * at[axis], size[how.dim])
+        offset[how.dim] += begin
+        size[how.dim] = min(chunk, size[how.dim] - begin)
+    return tuple(size), tuple(offset)
+
+
+def pretend_group(rank: int, ranks: int) -> None:
+    """A default process group of any size in this process alone, whose collectives return at once and move nothing.
+
+    Private because torch has it for its own tests.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `output` (ranks, n, ...) with every rank's `mine` (n, ...), both contiguous. torch 2.13 has renamed it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output.flatten(0, 1), mine, group=group)
+
+
+def reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `mine` (n, ...) with the sum over ranks of their part (ranks, n, ...) for this one, both contiguous.
+
+    torch 2.13 has renamed it.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(mine, parts.flatten(0, 1), group=group)
+
+
+def check_later(condition: Tensor, message: str) -> None:
+    """Fail with RuntimeError where `condition`, a scalar, is false, without waiting for the device to know.
+
+    Private because the public assert waits.
+    """
+    torch._assert_async(condition, message)
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -22,3 +86,107 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     Private because torch has no public way to reduce over two axes at once. The same call twice is harmless.
     """
     return mesh._flatten(name)
+
+
+def concatenate(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """One mesh of the axes of both, which are meshes of the same job.
+
+    Private because torch deprecates the public way, to slice the root mesh, for axes that `flatten` made.
+    """
+    return DeviceMesh._concatenate([first, second])
+
+
+def multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply every tensor by `factor`, in place.
+
+    Private because torch has no public way to do it to many tensors with one kernel.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place.
+
+    Private because torch has no public way to tell whether it still holds the values it held when it was seen before.
+    """
+    return tensor._version
+
+
+def has_flash_attention(q: Tensor) -> bool:
+    """Whether torch has a fused attention for these queries (B, heads, T, head_dim) that gives the log-sum-exp too."""
+    if q.device.type == "cpu":
+        return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cuda" and fits and torch.backends.cuda.is_flash_attention_available()
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(attention, log-sum-exp of the scores (B, heads, T)); k and v may have fewer heads.
+
+    Private because the public function keeps the log-sum-exp to itself, without which blocks cannot be merged.
+    """
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of flash_attention. Private as that is; out and lse may be those over more keys than k."""
+    if q.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal)
+        return dq, dk, dv
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout's generator
+    lengths = (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, unused, unused)
+    return dq, dk, dv
+
+
+def run_order(
+    stages: list[PipelineStage], ranks: tuple[int, ...], order: list[list[str]], micro_batches: int, loss: PipelineLoss
+) -> PipelineScheduleMulti:
+    """torch's pipeline runtime over any order of actions, such as "2F0"; `ranks`: the pp rank of each stage.
+
+    An order that has no backward is for `eval` alone. Private because torch's public schedules have only their own
+    orders, and their `eval` fails where two neighbouring stages are on one rank.
+    """
+    from torch.distributed.pipelining import schedules  # takes most of a second, and few runs need it
+
+    runtime = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+    actions = {rank: [schedules._Action.from_str(text) for text in row] for rank, row in enumerate(order)}
+    if any("B" in text or "W" in text for row in order for text in row):
+        runtime._prepare_schedule_with_comms(actions)
+        return runtime
+    runtime.stage_index_to_group_rank = dict(enumerate(ranks))
+    for stage in stages:
+        stage.stage_index_to_group_rank = runtime.stage_index_to_group_rank
+    gathered = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(gathered, ranks.__getitem__, len(ranks))
+    return runtime
+
+
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Let a DTensor hold `local`, of the same shape and dtype, in place of what it holds of the whole now.
+
+    Private because DTensor.from_local would copy a tensor in CPU memory to the device of the mesh.
+    """
+    tensor._local_tensor = local
+
+
+def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
+    """Give the shards of a module's own fully_shard groups another memory.
+
+    move: from a flat shard, filled up to the same length on every rank, to a copy of it, contiguous. Private because
+    fully_shard allocates its shards itself, and would copy an uneven one that it is given into such a filled-up one.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            flat, shard = move(held._sharded_param_data), held.sharded_param
+            assert isinstance(shard, DTensor)
+            held._sharded_param_data = flat
+            set_local(shard, flat.as_strided(held.sharded_size, held.contiguous_sharded_stride))

@@ -1,4 +1,7 @@
-"""run_ranks: run a function on several ranks of this machine, as easily as calling it. For tests, yours too."""
+"""run_ranks: run a function on several ranks of this machine, as easily as calling it. For tests, yours too.
+
+pretend_ranks: be some ranks of thousands, without the others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
@@ -43,28 +47,55 @@ def run_ranks(
     Fork keeps this cheap (0.1 s), and needs that no earlier torch operation of this process used several threads:
     call torch.set_num_threads(1) in conftest.py.
     """
+    with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
+        join = partial(_start, ranks=ranks, folder=folder, parallel=parallel or ParallelConfig(), timeout=timeout)
+        return _fork(function, range(ranks), args, join, timeout)
+
+
+def pretend_ranks(
+    function: Callable[..., T],
+    which: Sequence[int],
+    ranks: int,
+    *args: Any,
+    parallel: ParallelConfig,
+    timeout: float = 120.0,
+) -> list[T]:
+    """Call `function(world, *args)` as some ranks of a world of any size, each in a process of its own.
+
+    For shapes, bytes and counts, never for numbers: collectives return at once and leave whatever memory holds.
+    Otherwise as run_ranks, but that one rank runs after the other.
+    """
+    join = partial(_pretend, ranks=ranks, parallel=parallel)
+    return [value for rank in which for value in _fork(function, [rank], args, join, timeout)]
+
+
+def _fork(
+    function: Callable[..., T],
+    ranks: Sequence[int],
+    args: tuple[Any, ...],
+    join: Callable[[int], World],
+    timeout: float,
+) -> list[T]:
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
     context = multiprocessing.get_context("fork")
     processes: list[ForkProcess] = []
     receivers: dict[Connection, int] = {}
-    with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
-        try:
-            for rank in range(ranks):
-                # Made one at a time: a later rank's pipe in this one's hands would not close when that rank dies.
-                receiver, sender = context.Pipe(duplex=False)
-                receivers[receiver] = rank
-                arguments = (sender, rank, ranks, folder, parallel, timeout, function, args)
-                processes.append(context.Process(target=_rank, args=arguments))
-                processes[-1].start()
-                sender.close()
-            return _collect(receivers, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for receiver in receivers:
-                receiver.close()
+    try:
+        for rank in ranks:
+            # Made one at a time: a later rank's pipe in this one's hands would not close when that rank dies.
+            receiver, sender = context.Pipe(duplex=False)
+            receivers[receiver] = rank
+            processes.append(context.Process(target=_rank, args=(sender, rank, function, args, join)))
+            processes[-1].start()
+            sender.close()
+        return _collect(receivers, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for receiver in receivers:
+            receiver.close()
 
 
 @dataclass(frozen=True)
@@ -107,19 +138,12 @@ def _hear(receiver: Connection, rank: int) -> _Word:
 
 
 def _rank(
-    sender: Connection,
-    rank: int,
-    ranks: int,
-    folder: str,
-    parallel: ParallelConfig | None,
-    timeout: float,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    sender: Connection, rank: int, function: Callable[..., Any], args: tuple[Any, ...], join: Callable[[int], World]
 ) -> None:
     try:
         torch.set_num_threads(1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        world = _start(rank, ranks, folder, parallel or ParallelConfig(), timeout)
+        world = join(rank)
         sender.send(_Word(rank, True, function(world, *args)))
         dist.barrier()  # a rank that leaves early would break the collectives of the others
     except BaseException:
@@ -138,3 +162,12 @@ def _start(rank: int, ranks: int, folder: str, parallel: ParallelConfig, timeout
     config = RunConfig(parallel=parallel)
     config.launch.timeout_seconds = int(timeout)
     return start(task, RankMap(tuple(range(ranks))), config)
+
+
+def _pretend(rank: int, ranks: int, parallel: ParallelConfig) -> World:
+    from hpc_train.compat import pretend_group
+    from hpc_train.config.degrees import resolve
+    from hpc_train.runtime.start import world_of
+
+    pretend_group(rank, ranks)
+    return world_of(rank, ranks, 0, torch.device("cpu"), resolve(parallel, ranks))

@@ -28,7 +28,7 @@ def run_as_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
             for rank in range(ranks):
                 command = [sys.executable, "-m", "hpc_train", *arguments]
                 processes.append(subprocess.Popen(command, env=_environment(rank, ranks, threads, meeting)))
-            return _wait(processes)
+            return wait(processes)
         finally:
             for process in processes:
                 process.kill()
@@ -46,8 +46,11 @@ def _environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str,
     }
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or a moment after the first that failed, so that others can still say why."""
+def wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or a moment after the first that failed, so that others can still say why.
+
+    Returns the first exit code that is not 0.
+    """
     failed, deadline = 0, float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         codes = [process.returncode for process in processes]

@@ -35,8 +35,9 @@ _ALIKE = 0.05
 """Relative difference of two first losses that dropout explains and another loss function does not."""
 
 
-def measure(config: RunConfig, rounds: int, steps: int, startup: StartUp) -> Result:
-    """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
+@contextmanager
+def started(config: RunConfig, startup: StartUp) -> Iterator[tuple[World, RunFolder]]:
+    """This rank as a run starts it, and a folder that is gone afterwards."""
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -47,24 +48,30 @@ def measure(config: RunConfig, rounds: int, steps: int, startup: StartUp) -> Res
     startup.mark("process group")
     try:
         with tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
-            return _measure(config, world, RunFolder(Path(folder), Path(folder)), rounds, steps, startup)
+            yield world, RunFolder(Path(folder), Path(folder))
     finally:
         shut_down()
+
+
+def measure(config: RunConfig, rounds: int, steps: int, startup: StartUp) -> Result:
+    """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
+    with started(config, startup) as (world, folder):
+        return _measure(config, world, folder, rounds, steps, startup)
 
 
 def _measure(config: RunConfig, world: World, folder: RunFolder, rounds: int, steps: int, startup: StartUp) -> Result:
     data = open_data(config, world)
     startup.mark("data")
-    with _assembled(config, world, folder, data, startup) as run:
+    with assembled(config, world, folder, data, startup) as run:
         train_step(run)
         startup.mark("first step")
     with ExitStack() as stack:
-        order = _order(config, world, data, WARM_UP + rounds * steps)
+        order = sample_order(config, world, data, WARM_UP + rounds * steps)
         by_hand = partial(hand_written, data=data, order=order, config=config, world=world)
         sides = [
-            begin("hpc_train", lambda: hpc_train(stack.enter_context(_assembled(config, world, folder, data)))),
-            begin(CONTRACT, lambda: by_hand(_model(config, world), tuned=False)),
-            begin("hand_written_tuned", lambda: by_hand(_model(config, world), tuned=True)),
+            begin("hpc_train", lambda: hpc_train(stack.enter_context(assembled(config, world, folder, data)))),
+            begin(CONTRACT, lambda: by_hand(same_model(config, world), tuned=False)),
+            begin("hand_written_tuned", lambda: by_hand(same_model(config, world), tuned=True)),
         ]
         _check_alike(sides, config)
         tokens = config.train.global_batch * data.tokens_per_sample
@@ -72,7 +79,7 @@ def _measure(config: RunConfig, world: World, folder: RunFolder, rounds: int, st
 
 
 @contextmanager
-def _assembled(
+def assembled(
     config: RunConfig, world: World, folder: RunFolder, data: Dataset, startup: StartUp | None = None
 ) -> Iterator[Run]:
     """A run as `hpc-train train` makes it; its words go to a file, as those of a rank do there."""
@@ -89,14 +96,14 @@ def _assembled(
             run.reporter.close()
 
 
-def _model(config: RunConfig, world: World) -> nn.Module:
+def same_model(config: RunConfig, world: World) -> nn.Module:
     """The same module with the same initial values as the engine's."""
     model = keep_parameters(make_model(config), config.precision)
     materialise(model, model, config.train.seed, world.device)
     return model.to(world.device)
 
 
-def _order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
+def sample_order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
     """The samples that the loader gives this rank in each step, drawn beforehand."""
     batch, mine = config.train.global_batch, share(config.train.global_batch, world.dp_size)
     first = world.dp_index * mine

@@ -86,21 +86,20 @@ def summarise(
         rounds=len(wall),
         steps=steps,
         contract=CONTRACT,
-        sides=[_side(side, wall[:, index], cpu[:, index], tokens) for index, side in enumerate(sides)],
-        ratios={
-            side.name: _ratio(wall[:, [0, index]], cpu[:, [0, index]]) for index, side in enumerate(sides) if index
-        },
+        sides=[side_result(side, wall[:, index], cpu[:, index], tokens) for index, side in enumerate(sides)],
+        ratios={side.name: ratio(wall[:, [0, index]], cpu[:, [0, index]]) for index, side in enumerate(sides) if index},
         startup_seconds=dict(startup.parts),
     )
 
 
-def _side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
+def side_result(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
+    """wall, cpu: (rounds,) of this side; tokens of a step, over all ranks."""
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     cpu_median = float(np.median(cpu))
     return SideResult(side.name, median, (low, high), tokens / median, cpu_median, side.kept_mib, side.first_loss)
 
 
-def _ratio(wall: Samples, cpu: Samples) -> Ratio:
+def ratio(wall: Samples, cpu: Samples) -> Ratio:
     """wall, cpu: (rounds, 2), ours and the other's of the same round side by side."""
     rounds = np.random.default_rng(0).integers(len(wall), size=(_RESAMPLES, len(wall)))
     low, high = np.quantile(_of_medians(wall[rounds]), (0.05, 0.95))

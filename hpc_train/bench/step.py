@@ -15,8 +15,11 @@ _UNTIMED = ("train.eval_every=0", "checkpoint.resume=never")
 """Evaluation and checkpoints are no part of a step."""
 
 
-def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool) -> int:
-    """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code."""
+def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
+    """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
+
+    peers: every strategy of ours and the libraries it competes with, in place of one strategy and hand-written loops.
+    """
     for name, value, least in (("rounds", rounds, 2), ("steps", steps, 1)):
         if value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
@@ -26,8 +29,11 @@ def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bo
     startup.mark("python and configuration")
     if me is None:
         options = ["--rounds", str(rounds), "--steps", str(steps), *(["--json"] if as_json else [])]
+        options += ["--peers"] if peers else []
         return _start_ranks(config, ["bench", "step", *overrides, *options])
     try:
+        if peers:
+            return _peers_as_rank([*overrides, *_UNTIMED], me, rounds, steps, as_json)
         return _as_rank(config, me, rounds, steps, as_json, startup)
     except UserError:
         if me.process == 0:
@@ -57,6 +63,17 @@ def _as_rank(config: RunConfig, me: Identity, rounds: int, steps: int, as_json: 
     result = measure(config, rounds, steps, startup)
     if me.process == 0:
         from hpc_train.bench.table import show
+
+        print(result.to_json()) if as_json else show(result)
+    return EXIT_DONE
+
+
+def _peers_as_rank(overrides: list[str], me: Identity, rounds: int, steps: int, as_json: bool) -> int:
+    from hpc_train.bench.against import measure_peers
+
+    result = measure_peers(overrides, rounds, steps)
+    if me.process == 0:
+        from hpc_train.bench.peer_table import show
 
         print(result.to_json()) if as_json else show(result)
     return EXIT_DONE

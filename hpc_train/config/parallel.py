@@ -27,13 +27,15 @@ class ParallelConfig:
     dp_replicate: int | None = setting(default=None, ge=-1)
     """Copies of the model. None: -1 for ddp unless another degree is -1, else 1."""
     dp_shard: int | None = setting(default=None, ge=-1)
-    """Ranks that share one copy. None: -1 for the zero strategies unless another degree is -1, else 1."""
+    """Ranks that share one copy. None: -1 for the zero strategies unless another degree is -1, else 1; with
+    dp_replicate=-1 those of an NVLink domain of the cluster, or of a node where there is none, divided by tp x cp."""
     cp: int = setting(default=1, ge=-1)
     """Ranks that share the positions of a sequence (context parallelism)."""
     tp: int = setting(default=1, ge=-1)
     """Ranks that share the matrices of a layer (tensor parallelism)."""
     bucket_mib: float | None = setting(default=None, gt=0)
-    """Size of ddp's gradient buckets; None: torch's, a first one of 1 MiB, to start early, then 25."""
+    """Size of ddp's gradient buckets; None: torch's, a first one of 1 MiB, to start early, then 25. zero1, zero2: of
+    the groups of blocks that are gathered and reduced together; None: 25."""
     static_graph: bool = False
     """ddp: every step uses the same parameters in the same order; torch then plans the reduction once."""
     unused_parameters: bool = False
@@ -45,7 +47,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """zero3: free the gathered parameters after forward (less memory), or keep them (less communication)."""
     prefetch: int = setting(default=1, ge=0)
-    """zero strategies: blocks whose parameters are gathered ahead of the one that computes."""
+    """zero strategies: blocks whose parameters are gathered ahead of the one that computes; 1 is fully_shard's own."""
     compile: bool = False
     """torch.compile each block."""
     tensor: TensorConfig = setting(default=TensorConfig)

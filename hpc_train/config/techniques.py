@@ -33,16 +33,17 @@ class PipelineConfig:
     """Pipeline parallelism, where pp > 1."""
 
     schedule: str = "1f1b"
-    """naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or a file .csv."""
+    """naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or a file .csv,
+    of which the run keeps a copy."""
     virtual_stages: int | None = setting(default=None, ge=1)
     """Stages a rank; None: 1, or 2 for the schedules that need more."""
     costs: list[float] | None = None
     """Relative time of each block, in order, with that of the embedding before and of the head after them; None:
     their FLOPs. A run that resumes uses what it measured before if `resplit` is on."""
     resplit: bool = False
-    """Split the stages anew at a resume, by the times that the run has measured."""
+    """Measure the blocks in the first steps (stage_times.json in the run directory), and split by that at a resume."""
     timeline: bool = False
-    """Record when each rank did what of its schedule, in timeline/ of the run directory."""
+    """Record when each rank did what in the first steps, in timeline/ of the run directory, for chrome://tracing."""
 
 
 @schema
@@ -63,11 +64,11 @@ class RecomputeConfig:
     mode: str = setting(default="none", choices=("none", "selective", "full"))
     """full: keep only the inputs of a block. selective: keep also the results of `keep`."""
     every: int = setting(default=1, ge=1)
-    """Recompute every k-th block only."""
+    """Recompute every k-th block only, from the first one of each stage."""
     keep: list[str] = setting(default=["mm", "attention"])
     """selective: operators whose results are kept; mm, attention, or the name of an ATen operator."""
     offload: bool = False
-    """Move what is kept for backward to CPU memory meanwhile."""
+    """GPUs: move what blocks keep for backward to CPU memory meanwhile; with mode none or full."""
 
 
 @schema
@@ -87,13 +88,15 @@ class CompressionConfig:
     """Gradient compression of ddp."""
 
     method: str = setting(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
-    """powersgd (Vogels et al. 2019, arXiv:1905.13727) and topk (Lin et al. 2017, arXiv:1712.01887) feed errors back."""
+    """powersgd (Vogels et al. 2019, arXiv:1905.13727), topk (Stich et al. 2018, arXiv:1809.07599): see feedback."""
     rank: int = setting(default=4, ge=1)
     """powersgd: rank of the approximation."""
     ratio: float = setting(default=0.01, gt=0, le=1)
     """topk: share of the entries that is sent."""
     warmup_steps: int = setting(default=0, ge=0)
-    """powersgd, topk: steps at the beginning that are reduced in full."""
+    """powersgd, topk: steps at the beginning, and after each resume, that are reduced in full."""
+    feedback: bool = True
+    """powersgd, topk: add to a step's gradients what earlier ones did not send; off, they converge worse."""
 
 
 @schema
@@ -103,10 +106,10 @@ class ServerConfig:
     mode: str = setting(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
     """peer: no servers; each rank averages its parameters with its neighbours' (Lian et al. 2017, arXiv:1705.09056)."""
     servers: int = setting(default=1, ge=1)
-    """Ranks, the last ones of the world, that hold the parameters, each a share of them; the others are workers."""
+    """Ranks, spread over the nodes, that hold the parameters, each a share of them, besides working."""
     replicas: int = setting(default=1, ge=1)
-    """Copies of each share, on different servers; workers read from the nearest."""
+    """Copies of each share, on different ranks; workers read from the nearest."""
     staleness: int = setting(default=4, ge=0)
-    """asynchronous: updates by which the slowest worker may be behind the fastest."""
+    """asynchronous: updates by which the slowest worker may be behind the fastest (Ho et al. 2013)."""
     hybrid: bool = False
     """Workers of a node reduce among themselves first, and one of them talks to the servers."""

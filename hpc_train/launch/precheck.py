@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.config.data import ImageDataConfig, TokenDataConfig
-from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import CustomModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.training.folder import RunFolder
@@ -21,6 +21,8 @@ def check_agreement(config: RunConfig) -> None:
         raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
     if isinstance(model, VisionTransformerConfig) and isinstance(data, TokenDataConfig):
         raise UserError(f"data={data.name}: tokens, but model={model.name} reads images; use data=digits")
+    if config.parallel.sync_batchnorm and not isinstance(model, CustomModelConfig):
+        raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
     if isinstance(data, TokenDataConfig) and data.path is None:
         _check_vocabulary(model.vocab_size if isinstance(model, TransformerConfig) else None, data)
 
@@ -44,6 +46,9 @@ def check_files(config: RunConfig, folder: RunFolder) -> None:
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data)
+    offload = config.parallel.offload.dir
+    if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
+        raise UserError(f"parallel.offload.dir={offload}: no such folder on this node; make it, or leave it out")
     resume = config.checkpoint.resume
     if resume.isdigit() and int(resume) not in folder.steps():
         there = f"there are {', '.join(map(str, folder.steps()))}" if folder.steps() else "there is none"

@@ -20,6 +20,7 @@ from hpc_train.config.degrees import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.task import main as run_task
+from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.training.folder import RunFolder
 
 # A task that a stop signal ended before its handler was installed; Slurm's own requeue rules do not cover it.
@@ -163,6 +164,7 @@ def _srun(config: RunConfig, per_node: int) -> str:
     cpus = _cpus(config, per_node)
     options = ["--unbuffered", "--kill-on-bad-exit=1", "--wait=60"]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
+    options += ["--mpi=pmix"] if needs_mpi(config) else []
     task = shlex.join([sys.executable, "-u", "-m", "hpc_train.launch.task"])
     return f'srun {" ".join(options)} --output="${{logs//%/%%}}/srun.log" {task} "$run" 2>"$logs/srun.err"'
 

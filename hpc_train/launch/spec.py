@@ -15,6 +15,7 @@ from hpc_train import __version__
 from hpc_train.config.compose import from_container, to_container
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.parallel.support.pipeline import from_file
 from hpc_train.training.folder import RunFolder, open_folder, write_private
 
 SPEC_VERSION = 1
@@ -52,10 +53,12 @@ class JobSpec:
 def make_spec(
     config: RunConfig, folder: RunFolder, ranks: int, degrees: dict[str, int], store: Path | None = None
 ) -> JobSpec:
-    """The spec of a run in this folder, which reads the token store `store`."""
+    """The spec of a run in this folder, which reads the token store `store`, and the schedule that lies there."""
     container = to_container(config) | {"run_dir": str(folder.path)}
     if store is not None:
         container["data"]["path"] = str(store.absolute())
+    if from_file(config.parallel.pipeline):
+        container["parallel"]["pipeline"]["schedule"] = str(folder.schedule)
     return JobSpec(str(folder.path), ranks, degrees, container)
 
 

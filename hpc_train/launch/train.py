@@ -18,9 +18,11 @@ from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from hpc_train.launch.precheck import check_agreement, check_files
 from hpc_train.launch.spec import JobSpec, make_spec
 from hpc_train.parallel.support import check_support
+from hpc_train.parallel.support.pipeline import from_file
+from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.runtime.identity import Identity, identify
 from hpc_train.runtime.stop import StopRequest
-from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare
+from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare, write_private
 
 if TYPE_CHECKING:
     from hpc_train.api import Task
@@ -41,6 +43,8 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     from hpc_train.launch.local import local_ranks, start_pool, threads_of
     from hpc_train.launch.watch import KILLED, explain, watch
 
+    if mpi := needs_mpi(config):
+        raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
     ranks = local_ranks(config)
     folder = freeze(config, ranks).folder()
     if done := finished(config, folder):
@@ -73,9 +77,18 @@ def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None) -> Jo
     folder = folder or open_folder(config)
     check_files(config, folder)
     spec = make_spec(config, folder, ranks, asdict(degrees), _store(config))
+    schedule = _schedule(config)
     prepare(folder, spec.run_config())
+    if schedule is not None:
+        write_private(folder.schedule, schedule)
     spec.write(folder.job)
     return spec
+
+
+def _schedule(config: RunConfig) -> str | None:
+    """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
+    pipeline = config.parallel.pipeline
+    return Path(pipeline.schedule).expanduser().read_text("utf-8-sig") if from_file(pipeline) else None
 
 
 def _store(config: RunConfig) -> Path | None:

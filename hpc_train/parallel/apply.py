@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,16 +13,31 @@ from hpc_train.api import Engine, Model, World
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel import context, replicate, shard, tensor
+from hpc_train.parallel import (
+    activation_offload,
+    batch_norm,
+    compiled,
+    context,
+    offload,
+    recompute,
+    replicate,
+    shard,
+    tensor,
+)
 from hpc_train.parallel.engines.plain import PlainEngine
+from hpc_train.parallel.engines.server import serve
 from hpc_train.parallel.materialise import is_meta, materialise
-from hpc_train.parallel.precision import keep_parameters
+from hpc_train.parallel.offload_file import FileMemory
+from hpc_train.parallel.precision import check_device, keep_parameters
+from hpc_train.parallel.scaling import loss_scale
 from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.data import sharded
+from hpc_train.parallel.updates import Updates
 
 log = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Say = Callable[[str], None]
 Pass = Callable[[nn.Module, RunConfig, World], str | None]
 """Changes a part of the model in place; returns what it did and on which mesh axis, or None where it is off.
 
@@ -29,41 +45,68 @@ Raises UserError where it was asked for and matches nothing.
 """
 
 PASSES: tuple[Pass, ...] = (
+    batch_norm.apply,
     tensor.apply,
     context.apply,
+    recompute.apply,
+    compiled.apply,
+    activation_offload.apply,
     shard.apply,
 )
 """In this order: what splits parameters and activations, what wraps blocks, and last what shards over data."""
 
 
-def build(model: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, world: World) -> Engine:
+def build(
+    model: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, world: World, say: Say = log.info
+) -> Engine:
     """The engine that trains `model` on this world.
 
     A model on the meta device gets its initial values here, each rank only what it holds; any other keeps its own.
     make_optimizer is called after the model has been split, so that it sees the parameters this rank keeps.
+    say: gets a line for each technique that was applied, in order.
     Raises UserError for a combination or a model that no backend can do.
     """
     degrees = check_support(config, world.size)
     check_model(model, config, degrees)
+    files = offload.open_files(config)
+    make_optimizer = offload.placing(make_optimizer, config, world, files)
+    check_device(config.precision, world.device)
     part = keep_parameters(model, config.precision)
-    prepare(part, model, config, world)
-    log.info("precision: parameters %s, compute %s", next(part.parameters()).dtype, config.precision.name)
+    say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
+    if degrees.pp > 1:
+        from hpc_train.parallel.pipeline import build as build_stages  # its part of torch takes most of a second
+
+        return build_stages(part, make_optimizer, partial(prepare, files=files), config, world, degrees, say)
+    prepare(part, model, config, world, say, files)
+    if config.parallel.server.mode != "none":
+        engine, said = serve(part, make_optimizer, config, world)
+        say(said)
+        return engine
     if sharded(config, degrees):
-        return PlainEngine(part, part, make_optimizer(part), config, world)
-    wrapped, tap = replicate.replicate(part, config.parallel, world)
-    log.info("%s: dp_replicate=%d", type(wrapped).__name__, degrees.dp_replicate)
-    return PlainEngine(part, wrapped, make_optimizer(part), config, world, tap)
+        return PlainEngine(part, part, _updates(part, make_optimizer, config, world), config, world)
+    wrapped, hook = replicate.replicate(part, config.parallel, world)
+    ways = replicate.ways(config.parallel)
+    where = [f"dp_replicate={degrees.dp_replicate}", *([f"cp={degrees.cp}"] if degrees.cp > 1 else [])]
+    say(f"{type(wrapped).__name__}: {', '.join([*where, *ways])}")
+    return PlainEngine(part, wrapped, _updates(part, make_optimizer, config, world), config, world, hook)
 
 
-def prepare(part: nn.Module, model: nn.Module, config: RunConfig, world: World) -> None:
-    """Apply every pass to a part of the model, in place, and give it its values on this rank's device."""
+def _updates(part: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, world: World) -> Updates:
+    return Updates([part], make_optimizer(part), world, scaling=loss_scale(config.precision))
+
+
+def prepare(
+    part: nn.Module, model: nn.Module, config: RunConfig, world: World, say: Say, files: FileMemory | None = None
+) -> None:
+    """Apply every pass to a part of the model, in place, and give it its values on this rank's device or in files."""
     if not is_meta(part):
         part.to(world.device)
     for change in PASSES:
-        said = change(part, config, world)
-        if said is not None:
-            log.info("%s", said)
-    materialise(part, model, config.train.seed, world.device)
+        if (said := change(part, config, world)) is not None:
+            say(said)
+    materialise(part, model, config.train.seed, offload.home(config, world))
+    if (said := offload.settle(part, config, world, files)) is not None:
+        say(said)
 
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:

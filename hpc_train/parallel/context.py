@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
+import inspect
+
+import torch
 from torch import nn
 
 from hpc_train.api import MicroBatch, World
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.attention import ScaledDotProduct
 from hpc_train.parallel.axes import degree
+from hpc_train.parallel.positions import provide, share
+from hpc_train.parallel.ring_attention import Ring, RingAttention
+from hpc_train.parallel.ulysses import UlyssesAttention
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: exchange what attention needs over cp, and tell the model which positions it sees."""
-    assert degree(world, "cp") == 1
-    return None
+    if degree(world, "cp") == 1:
+        return None
+    found = [
+        (owner, name, core)
+        for owner in part.modules()
+        for name, core in owner.named_children()
+        if isinstance(core, ScaledDotProduct)
+    ]
+    _check(part, [core for _, _, core in found], degree(world, "cp"))
+    for owner, name, core in found:
+        setattr(owner, name, distributed(core, config, world))
+    provide(part, config, world)
+    return f"context: {_method(config)} attention in {len(found)} modules over cp={degree(world, 'cp')}"
+
+
+def _method(config: RunConfig) -> str:
+    context = config.parallel.context
+    return "balanced ring" if context.method == "ring" and context.balanced else context.method
+
+
+def _check(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -> None:
+    name = type(part).__name__
+    if not cores:
+        raise UserError(
+            f"parallel.cp={cp}: {name} has no hpc_train.models.attention.ScaledDotProduct, whose place ring or Ulysses "
+            "attention takes; use that module in it, or parallel.cp=1"
+        )
+    if "positions" not in inspect.signature(part.forward).parameters:
+        raise UserError(
+            f"parallel.cp={cp}: {name}.forward takes no `positions`, so it cannot know which part of a sequence it "
+            "sees; add that argument, or use parallel.cp=1"
+        )
+    if any(core.dropout > 0 for core in cores):
+        raise UserError(f"parallel.cp={cp}: {name} drops out attention weights; use dropout 0, or parallel.cp=1")
+
+
+def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
+    """What takes the place of `core` where each rank of cp has its share of the positions."""
+    group, context = world.mesh["cp"].get_group(), config.parallel.context
+    new: nn.Module
+    if context.method == "ulysses":
+        new = UlyssesAttention(core, group)
+    else:
+        new = RingAttention(Ring(group), causal=core.causal, balanced=context.balanced)
+    if config.parallel.compile:  # messages between ranks are no part of a compiled graph
+        new.forward = torch.compiler.disable(new.forward)  # type: ignore[method-assign, no-untyped-call]
+    return new.train(core.training)
 
 
 def own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
-    """This rank's positions of a micro-batch."""
-    assert degree(world, "cp") == 1
-    return micro
+    """This rank's positions of a micro-batch (B, T): (B, T / cp) of each."""
+    if degree(world, "cp") == 1:
+        return micro
+    mine = share(config, world).positions(micro.inputs.shape[1])
+    return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])

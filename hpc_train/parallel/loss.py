@@ -1,19 +1,21 @@
-"""The summed loss of any model: its own `loss_sum`, or cross entropy for a bare module."""
+"""The summed loss of any model: its own `loss_sum`, or cross entropy for a bare module and for split logits."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hpc_train.api import IGNORED_TARGET
+from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.parallel.vocab_loss import split_cross_entropy_sum
 
 
 def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
-    """Sum of the loss over the targets that count. A bare module's output is taken as logits (..., classes)."""
-    own = getattr(model, "loss_sum", None)
-    if own is not None:
-        result: Tensor = own(out, target)
-        return result
-    wide = out if out.dtype == torch.float64 else out.float()
-    return F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    """Sum of the loss over the targets that count. A bare module's output is taken as logits (..., classes).
+
+    A DTensor is taken as logits that are split over their last dimension.
+    """
+    if isinstance(out, DTensor):
+        return split_cross_entropy_sum(out, target)
+    own = getattr(model, "loss_sum", cross_entropy_sum)
+    result: Tensor = own(out, target)
+    return result

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpc_train.api import World
+from hpc_train.compat import multiply
 from hpc_train.parallel.axes import copies, degree, split_axes
 
 
@@ -42,3 +43,10 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> N
         groups.setdefault(mesh, []).append(parameter)
     for group in groups.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        multiply(gradients, factor)

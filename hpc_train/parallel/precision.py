@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hpc_train.config.train import PrecisionConfig
+from hpc_train.errors import UserError
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -16,6 +17,13 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
     """Parameters in float64 for fp64, else in float32: low precision is for computing, not for remembering."""
     return model.to(torch.float64 if config.name == "fp64" else torch.float32)
+
+
+def check_device(config: PrecisionConfig, device: torch.device) -> None:
+    """Raise UserError for a number format that this rank's device does not compute in."""
+    if device.type != "cuda" or config.name != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    raise UserError(f"precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use precision=fp16 or fp32")
 
 
 def cast_forward(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:

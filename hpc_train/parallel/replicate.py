@@ -2,7 +2,8 @@
 
 # No `from __future__ import annotations`: torch checks the annotations of a communication hook by identity.
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.api import World
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.background import Background
+from hpc_train.parallel.bucket import Bucket, Method
+from hpc_train.parallel.compression import ERROR_FEEDBACK, make_compression
+from hpc_train.parallel.mpi_reduce import make_mpi
 
 
 @dataclass
@@ -21,6 +27,11 @@ class LocalNorm:
     active: bool = False
     parts: list[Tensor] = field(default_factory=list)
 
+    def see(self, buffer: Tensor) -> None:
+        """Take account of a bucket."""
+        if self.active:
+            self.parts.append(torch.linalg.vector_norm(buffer, dtype=torch.float64).square())
+
     def take(self) -> Tensor:
         """The squared norm of the backward that just ended; ready for the next one."""
         total = torch.stack(self.parts).sum()
@@ -28,25 +39,70 @@ class LocalNorm:
         return total
 
 
-def replicate(model: nn.Module, config: ParallelConfig, world: World) -> tuple[nn.Module, LocalNorm]:
-    """The model wrapped for data parallelism, and the tap on each rank's own gradient."""
-    tap = LocalNorm()
+@dataclass
+class GradientHook:
+    """What happens to each bucket on its way: it is measured, then reduced."""
+
+    norm: LocalNorm = field(default_factory=LocalNorm)
+    method: Method | None = None
+    """None: torch's own all-reduce."""
+    background: Background | None = None
+    """Where `method` works."""
+    remembers: bool = False
+    """The method carries something from step to step."""
+    settling: bool = False
+    """This backward is thrown away."""
+    complete: bool = False
+    """All buckets of the newest backward have come."""
+
+
+def replicate(model: nn.Module, config: ParallelConfig, world: World) -> tuple[nn.Module, GradientHook]:
+    """The model wrapped for data parallelism, and what its gradients go through.
+
+    Raises UserError where parallel.reduce_with=mpi and the ranks are not MPI's.
+    """
     if world.size == 1:
-        return model, tap
+        return model, GradientHook()
+    method = make_mpi(world) if config.reduce_with == "mpi" else make_compression(config.compression)
+    remembers = config.compression.method in ERROR_FEEDBACK
+    hook = GradientHook(LocalNorm(), method, Background(world.device) if method else None, remembers)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mib,
         gradient_as_bucket_view=True,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.unused_parameters,
     )
-    wrapped.register_comm_hook(tap, _average)
-    return wrapped, tap
+    wrapped.register_comm_hook(hook, _reduce)
+    return wrapped, hook
 
 
-def _average(tap: LocalNorm, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    if tap.active:
-        tap.parts.append(torch.linalg.vector_norm(buffer, dtype=torch.float64).square())
+def ways(config: ParallelConfig) -> list[str]:
+    """What ddp was asked to do in another way than its usual one, for the log."""
+    flags = [name.replace("_", " ") for name in ("static_graph", "unused_parameters") if getattr(config, name)]
+    if config.reduce_with != "torch":
+        flags.append(f"gradients reduced by {config.reduce_with}")
+    if config.compression.method != "none":
+        flags.append(f"gradients compressed by {config.compression.method}")
+    return flags
+
+
+def _reduce(hook: GradientHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    hook.norm.see(bucket.buffer())
+    hook.complete = bucket.is_last()
+    if hook.method is None or hook.background is None or hook.settling:
+        return _average(bucket.buffer())
+    method, kept = hook.method, Bucket.of(bucket)
+
+    def job() -> Tensor:
+        method.reduce(kept)
+        return kept.buffer
+
+    return hook.background.submit(job)
+
+
+def _average(buffer: Tensor) -> torch.futures.Future[Tensor]:
     buffer.div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
@@ -54,8 +110,76 @@ def _average(tap: LocalNorm, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return reduced
 
 
-def accumulating(wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """The context of one micro-batch: only the last one of a step communicates."""
-    if last or not isinstance(wrapped, DistributedDataParallel):
-        return nullcontext()
-    return wrapped.no_sync()
+def backwards_to_settle(wrapped: nn.Module, hook: GradientHook | None, world: World) -> int:
+    """How many backwards have to be thrown away before the first step.
+
+    DistributedDataParallel reorders its buckets after its first backward, and after the second one of a static graph,
+    whose first one must moreover be one that reduces. Where a gradient lies in a bucket decides in which order more
+    than two ranks add it, and where a method remembers something of it.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return 0
+    if wrapped.static_graph:
+        return 2
+    return int(world.size > 2 or (hook is not None and hook.remembers))
+
+
+@contextmanager
+def settling(wrapped: nn.Module, hook: GradientHook | None) -> Iterator[None]:
+    """The context of a backward that is thrown away: it is reduced plainly and nothing is remembered of it."""
+    if hook is None:
+        yield
+        return
+    hook.settling = True
+    try:
+        with accumulating(wrapped, True, hook):
+            yield
+    finally:
+        hook.settling = False
+
+
+@contextmanager
+def accumulating(wrapped: nn.Module, last: bool, hook: GradientHook | None = None) -> Iterator[None]:
+    """The context of one micro-batch: only the last one of a step communicates.
+
+    Raises UserError if gradients are missing after it, which torch would notice a step too late.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        yield
+        return
+    if hook is not None:
+        hook.complete = False
+    try:
+        with nullcontext() if last else wrapped.no_sync():
+            yield
+    except RuntimeError as error:
+        explained = _explained(error, wrapped.module)
+        if explained is None:
+            raise
+        raise explained from error
+    if last and hook is not None and not hook.complete:
+        raise _changed() if wrapped.static_graph else _missing(wrapped.module)
+
+
+def _explained(error: RuntimeError, model: nn.Module) -> UserError | None:
+    """One line where torch's many are about what a user can set."""
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        return _missing(model)
+    if "Your training graph has changed in this iteration" in str(error):
+        return _changed()
+    return None
+
+
+def _changed() -> UserError:
+    return UserError("parallel.static_graph=true: this step used other parameters than the first; leave it out")
+
+
+def _missing(model: nn.Module) -> UserError:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+    subject = shown or "a parameter that an earlier micro-batch used"
+    return UserError(
+        f"model: {subject} took no part in the loss of a step, and ddp waits for every gradient; "
+        "set parallel.unused_parameters=true, or freeze what is not used"
+    )

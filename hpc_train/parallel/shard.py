@@ -1,47 +1,105 @@
-"""zero3: parameters, gradients and optimizer state sharded over dp_shard (FSDP2), copied over dp_replicate (HSDP)."""
+"""zero1, zero2, zero3: what a rank keeps of the model between its uses, over dp_shard; copied over dp_replicate (HSDP).
+
+All three are fully_shard (FSDP2) and differ in when it gathers and when it reduces (Rajbhandari et al. 2020,
+arXiv:1910.02054). Of a model of P bytes, in a step of M micro-batches, each rank exchanges:
+
+              parameters are gathered       gradients are reduced     volume
+    zero1     once a step                   once a step               2 P
+    zero2     once a step                   in every micro-batch      (1 + M) P
+    zero3     in forward and in backward    in every micro-batch      3 M P, or 2 M P without reshard_after_forward
+
+What is in no block (embedding, head) is at the end of forward and the beginning of backward: zero3 gathers it once.
+Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hpc_train.api import Model, World
-from hpc_train.compat import flatten
+from hpc_train.compat import concatenate, flatten
 from hpc_train.config.degrees import resolve
+from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.parallel.axes import SHARD_CONTEXT, degree
+from hpc_train.parallel.offload import sharded_offload
 from hpc_train.parallel.precision import sharded_policy
 from hpc_train.parallel.support.data import sharded
 
+_GROUP_MIB = 25.0
+"""zero1, zero2: bytes that are gathered and reduced together where bucket_mib does not say; what ddp's buckets have."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When fully_shard gathers and reduces."""
+
+    keeps: bool
+    """Parameters stay gathered from the first forward of a step to its last backward."""
+    accumulates: bool
+    """Whole gradients are added up on each rank and reduced in the last micro-batch only."""
+
+
+_POLICIES = {
+    "ddp": Policy(keeps=True, accumulates=True),  # over one rank of dp_shard, where tp or pp > 1
+    "zero1": Policy(keeps=True, accumulates=True),
+    "zero2": Policy(keeps=True, accumulates=False),
+    "zero3": Policy(keeps=False, accumulates=False),
+}
+
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: shard each block by itself, then what is left as one group."""
-    degrees = resolve(config.parallel, world.size)
+    """A pass: shard groups of blocks (zero3: each by itself), then what is left as one group."""
+    parallel, degrees = config.parallel, resolve(config.parallel, world.size)
     if not sharded(config, degrees):
         return None
-    policy, mesh = sharded_policy(config.precision), data_mesh(world)
-    reshard = config.parallel.reshard_after_forward
-    blocks = list(part.blocks().values()) if isinstance(part, Model) else []
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # What is left (embedding, head) is needed again as soon as backward begins.
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not blocks and reshard)
-    return f"fully_shard: {config.parallel.strategy}, dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
+    keeps = _POLICIES[parallel.strategy].keeps
+    groups = _groups(part, parallel)
+    if parallel.prefetch != 1 and not groups:
+        what = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
+        raise UserError(f"{what} is one group, nothing can be gathered ahead; leave it out")
+    reshard = not keeps and parallel.reshard_after_forward
+    for modules, again in [*((group, reshard) for group in groups), ([part], not groups and reshard)]:
+        # What is left for the last one (embedding, head) is needed again as soon as backward begins.
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],  # a list of one would be another kind of group
+            mesh=data_mesh(world),
+            mp_policy=sharded_policy(config.precision),
+            offload_policy=sharded_offload(config, world.device),
+            reshard_after_forward=again,
+        )
+    _prefetch(part, [group[0] for group in groups], parallel.prefetch)
+    where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
+    where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
+    return f"fully_shard: {parallel.strategy}, {where}, groups={len(groups) + 1}"
 
 
 def data_mesh(world: World) -> DeviceMesh:
     """The axes that gradients are reduced over: dp_replicate if there is more than one copy, and dp_shard with cp."""
-    shards = "dp_shard" if degree(world, "cp") == 1 else SHARD_CONTEXT
-    if shards == SHARD_CONTEXT:
-        flatten(world.mesh["dp_shard", "cp"], SHARD_CONTEXT)
-    return world.mesh[shards] if degree(world, "dp_replicate") == 1 else world.mesh["dp_replicate", shards]
+    replicated = degree(world, "dp_replicate") > 1
+    if degree(world, "cp") == 1:
+        return world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"]
+    shards = flatten(world.mesh["dp_shard", "cp"], SHARD_CONTEXT)
+    return concatenate(world.mesh["dp_replicate"], shards) if replicated else shards
 
 
-def synchronise(model: nn.Module, now: bool) -> None:
-    """Whether the next backward reduces gradients over ranks or keeps adding to this rank's own."""
+def synchronise(model: nn.Module, config: ParallelConfig, last: bool, measured: bool = False) -> None:
+    """Before the forward of a micro-batch: what its backward reduces, and whether parameters stay gathered after it.
+
+    last: of the step. measured: its gradient must be reduced whatever the strategy, because it is looked at.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(now)
+    policy = _POLICIES[config.strategy]
+    model.set_requires_gradient_sync(last or measured or not policy.accumulates)
+    model.set_requires_all_reduce(last or measured)
+    model.set_reshard_after_backward(last or not policy.keeps)
 
 
 def release(model: nn.Module) -> None:
@@ -49,3 +107,45 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _groups(part: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
+    """Blocks that are gathered and reduced together; none where the whole part is one group.
+
+    Where parameters stay gathered, larger groups cost no memory but that of a bucket, and every collective has a price.
+    """
+    blocks = list(part.blocks().values()) if isinstance(part, Model) else []
+    if not _POLICIES[config.strategy].keeps:
+        return [[block] for block in blocks]
+    limit = (config.bucket_mib or _GROUP_MIB) * 2**20
+    if _bytes(part) <= limit:
+        return []
+    groups: list[list[nn.Module]] = []
+    filled = 0
+    for block in blocks:
+        size = _bytes(block)
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(block)
+        filled += size
+    return groups
+
+
+def _bytes(module: nn.Module) -> int:
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int) -> None:
+    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself."""
+    if ahead == 1:
+        return
+    for index, module in enumerate([part, *groups]):
+        following = list(groups[index : index + ahead])
+        end = index - 1 if index else len(groups)
+        before = list(groups[max(0, end - ahead) : end])
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(following)  # type: ignore[arg-type]
+        # Without a target fully_shard takes its own; the module itself is there already, so nothing is gathered.
+        module.set_modules_to_backward_prefetch(before[::-1] or [module])  # type: ignore[arg-type]

@@ -1,15 +1,108 @@
-"""Tensor parallelism: the model's plan, line by line, on the tp axis."""
+"""Tensor parallelism: the model's plan, line by line, on the tp axis (Shoeybi et al. 2019, arXiv:1909.08053).
+
+At rest every parameter is a DTensor on that axis, so that fully_shard finds one kind of parameter only; the model's
+own code computes with the local tensors, and what ranks exchange is in the layers that the plan names. Hidden states
+between layers, and so between pipeline stages, are plain tensors: (B, T / tp, h) where positions are split, else
+(B, T, h).
+
+Volume of a transformer layer, forward and backward, in calls over tensors of B T h numbers: 4 all-reduces, or with
+split positions 4 all-gathers and 4 reduce-scatters, which together carry as many bytes.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
-from hpc_train.api import World
+from hpc_train.api import IGNORED_TARGET, Model, World
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.parallel import tensor_layers as layers
 from hpc_train.parallel.axes import degree
+from hpc_train.parallel.local_parameters import Holdings, distribute
+from hpc_train.parallel.positions import provide
+from hpc_train.parallel.tensor_axis import Axis
+from hpc_train.parallel.tensor_plan import check_covered, read_plan
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: split the modules of the plan over tp."""
-    assert degree(world, "tp") == 1
-    return None
+    if degree(world, "tp") == 1:
+        return None
+    plan, options = read_plan(part, whole=degree(world, "pp") == 1), config.parallel.tensor
+    axis = Axis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
+    if axis.sequence:
+        check_covered(part, plan)
+        if "positions" in inspect.signature(part.forward).parameters:
+            provide(part, config, world)  # a stage's input does not show how many positions there are
+    elif options.asynchronous:
+        raise UserError(
+            f"parallel.tensor.asynchronous=true: overlaps the exchange of positions, and {type(part).__name__}.plan "
+            "has no lines seq; leave it out"
+        )
+    holdings: Holdings = {}
+    _split_layers(part, plan, axis, options.asynchronous, holdings)
+    _split_vocabulary(part, plan, axis, options.vocabulary, holdings)
+    distribute(part, axis.mesh, holdings)
+    counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
+    if not options.vocabulary:
+        del counts["vocab"]
+    said = ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
+    return f"tensor: {said} modules over tp={axis.size}{', asynchronous' if options.asynchronous else ''}"
+
+
+def _split_layers(part: nn.Module, plan: dict[str, str], axis: Axis, asynchronous: bool, holdings: Holdings) -> None:
+    groups: dict[str, dict[str, nn.Linear]] = {}
+    for name, how in plan.items():
+        module = part.get_submodule(name)
+        if how == "seq" and axis.sequence:
+            layers.split_positions(module, axis, holdings)
+        elif how == "col":
+            assert isinstance(module, nn.Linear)
+            groups.setdefault(name.rpartition(".")[0], {})[name] = module
+        elif how == "row":
+            assert isinstance(module, nn.Linear)
+            layers.split_rows(name, module, axis, asynchronous, holdings)
+    for parent, group in groups.items():
+        layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, holdings)
+
+
+def _split_vocabulary(part: nn.Module, plan: dict[str, str], axis: Axis, split: bool, holdings: Holdings) -> None:
+    modules = {name: part.get_submodule(name) for name, how in plan.items() if how == "vocab"}
+    if not split:
+        for module in modules.values():
+            layers.keep_vocabulary(module, axis)
+        return
+    rows = _vocabulary(part, modules.values())
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding):
+            layers.split_embedding(name, module, axis, holdings)
+        else:
+            _check_loss(part, rows)
+            layers.split_head(module, rows, axis, holdings)
+
+
+def _vocabulary(part: nn.Module, modules: Iterable[nn.Module]) -> int:
+    sizes = {len(parameter) for module in modules for parameter in module.parameters()}
+    if len(sizes) > 1:
+        raise UserError(
+            f"{type(part).__name__}.plan: the vocab modules have {sorted(sizes)} rows; they must have the same number"
+        )
+    return max(sizes, default=0)
+
+
+def _check_loss(part: nn.Module, classes: int) -> None:
+    """The loss of split logits is computed here, in place of the model's: so that must be the same function."""
+    assert isinstance(part, Model)
+    logits = torch.linspace(-2.0, 2.0, 3 * classes, dtype=torch.float64).view(1, 3, classes).sin()
+    target = torch.tensor([[classes - 1, IGNORED_TARGET, 0]])
+    if not torch.allclose(part.loss_sum(logits, target), cross_entropy_sum(logits, target)):
+        raise UserError(
+            f"{type(part).__name__}.loss_sum is not the cross entropy, which is all that can be computed from split "
+            "logits; use parallel.tensor.vocabulary=false"
+        )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.runtime.identity import Identity
+from hpc_train.runtime.mpi import load_mpi
 from hpc_train.runtime.network import own_address
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> St
 def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, int]:
     """Process 0's address, on all of them; a collective, so process 0 calls it too."""
     try:
-        from mpi4py import MPI
+        MPI = load_mpi()
     except ImportError:
         raise UserError("ranks were started by mpirun: install mpi4py (pip install 'hpc_train[mpi]')") from None
     if me.processes != MPI.COMM_WORLD.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -92,18 +93,26 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
     )
+    return world_of(rank, task.processes, task.local, device, degrees, task.store)
+
+
+def world_of(
+    rank: int, size: int, local_rank: int, device: torch.device, degrees: Degrees, store: dist.Store | None = None
+) -> World:
+    """The world of a started process group; every rank calls it."""
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
+    return World(rank, size, local_rank, device, mesh, _data_index(rank, degrees), degrees.data_parallel, store)
+
+
+def another_mesh(world: World, degrees: Degrees) -> World:
+    """The same ranks with other degrees, for comparisons in one job; every rank calls it."""
+    mesh = init_device_mesh(world.device.type, degrees.sizes, mesh_dim_names=AXES)
+    return replace(world, mesh=mesh, dp_index=_data_index(world.rank, degrees), dp_size=degrees.data_parallel)
+
+
+def _data_index(rank: int, degrees: Degrees) -> int:
     at = _mesh_coordinates(rank, degrees)
-    return World(
-        rank=rank,
-        size=task.processes,
-        local_rank=task.local,
-        device=device,
-        mesh=mesh,
-        dp_index=at["dp_replicate"] * degrees.dp_shard + at["dp_shard"],
-        dp_size=degrees.data_parallel,
-        store=task.store,
-    )
+    return at["dp_replicate"] * degrees.dp_shard + at["dp_shard"]
 
 
 def shut_down() -> None:

@@ -38,6 +38,11 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
+    def schedule(self) -> Path:
+        """The pipeline's order, where the user gave a file with one."""
+        return self.path / "schedule.csv"
+
+    @property
     def rank_map(self) -> Path:
         return self.path / "rankmap.json"
 

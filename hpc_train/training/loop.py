@@ -96,8 +96,10 @@ def train_step(run: Run) -> Step:
     sums = run.engine.forward_backward(batch)
     norm = run.engine.clip(config.optim.max_norm)
     lr = rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
-    run.engine.update(lr)
+    updated = run.engine.update(lr)
     run.step += 1
+    if not updated:
+        run.reporter.event("skipped", step=run.step)
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
     seconds = time.perf_counter() - started
     _measure_noise(run, sums, norm)
@@ -135,7 +137,7 @@ def _next_batch(run: Run) -> StepBatch:
 
 def _measure_noise(run: Run, sums: Sums, norm: torch.Tensor) -> None:
     sample, batch = sums.sample, run.config.train.global_batch
-    if sample is None or sample.sequences >= batch:
+    if sample is None or sample.sequences >= batch or not math.isfinite(norm):
         return
     run.noise.add(float(sample.norm_square), sample.sequences, float(norm) ** 2, batch)
     critical = run.noise.value

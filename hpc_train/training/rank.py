@@ -20,7 +20,7 @@ from hpc_train.data.loader import Loader
 from hpc_train.errors import UserError
 from hpc_train.models.init import Initialised, initialise
 from hpc_train.models.registry import build as build_model
-from hpc_train.parallel.apply import build
+from hpc_train.parallel.apply import Say, build
 from hpc_train.parallel.materialise import is_meta
 from hpc_train.runtime.start import identity_map, shut_down, start
 from hpc_train.runtime.stop import StopRequest
@@ -52,9 +52,12 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     try:
         _write_rank_map(world, task, rank_map, folder)
         data = open_data(config, world)
-        engine = make_engine(config, world, make_model(config))
+        model, said = make_model(config), list[str]()
+        count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
+        engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
         run = assemble(config, world, folder, attempt, stop, data, engine)
         try:
+            _announce(run, count, len(data), said)
             code = train(run)
             _farewell(run, data)
             dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
@@ -86,9 +89,9 @@ def make_model(config: RunConfig) -> nn.Module:
     return model
 
 
-def make_engine(config: RunConfig, world: World, model: nn.Module) -> Engine:
-    """The engine that the config asks for, with its optimizer."""
-    return build(model, lambda split: make_optimizer(split, config.optim), config, world)
+def make_engine(config: RunConfig, world: World, model: nn.Module, say: Say = log.info) -> Engine:
+    """The engine that the config asks for, with its optimizer. say: see parallel.apply.build."""
+    return build(model, lambda split: make_optimizer(split, config.optim), config, world, say)
 
 
 def assemble(
@@ -111,7 +114,6 @@ def assemble(
         _check_position(extra["consumed_samples"], run)
         run.noise.restore(extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
-    _announce(run, engine.parts, data, resumed=chosen is not None)
     return run
 
 
@@ -173,14 +175,17 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFold
         write_private(folder.rank_map, text + "\n")
 
 
-def _announce(run: Run, parts: list[nn.Module], data: Dataset, resumed: bool) -> None:
-    count = sum(parameter.numel() for part in parts for parameter in part.parameters())
+def _announce(run: Run, count: int, samples: int, techniques: list[str]) -> None:
+    """What is trained, on what, over which mesh, and by which techniques."""
+    resumed = run.step > 0
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
     run.reporter.say(
         f"{run.config.model.name}: {count:,} parameters, {run.config.precision.name}, {run.config.parallel.strategy} "
-        f"over {run.world.size} ranks ({mesh}); {run.config.data.name}: {len(data):,} samples"
+        f"over {run.world.size} ranks ({mesh}); {run.config.data.name}: {samples:,} samples"
     )
+    for line in techniques:
+        run.reporter.say(line)
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
     # Last, because whoever follows the run begins to show progress here.

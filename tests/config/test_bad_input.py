@@ -112,7 +112,7 @@ DEGREES = [
         "parallel: pp 1 x dp_replicate 3 x dp_shard 1 x cp 1 x tp 1 = 3, but the world has 2 ranks; set ...",
     ),
     (
-        "train parallel=hsdp launch.ranks=2",
+        "train parallel=hsdp parallel.dp_shard=8 launch.ranks=2",
         "parallel: pp 1 x dp_replicate ? x dp_shard 8 x cp 1 x tp 1 = 2 has no solution: 2 ranks do not divide by 8",
     ),
     (

@@ -117,11 +117,12 @@ def reference(kind: str, config: RunConfig, steps: Sequence[int]) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = RATES[step % len(RATES)]
         optimizer.step()
-    outcome.state = _state(module, optimizer)
+    outcome.state = state(module, optimizer)
     return outcome
 
 
-def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Held]:
+def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Held]:
+    """Parameters, buffers and optimizer state of a model that one process holds."""
     tensors = dict(module.state_dict())
     for name, parameter in module.named_parameters():
         tensors.update({f"optim.{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()})

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.api import GradientSample, MicroBatch, Piece, StepBatch, Sums, World
 from hpc_train.config.run import RunConfig
@@ -16,10 +15,10 @@ from hpc_train.parallel.axes import degree
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.loss import loss_sum
 from hpc_train.parallel.precision import cast_forward
-from hpc_train.parallel.replicate import LocalNorm, accumulating
+from hpc_train.parallel.replicate import GradientHook, accumulating, backwards_to_settle, settling
 from hpc_train.parallel.shard import release, synchronise
 from hpc_train.parallel.totals import Totals, reduce, reduce_loss
-from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.updates import Updating
 
 
 class PlainEngine:
@@ -33,16 +32,16 @@ class PlainEngine:
         self,
         model: nn.Module,
         wrapped: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        updates: Updating,
         config: RunConfig,
         world: World,
-        tap: LocalNorm | None = None,
+        hook: GradientHook | None = None,
     ) -> None:
         self.parts = [model]
         self._model, self._wrapped = model, wrapped
-        self._config, self._world, self._tap = config, world, tap
-        self._settled = False
-        self._updates = Updates([model], optimizer, world)
+        self._config, self._world, self._hook = config, world, hook
+        self._to_settle = backwards_to_settle(wrapped, hook, world)
+        self._updates = updates
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
@@ -58,7 +57,7 @@ class PlainEngine:
                 loss = self._loss(micro)
                 if index == 0:
                     tokens, stop = totals.wait()
-                    scale = self._reducing / max(tokens, 1)
+                    scale = self._updates.loss_scale * self._reducing / max(tokens, 1)
                 local += loss.detach()
                 if last:
                     reduction = reduce_loss(local, self._world)
@@ -94,18 +93,13 @@ class PlainEngine:
         return self._updates.pieces()
 
     def _settle(self, micro: MicroBatch) -> None:
-        """A backward that is thrown away, once, so that a resumed run rounds as one that was never stopped.
-
-        DistributedDataParallel reorders its buckets after its first backward. Where a gradient lies in a bucket decides
-        in which order more than two ranks add it.
-        """
-        if self._settled or not isinstance(self._wrapped, DistributedDataParallel) or self._world.size < 3:
-            return
+        """Backwards that are thrown away, once, so that a resumed run rounds as one that was never stopped."""
         devices = [self._world.device] if self._world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._evaluating():
-            (self._loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
-        self._updates.forget()
-        self._settled = True
+        while self._to_settle:
+            with torch.random.fork_rng(devices), self._evaluating(), settling(self._wrapped, self._hook):
+                (self._loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
+            self._updates.forget()
+            self._to_settle -= 1
 
     def _loss(self, micro: MicroBatch) -> Tensor:
         device = self._world.device
@@ -137,12 +131,12 @@ class PlainEngine:
     def _synchronising(self, last: bool, early: bool) -> Iterator[None]:
         """Only the last micro-batch of a step reduces gradients (and a sharded first one that is being measured)."""
         if isinstance(self._wrapped, FSDPModule):
-            synchronise(self._wrapped, last or early)
+            synchronise(self._wrapped, self._config.parallel, last, measured=early)
             yield
             return
-        if self._tap is not None:
-            self._tap.active = early and last
-        with accumulating(self._wrapped, last):
+        if self._hook is not None:
+            self._hook.norm.active = early and last
+        with accumulating(self._wrapped, last, self._hook):
             yield
 
     @property
@@ -152,9 +146,10 @@ class PlainEngine:
 
     def _can_measure(self, batch: StepBatch) -> bool:
         """A gradient of less than the global batch must be visible: a rank's own, or that of the first micro-batch."""
-        if len(batch.micro) > 1:
-            return True
-        return self._world.size > 1 and not isinstance(self._wrapped, FSDPModule)
+        sharded = isinstance(self._wrapped, FSDPModule)
+        if degree(self._world, "cp") > 1 and not sharded:
+            return False  # a rank's own gradient is that of parts of sequences
+        return len(batch.micro) > 1 or (self._world.size > 1 and not sharded)
 
     def _sample(self, batch: StepBatch, scale: float) -> GradientSample:
         """Squared norm of the mean gradient over part of the batch, averaged over ranks that see different parts."""
@@ -162,8 +157,8 @@ class PlainEngine:
         fraction = share[0] / sum(share)
         sharded = isinstance(self._wrapped, FSDPModule)
         if len(share) == 1:
-            assert self._tap is not None
-            square = self._tap.take()
+            assert self._hook is not None
+            square = self._hook.norm.take() / self._updates.loss_scale**2
         else:
             square = self._updates.norm().double().square() / fraction**2
         if not sharded and (work := reduce(square, self._world)) is not None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.support import context, data, gradients, memory, pipeline, server, tensor
+from hpc_train.parallel.support import context, data, gradients, memory, offload, pipeline, server, tensor
 
-RULES = (server.check, data.check, tensor.check, pipeline.check, context.check, gradients.check, memory.check)
+RULES = (
+    server.check,
+    data.check,
+    tensor.check,
+    pipeline.check,
+    context.check,
+    gradients.check,
+    memory.check,
+    offload.check,
+)
 
 
 def check_support(config: RunConfig, world: int) -> Degrees:

@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
+import math
+
 from hpc_train.config.degrees import Degrees
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.config.techniques import TensorConfig
 from hpc_train.errors import UserError
+from hpc_train.parallel.support import async_tensor
 
 
 def check(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what tensor parallelism cannot do."""
-    if degrees.tp > 1:
-        raise UserError(f"parallel.tp={degrees.tp}: not in this version; spread over dp_replicate and dp_shard")
+    options = config.parallel.tensor
+    if degrees.tp == 1:
+        _check_unused(options)
+        return
+    if isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
+        _check_widths(config.model, degrees.tp)
+    if isinstance(config.model, VisionTransformerConfig):
+        _check_images(options)
+    if isinstance(config.model, TransformerConfig):
+        _check_vocabulary(config.model, options, degrees.tp)
+        _check_positions(config, degrees)
+    async_tensor.check(config, degrees)
+
+
+def _check_unused(options: TensorConfig) -> None:
+    default = TensorConfig()
+    for name in ("sequence", "vocabulary", "asynchronous"):
+        if (value := getattr(options, name)) != getattr(default, name):
+            raise UserError(
+                f"parallel.tensor.{name}={str(value).lower()}: has no effect with parallel.tp=1; leave it out or set tp"
+            )
+
+
+def _check_images(options: TensorConfig) -> None:
+    for name in ("sequence", "vocabulary"):
+        if not getattr(options, name):
+            raise UserError(
+                f"parallel.tensor.{name}=false: has no effect on a vision transformer, which has neither positions nor "
+                "a vocabulary to split; leave it out"
+            )
+
+
+def _check_widths(model: TransformerConfig | VisionTransformerConfig, tp: int) -> None:
+    """Key and value heads need not divide: a rank computes those that its query heads attend to."""
+    for key in ("heads", "feed_forward"):
+        width = getattr(model, key)
+        if width % tp:
+            common = math.gcd(model.heads, model.feed_forward)
+            legal = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise UserError(f"parallel.tp={tp}: does not divide model.{key}={width}; tp can be {legal}")
+
+
+def _check_vocabulary(model: TransformerConfig, options: TensorConfig, tp: int) -> None:
+    if options.vocabulary and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+        raise UserError(
+            f"parallel.tp={tp}: a vocabulary of {model.vocab_size} leaves a rank without a part of it; "
+            "use a smaller tp, or parallel.tensor.vocabulary=false"
+        )
+
+
+def _check_positions(config: RunConfig, degrees: Degrees) -> None:
+    length, parts = config.train.sequence_length, degrees.cp * degrees.tp
+    if config.parallel.tensor.sequence and length % parts:
+        ranks = f"tp={degrees.tp}" if degrees.cp == 1 else f"cp={degrees.cp} x tp={degrees.tp}"
+        lower = length // parts * parts
+        legal = f"{lower} or {lower + parts}" if lower else str(parts)
+        raise UserError(
+            f"train.sequence_length={length}: its positions do not divide over {ranks}; use {legal}, "
+            "or parallel.tensor.sequence=false"
+        )

@@ -1,0 +1,107 @@
+"""What a block keeps for backward waits in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hpc_train.api import World
+from hpc_train.compat import version
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+
+SMALLEST = 1 << 12
+"""Bytes; a smaller tensor stays, since a copy costs more than it saves."""
+
+Back = Callable[[], Tensor]
+"""Brings a saved tensor back to where it was."""
+Key = tuple[Any, ...]
+
+
+def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+    """A pass: move what blocks keep for backward to pinned CPU memory until then; their parameters stay."""
+    if not config.parallel.recompute.offload:
+        return None
+    if world.device.type == "cpu":
+        raise UserError(
+            "parallel.recompute.offload=true: this rank computes on a CPU, whose memory is where activations are; "
+            "leave it out"
+        )
+    blocks = blocks_of(part, "parallel.recompute.offload=true")
+    for block in blocks:
+        replace_forward(block, partial(offloaded, block))
+    return f"offload of activations: {len(blocks)} blocks, {world.device.type} to CPU memory"
+
+
+def offloaded(block: nn.Module, forward: Forward) -> Forward:
+    """`forward` whose tensors for backward are copies in CPU memory, but for the block's parameters."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Asked anew each time: sharded parameters are gathered into other memory for every forward.
+        stay = {_memory(parameter).cdata for parameter in block.parameters()}
+        moves = _Moves(stay)
+        with saved_tensors_hooks(moves.pack, _unpack):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _unpack(back: Back) -> Tensor:
+    return back()
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """A reference that keeps nothing alive, but whose number stands for no other memory as long as it exists."""
+    return StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class _Moves:
+    """The copies that one forward of a block has made: what several operators save is copied once."""
+
+    stay: set[int]
+    """Memory that is not moved."""
+    made: dict[Key, tuple[StorageWeakRef, Tensor]] = field(default_factory=dict)
+
+    def pack(self, tensor: Tensor) -> Back:
+        """Copy a tensor to CPU memory; from what is returned it can be had again."""
+        if not isinstance(tensor, DTensor):
+            return self._move(tensor)
+        inner = self._move(_local(tensor))
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        return lambda: DTensor.from_local(inner(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _move(self, tensor: Tensor) -> Back:
+        source = _memory(tensor)
+        if source.cdata in self.stay or tensor.nbytes < SMALLEST or type(tensor) not in (Tensor, nn.Parameter):
+            return lambda: tensor
+        copy = self._copy(tensor, source)
+        device = tensor.device
+        # From pinned memory in the order of the stream, so that neither side waits for the other.
+        return lambda: copy.to(device, non_blocking=True, copy=True)
+
+    def _copy(self, tensor: Tensor, source: StorageWeakRef) -> Tensor:
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version(tensor))
+        key = (source.cdata, *layout)
+        known = self.made.get(key)
+        if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
+            return known[1]
+        pinned = tensor.device.type == "cuda"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        copy.copy_(tensor, non_blocking=pinned)
+        self.made[key] = (source, copy)
+        return copy

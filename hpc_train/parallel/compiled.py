@@ -1,0 +1,43 @@
+"""torch.compile of each block by itself: the same code for all of them, compiled once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import torch
+from torch import nn
+
+from hpc_train.api import World
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+
+
+def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+    """A pass: compile what each block does. Collectives that hooks start, such as fully_shard's, stay outside."""
+    if not config.parallel.compile:
+        return None
+    blocks = blocks_of(part, "parallel.compile=true")
+    check_compiler(world.device)
+    for block in blocks:
+        replace_forward(block, _compiled)
+    return f"compile: {len(blocks)} blocks"
+
+
+def _compiled(forward: Forward) -> Forward:
+    compiled: Forward = torch.compile(forward)
+    return compiled
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError where torch would find out in its first step, in many lines, that it cannot compile."""
+    compiler = os.environ.get("CXX", "g++")  # torch's own rule
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"parallel.compile=true: there is no C++ compiler {compiler} here; load a module that has one, set CXX, or "
+            "use parallel.compile=false"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("parallel.compile=true: Triton is not installed; install it, or use parallel.compile=false")

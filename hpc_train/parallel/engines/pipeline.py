@@ -1,0 +1,171 @@
+"""The engine of a model in stages: torch's pipeline schedules, one update of all the stages of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.api import IGNORED_TARGET, MicroBatch, Piece, StepBatch, Sums, World
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel import tied
+from hpc_train.parallel.axes import degree
+from hpc_train.parallel.context import own_tokens
+from hpc_train.parallel.loss import loss_sum
+from hpc_train.parallel.schedule import Pipeline, Schedule
+from hpc_train.parallel.shard import release
+from hpc_train.parallel.timeline import Timeline
+from hpc_train.parallel.totals import Totals, reduce_loss
+from hpc_train.parallel.updates import Updates
+
+Hidden = Callable[[Tensor], Tensor]
+"""From a micro-batch's inputs to what goes from stage to stage, both on the meta device."""
+
+
+class StepLoss:
+    """The loss function of the last stage: sums a step's losses, and scales what backward begins with."""
+
+    def __init__(self, last: nn.Module | None, device: torch.device, timeline: Timeline, stage: int) -> None:
+        self._last, self._device = last, device
+        self._timeline, self._stage = timeline, stage
+        self._scale: Callable[[], float] = lambda: 1.0
+        self.sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._seen = 0
+
+    def begin(self, scale: Callable[[], float]) -> None:
+        """A new step. `scale` is asked when the first loss is there: it may have to wait for other ranks."""
+        self.sum, self._scale, self._seen = torch.zeros_like(self.sum), scale, 0
+
+    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
+        """See compat.PipelineLoss."""
+        assert self._last is not None
+        with self._timeline.record("L", self._stage, self._seen):
+            loss = loss_sum(self._last, out, target)
+            self.sum += loss.detach()
+            self._seen += 1
+            return loss * self._scale()
+
+
+class PipelineEngine:
+    """api.Engine for a model in stages, whose parameters fully_shard holds.
+
+    A step's micro-batches are those of the schedule. torch adds up the gradients of all of them on each rank and
+    reduces them over the data axes once; then the copies of tied parameters are added up.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        hidden: Hidden,
+        updates: Updates,
+        ties: Sequence[tied.Tie],
+        config: RunConfig,
+        world: World,
+        at_end: Sequence[Callable[[], None]],
+    ) -> None:
+        """at_end: called at the end of each step of training."""
+        self.parts = list(pipeline.parts.values())
+        self.timeline = pipeline.timeline
+        self._pipeline, self._hidden, self._updates, self._ties = pipeline, hidden, updates, ties
+        self._config, self._world, self._at_end = config, world, at_end
+        self._first = 0 in pipeline.parts
+        last = len(pipeline.ranks) - 1
+        self._last = last in pipeline.parts
+        self._loss = StepLoss(pipeline.parts.get(last), world.device, pipeline.timeline, last)
+        self._schedules: dict[object, Schedule] = {}
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """See api.Engine. Never sees a gradient of less than the global batch."""
+        totals = Totals.start(batch, self._world)
+        counted = cache(totals.wait)
+        self._loss.begin(lambda: self._updates.loss_scale * self._reducing / max(counted()[0], 1))
+        schedule, inputs, target = self._ready(batch, training=True)
+        schedule.step(*inputs, target=target, return_outputs=False)
+        reduction = reduce_loss(self._loss.sum, self._world)
+        tied.add_up(self._ties, self._world)
+        for end in self._at_end:
+            end()
+        if reduction is not None:
+            reduction.wait()
+        return Sums(self._loss.sum, *counted())
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """See api.Engine."""
+        totals = Totals.start(batch, self._world)
+        self._loss.begin(lambda: 1.0)
+        with evaluating(self.parts):
+            schedule, inputs, target = self._ready(batch, training=False)
+            schedule.eval(*inputs, target=target, return_outputs=False)
+        if (reduction := reduce_loss(self._loss.sum, self._world)) is not None:
+            reduction.wait()
+        return Sums(self._loss.sum, *totals.wait())
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See api.Engine."""
+        return self._updates.clip(max_norm)
+
+    def update(self, lr: float) -> bool:
+        """See api.Engine."""
+        return self._updates.update(lr)
+
+    def pieces(self) -> Iterator[Piece]:
+        """See api.Engine."""
+        return self._updates.pieces()
+
+    def _ready(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
+        """The schedule for this batch, the inputs of the first stage, and the targets of the last."""
+        whole = joined([own_tokens(micro, self._config, self._world) for micro in batch.micro])
+        schedule = self._schedule(whole.inputs, len(batch.micro), training)
+        dtype, device = next(self.parts[0].parameters()).dtype, self._world.device
+        inputs = whole.inputs.to(device, dtype if whole.inputs.is_floating_point() else None, non_blocking=True)
+        target = whole.targets.to(device, non_blocking=True) if self._last else None
+        return schedule, [inputs] if self._first else [], target
+
+    def _schedule(self, inputs: Tensor, count: int, training: bool) -> Schedule:
+        shape = (len(inputs) // count, *inputs.shape[1:])
+        key = (training, count, shape)
+        if key not in self._schedules:
+            one = torch.empty(shape, dtype=inputs.dtype, device="meta")
+            make = self._pipeline.training if training else self._pipeline.evaluation
+            self._schedules[key] = make(count, one, self._hidden(one), self._loss)
+        return self._schedules[key]
+
+    @property
+    def _reducing(self) -> int:
+        """Ranks whose gradients are averaged, where they are to be added up."""
+        return self._world.dp_size * degree(self._world, "cp")
+
+
+def joined(micro: Sequence[MicroBatch]) -> MicroBatch:
+    """Micro-batches as one batch; a short one is filled up with sequences whose targets do not count.
+
+    torch's stages take micro-batches of one shape only.
+    """
+    rows = max(len(one.targets) for one in micro)
+    filled = [MicroBatch(_filled(one.inputs, rows, 0), _filled(one.targets, rows, IGNORED_TARGET)) for one in micro]
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*filled, strict=True))
+    return MicroBatch(inputs, targets)
+
+
+def _filled(tensor: Tensor, rows: int, value: int) -> Tensor:
+    missing = rows - len(tensor)
+    return torch.cat((tensor, tensor.new_full((missing, *tensor.shape[1:]), value))) if missing else tensor
+
+
+@contextmanager
+def evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluation mode; afterwards what was training trains again, and nothing stays gathered."""
+    training = [module for part in parts for module in part.modules() if module.training]
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for part in parts:
+            release(part)

@@ -1,0 +1,96 @@
+"""Parameters that are DTensors at rest, while the model's own code computes with plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from hpc_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a parameter lies on the ranks of a mesh axis, and what of it a forward sees."""
+
+    placement: Placement = field(default_factory=Replicate)
+    partial: bool = False
+    """The ranks' gradients of a replicated parameter are summands, not copies."""
+    units: tuple[int, ...] | None = None
+    """Of a replicated parameter, the equal parts of its rows that this rank computes with; None: all rows."""
+    unit: int = 1
+    """Rows of such a part."""
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """What a forward computes with, differentiable. What fully_shard has not gathered passes as it is."""
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+            return parameter
+        local = parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
+        if self.units is None:
+            return local
+        index = torch.tensor(self.units, device=local.device)
+        return local.view(-1, self.unit, *local.shape[1:]).index_select(0, index).flatten(0, 1)
+
+
+Holdings = dict[tuple[nn.Module, str], Holding]
+"""By module and the name of its own parameter."""
+
+
+def distribute(part: nn.Module, mesh: DeviceMesh, holdings: Holdings) -> None:
+    """Turn every parameter of `part` into a DTensor on `mesh`, in place and without communication.
+
+    One that has no holding is replicated, with the same gradient on each rank. In a forward `module.weight` is from
+    then on what this rank computes with, while named_parameters() and the optimizer see the DTensor.
+    Raises UserError where two modules share a parameter and would hold it differently.
+    """
+    placed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
+    for module in part.modules():
+        views = {}
+        for name, parameter in _own(module):
+            views[name] = holdings.get((module, name), Holding())
+            placement = views[name].placement
+            if parameter not in placed:
+                placed[parameter] = (placement, _place(parameter, mesh, placement))
+            if placed[parameter][0] != placement:
+                kind = type(part).__name__
+                raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
+            module.register_parameter(name, placed[parameter][1])
+        if views:
+            module._local_views = views  # type: ignore[assignment]
+            module.__class__ = _viewing(type(module), tuple(views))  # type: ignore[arg-type]  # torch: __hash__(object)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(list(module.named_parameters(recurse=False, remove_duplicate=False)))
+
+
+def _place(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    local = parameter.detach()
+    if isinstance(placement, Shard):
+        chunk = -(-local.shape[placement.dim] // mesh.size())
+        begin = min(chunk * mesh.get_local_rank(), local.shape[placement.dim])
+        length = min(chunk, local.shape[placement.dim] - begin)
+        local = local.narrow(placement.dim, begin, length).clone(memory_format=torch.contiguous_format)
+    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+    tensor = DTensor.from_local(local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+@cache
+def _viewing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A class like `kind` whose parameters `names`, read as attributes, are this rank's."""
+    return type(kind.__name__, (kind,), {name: _view(name) for name in names})
+
+
+def _view(name: str) -> property:
+    def get(module: Any) -> Tensor | None:
+        parameter = module._parameters[name]
+        return None if parameter is None else module._local_views[name].view(parameter)
+
+    return property(get)

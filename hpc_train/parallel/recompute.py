@@ -1,0 +1,113 @@
+"""Activation recomputation: keep less of a block's forward, and run it again in backward (Chen et al. 2016,
+arXiv:1604.06174); selective by operator (Korthikanti et al. 2022, arXiv:2205.05198)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from hpc_train.api import World
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+
+GROUPS = {
+    "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+}
+"""Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""
+
+
+def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+    """A pass: of every k-th block keep the inputs only (full), or also the results of some operators (selective)."""
+    recompute = config.parallel.recompute
+    if recompute.mode == "none":
+        return None
+    blocks = blocks_of(part, f"parallel.recompute.mode={recompute.mode}")
+    chosen = blocks[:: recompute.every]
+    keep = Keep.named(recompute.keep) if recompute.mode == "selective" else None
+    for block in chosen:
+        replace_forward(block, partial(recomputed, keep=keep))
+    if keep is not None:
+        keep.check_after(chosen[-1])
+    kept = f" but {', '.join(recompute.keep)}" if keep is not None else ""
+    return f"recompute: everything{kept} in {len(chosen)} of {len(blocks)} blocks"
+
+
+@dataclass
+class Keep:
+    """A policy of torch's selective checkpointing: the results of these operators are kept, all else is recomputed."""
+
+    names: dict[Any, str]
+    """What the user calls each operator (torch.ops.aten.*)."""
+    ran: set[Any] = field(default_factory=set)
+    """Operators of the blocks so far."""
+
+    @classmethod
+    def named(cls, names: Iterable[str]) -> Keep:
+        """From the names of parallel.recompute.keep. Raises UserError for one that is no operator of torch."""
+        return cls({operator: name for name in names for operator in _operators(name)})
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        packet = getattr(operator, "overloadpacket", operator)
+        self.ran.add(packet)
+        return CheckpointPolicy.MUST_SAVE if packet in self.names else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def check_after(self, block: nn.Module) -> None:
+        """After the first forward of `block` that is to be recomputed, raise UserError if a name matched nothing."""
+
+        name = type(block).__name__  # fully_shard will call it something else
+
+        def check(*_: Any) -> None:
+            if self.ran:
+                handle.remove()
+                self._check(name)
+
+        handle = block.register_forward_hook(check)
+
+    def _check(self, block: str) -> None:
+        unmatched = set(self.names.values()) - {self.names[packet] for packet in self.ran & self.names.keys()}
+        if unmatched:
+            ran = ", ".join(sorted(str(packet).removeprefix("aten.") for packet in self.ran))
+            raise UserError(
+                f"parallel.recompute.keep: {min(unmatched)} matches no operator of {block}; take it out, or name some "
+                f"of those that ran: {ran}"
+            )
+
+
+def _operators(name: str) -> list[Any]:
+    members = GROUPS.get(name, (name.removeprefix("aten."),))
+    found = [getattr(torch.ops.aten, member, None) for member in members]
+    if found == [None]:
+        raise UserError(
+            f"parallel.recompute.keep: {name} is not an operator of torch {torch.__version__}; use {', '.join(GROUPS)} "
+            "or the name of an ATen operator, such as _softmax"
+        )
+    return [operator for operator in found if operator is not None]
+
+
+def recomputed(forward: Forward, keep: Keep | None) -> Forward:
+    """`forward` that keeps its arguments, and what `keep` names, and runs again in backward with the same dropout."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+    return partial(checkpoint, forward, **options)

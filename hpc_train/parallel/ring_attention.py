@@ -1,0 +1,218 @@
+"""Ring attention: keys and values go round the ranks of a sequence (Liu et al. 2023, arXiv:2310.01889).
+
+Each rank keeps its queries and attends to one rank's keys and values at a time; blocks are merged by their log-sum-exp
+(Dao et al. 2022, arXiv:2205.14135). The next block travels while this one is computed. Balanced causal order gives
+every rank a chunk of the beginning and one of the end of the sequence, so that each does the same work in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpc_train.parallel.block_attention import as_autocast, attend, gradients, wide
+
+
+@dataclass
+class Arriving:
+    """A tensor on its way from the previous rank, and the one that this rank sends, which must live until then."""
+
+    tensor: Tensor
+    sent: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is here."""
+        for work in self.works:
+            work.wait()
+        return self.tensor
+
+
+class Ring:
+    """The ranks of a process group in a circle."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
+        self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
+
+    def pass_on(self, tensor: Tensor) -> Arriving:
+        """Begin to send a contiguous tensor to the next rank and to receive one like it from the previous."""
+        incoming = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, self._next, self._group),
+            dist.P2POp(dist.irecv, incoming, self._previous, self._group),
+        ]
+        return Arriving(incoming, tensor, dist.batch_isend_irecv(operations))
+
+    def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank it comes from, its tensor) for every rank, this one first; the next travels meanwhile."""
+        held = own
+        for step in range(self.size):
+            coming = self.pass_on(held) if step < self.size - 1 else None
+            yield (self.rank - step) % self.size, held
+            if coming is not None:
+                held = coming.wait()
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of one round that causality leaves: which of this rank's queries see which of the other's keys."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    """Query i sees keys 0 ... i of the block; else all."""
+
+
+def visible(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> Block | None:
+    """What the queries of `rank` see of the keys of `source`, of `length` positions each; None: nothing.
+
+    Balanced, source's first chunk lies before both of rank's where source < rank, and its second one behind both; else
+    both lie before rank's second chunk and behind its first. So half of the products are left, for any two ranks.
+    """
+    everything = slice(0, length)
+    if not causal or source == rank:
+        return Block(everything, everything, causal)
+    if not balanced:
+        return Block(everything, everything, False) if source < rank else None
+    half = length // 2
+    if source < rank:
+        return Block(everything, slice(0, half), False)
+    return Block(slice(half, length), everything, False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    ring: Ring
+    causal: bool
+    balanced: bool
+
+    def block(self, source: int, length: int) -> Block | None:
+        return visible(self.ring.rank, source, length, causal=self.causal, balanced=self.balanced)
+
+
+class _RingAttention(torch.autograd.Function):
+    """q (B, heads, T / cp, d) and kv (2, B, kv_heads, T / cp, d), contiguous -> as q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, plan: _Plan) -> Tensor:
+        out, lse = _attend(q, kv, plan)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        dq, dkv = _differentiate(grads[0], q, kv, out, lse, ctx.plan)
+        return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """(out as q, log-sum-exp of all scores of each query, in `wide`)."""
+    rounds = plan.ring.rounds(kv)
+    _, (k, v) = next(rounds)
+    first, first_lse = attend(q, k, v, plan.causal)
+    # Copies, as selective recomputation keeps what a kernel returns. And in memory as (B, T, heads, d), which is what
+    # the output layer reads, so that both keep the same tensor for backward.
+    out = torch.empty_like(q.transpose(1, 2), dtype=wide(q.dtype), memory_format=torch.contiguous_format)
+    out, lse = out.transpose(1, 2).copy_(first), first_lse.clone()
+    for source, (k, v) in rounds:
+        block = plan.block(source, q.shape[2])
+        if block is not None:
+            rows, columns = block.queries, block.keys
+            part, part_lse = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], block.causal)
+            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the attention to more keys, in place: averages weighted by the exponential of their log-sum-exp."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+@dataclass(frozen=True)
+class KeyGradients:
+    """dk and dv (B, kv_heads, number of keys, d) of some keys of a rank."""
+
+    keys: slice
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass
+class _Backward:
+    """What the gradients of every block need, and where dq is summed up, in `wide`."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+
+    def block(self, kv: Tensor, block: Block) -> KeyGradients:
+        """Those of the block's keys and values from its queries, whose own gradient is added up here."""
+        rows, (k, v) = block.queries, kv[:, :, :, block.keys]
+        grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
+        dq, dk, dv = gradients(grad, q, k, v, out, lse, block.causal)
+        self.dq[:, :, rows] += dq
+        return KeyGradients(block.keys, dk, dv)
+
+
+def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """(dq, dkv) in `wide`. The gradient of a rank's keys and values follows them round the ring, and then goes home.
+
+    The part from its own queries waits there: cp - 1 messages, as many as the keys and values take.
+    """
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=wide(q.dtype)))
+    own, coming = torch.zeros_like(kv, dtype=wide(kv.dtype)), None
+    for source, held in plan.ring.rounds(kv):
+        block = plan.block(source, q.shape[2])
+        found = None if block is None else backward.block(held, block)
+        if source == plan.ring.rank:
+            _add(own, found)
+            continue
+        # What the ranks before have added travelled while this one computed.
+        dkv = torch.zeros_like(own) if coming is None else coming.wait()
+        _add(dkv, found)
+        coming = plan.ring.pass_on(dkv)
+    return backward.dq, own if coming is None else own.add_(coming.wait())
+
+
+def _add(dkv: Tensor, found: KeyGradients | None) -> None:
+    if found is not None:
+        dkv[0, :, :, found.keys] += found.dk
+        dkv[1, :, :, found.keys] += found.dv
+
+
+class RingAttention(nn.Module):
+    """Attention over a sequence whose positions lie on the ranks of `ring`; no parameters.
+
+    balanced: each rank holds its positions as positions.Share says. Not only for causal attention, where it makes the
+    work even, but it must be what the inputs are. Keys and values travel with their own number of heads, (cp - 1) times
+    forward and, with their gradients (in float32 at least), (cp - 1) times backward.
+    """
+
+    def __init__(self, ring: Ring, *, causal: bool, balanced: bool) -> None:
+        super().__init__()
+        self._plan = _Plan(ring, causal, balanced)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
+        q, k, v = as_autocast(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            out: Tensor = _RingAttention.apply(q, torch.stack((k, v)), self._plan)  # type: ignore[no-untyped-call]
+        return out

@@ -1,0 +1,260 @@
+"""Matrix products that overlap with the gather of their input or the scatter of their output, a chunk at a time.
+
+Chunks go round the ranks of a group in a ring (Wang et al. 2023, doi:10.1145/3567955.3567959): while one travels, the
+one before it is multiplied. They travel point to point, so this runs on gloo and NCCL alike; torch's own version of it
+needs symmetric memory, hence CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_MOST_CHUNKS = 4
+
+Place = tuple[int, slice]
+"""Rows of one rank's shard, in a tensor (ranks, rows, features) that has a shard for each rank."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of a group in a circle: each sends to the next one and receives from the one before."""
+
+    group: dist.ProcessGroup
+    chunk_bytes: int = 1 << 18
+    """A larger shard travels in chunks of at least this size: latency costs more than smaller ones would save."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.group.size()
+
+    def chunks(self, shard: Tensor) -> list[slice]:
+        """The rows of a shard (rows, features), cut up in the same way on every rank, because all shards are alike."""
+        rows = len(shard)
+        count = max(1, min(rows, _MOST_CHUNKS, shard.nbytes // self.chunk_bytes))
+        ends = [rows * index // count for index in range(count + 1)]
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def exchange(self, outgoing: Tensor, incoming: Tensor) -> Transfer:
+        """Begin to send a contiguous tensor to the next rank and to receive one from the rank before."""
+        following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send = dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=following)
+        receive = dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=preceding)
+        works = dist.batch_isend_irecv([send, receive])
+        return Transfer(outgoing, incoming, works[0], works[-1])
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A chunk on its way and the one that comes in its place; keeps both tensors alive."""
+
+    outgoing: Tensor
+    incoming: Tensor
+    sending: dist.Work
+    receiving: dist.Work
+
+    def received(self) -> Tensor:
+        """Wait for the chunk that comes in."""
+        self.receiving.wait()
+        return self.incoming
+
+
+def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> tuple[Tensor, ...]:
+    """x gathered over its positions, times every weight: column-parallel layers that share an input.
+
+    x: this rank's positions (B, T / size, K), of the same shape on every rank; weights: (N_i, K), each rank's own rows.
+    Returns the products (B, T, N_i). Backward scatters the sum of what they contribute to x's gradient, and computes
+    the weights' gradients meanwhile, from the gathered input, which is kept as a plain all-gather's result would be.
+    """
+    outputs: tuple[Tensor, ...] = _GatherMatmul.apply(x, ring, *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def matmul_scatter(x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+    """x times the weight, summed over ranks and scattered over positions: a row-parallel layer without its bias.
+
+    x: (B, T, K), T a multiple of the ring's size; weight: (N, K); K are each rank's own columns.
+    Returns this rank's positions (B, T / size, N). Backward gathers the gradient while it multiplies what has arrived.
+    """
+    output: Tensor = _MatmulScatter.apply(x, weight, ring)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _GatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring, *weights: Tensor) -> tuple[Tensor, ...]:
+        shards = _room_around(x, ring)
+        outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
+        for place in circulate(shards, ring):
+            for output, weight in zip(outputs, weights, strict=True):
+                torch.mm(shards[place], weight.t(), out=output[place])
+        ctx.ring, ctx.shape = ring, x.shape
+        ctx.save_for_backward(shards, *weights)
+        return tuple(_joined(output, len(x)) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ring: Ring = ctx.ring
+        shards, *weights = ctx.saved_tensors
+        x_wanted, _, *wanted = ctx.needs_input_grad
+        blocks = [_split(gradient, ring) for gradient in gradients]
+        found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted, strict=True)]
+
+        def weigh(turn: int, turns: int) -> None:
+            """A share of the rows of every weight's gradient, each a whole product: a sum of parts would round more."""
+            for block, gradient in zip(blocks, found, strict=True):
+                if gradient is not None:
+                    rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
+                    torch.mm(block.flatten(0, 1)[:, rows].t(), shards.flatten(0, 1), out=gradient[rows])
+
+        total = None
+        if x_wanted:
+            total = shards.new_empty(shards.shape[1:])
+            reduce(lambda place: _summed(blocks, weights, place), total, ring, weigh)
+            total = total.view(ctx.shape)
+        else:
+            weigh(0, 1)
+        return total, None, *found
+
+
+class _MatmulScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+        shards = _split(x, ring)
+        total = x.new_empty(shards.shape[1], len(weight))
+        reduce(lambda place: shards[place] @ weight.t(), total, ring)
+        ctx.ring, ctx.shape = ring, x.shape
+        ctx.save_for_backward(shards, weight)
+        return total.view(len(x), -1, len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ring: Ring = ctx.ring
+        shards, weight = ctx.saved_tensors
+        x_wanted, weight_wanted, _ = ctx.needs_input_grad
+        blocks = _room_around(gradient, ring)
+        found = torch.empty_like(shards) if x_wanted else None
+        weighed = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if weight_wanted else None
+        for place in circulate(blocks, ring):
+            if found is not None:
+                torch.mm(blocks[place], weight, out=found[place])
+            if weighed is not None:
+                _add_product(weighed, blocks[place].t(), shards[place])
+        x_gradient = None if found is None else _joined(found, len(gradient))
+        return x_gradient, None if weighed is None else weighed.to(weight.dtype), None
+
+
+def circulate(shards: Tensor, ring: Ring) -> Iterator[Place]:
+    """A ring all-gather that tells what is there as soon as it is there, while the rest is on its way.
+
+    shards: (ranks, rows, features), contiguous, of which this rank's own is filled in; the others come.
+    """
+    chunks = ring.chunks(shards[0])
+    sent: list[Transfer] = []
+
+    def pass_on(step: int, rows: slice) -> Transfer:
+        sent.append(ring.exchange(shards[_before(ring, step), rows], shards[_before(ring, step + 1), rows]))
+        return sent[-1]
+
+    moving = [pass_on(0, rows) for rows in chunks]
+    yield ring.rank, slice(None)
+    for step in range(1, ring.size):
+        arriving, moving = moving, []
+        for transfer, rows in zip(arriving, chunks, strict=True):
+            transfer.received()
+            if step + 1 < ring.size:
+                moving.append(pass_on(step, rows))
+            yield _before(ring, step), rows
+    for transfer in sent:
+        transfer.sending.wait()
+
+
+def reduce(
+    product: Callable[[Place], Tensor],
+    total: Tensor,
+    ring: Ring,
+    meanwhile: Callable[[int, int], None] = lambda turn, turns: None,
+) -> None:
+    """A ring reduce-scatter of products that are computed while the sums of the ranks before are on their way.
+
+    Fills `total` (rows, features) with the sum over all ranks of their products for this rank's shard.
+    meanwhile: other work to be done in `turns` turns, each while a shard travels.
+    """
+    chunks = ring.chunks(total)
+    moving: list[Transfer] = []
+    sent: list[Transfer] = []
+    for step in range(ring.size):
+        shard, arriving, moving = _before(ring, step + 1), moving, []
+        if step:
+            meanwhile(step - 1, ring.size - 1)
+        for index, rows in enumerate(chunks):
+            part = product((shard, rows))
+            if step:
+                part = arriving[index].received().add_(part)
+            if step + 1 < ring.size:
+                moving.append(ring.exchange(part, torch.empty_like(part)))
+            else:
+                total[rows] = part
+        sent += moving
+    for transfer in sent:
+        transfer.sending.wait()
+
+
+def _before(ring: Ring, steps: int) -> int:
+    return (ring.rank - steps) % ring.size
+
+
+def _room_around(own: Tensor, ring: Ring) -> Tensor:
+    """(B, T / size, K) as this rank's shard in an empty (size, B * T / size, K)."""
+    shards = own.new_empty(ring.size, own.shape[0] * own.shape[1], own.shape[2])
+    shards[ring.rank] = own.flatten(0, 1)
+    return shards
+
+
+def _split(whole: Tensor, ring: Ring) -> Tensor:
+    """(B, T, N) -> (size, B * T / size, N), contiguous: each rank's positions as rows of its shard."""
+    batch, positions, features = whole.shape
+    shards = whole.reshape(batch, ring.size, positions // ring.size, features)
+    return shards.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _joined(shards: Tensor, batch: int) -> Tensor:
+    """The inverse of _split."""
+    size, rows, features = shards.shape
+    return shards.view(size, batch, rows // batch, features).transpose(0, 1).flatten(1, 2)
+
+
+def _summed(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: Place) -> Tensor:
+    """What the outputs' gradients contribute to the input's at one place, over all weights."""
+    first, *others = zip(blocks, weights, strict=True)
+    total = first[0][place] @ first[1]
+    for block, weight in others:
+        total.addmm_(block[place], weight)
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Where many parts are added up one by one."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

@@ -1,0 +1,145 @@
+"""From a schedule's name to what runs it: torch's pipeline stages and schedules over this rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from hpc_train.compat import PipelineLoss, run_order
+from hpc_train.parallel.timeline import Timeline
+from hpc_train.schedules import table
+from hpc_train.schedules.actions import Action, Kind, Order
+from hpc_train.schedules.generate import orders
+from hpc_train.schedules.validate import validate
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class Stage(PipelineStage):
+    """torch's stage, with every computation on the timeline."""
+
+    timeline: Timeline
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """See torch."""
+        with self.timeline.record("F", self.stage_index, fwd_chunk_id):
+            out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)  # torch would keep the logits of every micro-batch
+        return out
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """See torch."""
+        with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See torch."""
+        with self.timeline.record("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What stays the same from step to step."""
+
+    name: str
+    """Of the schedule, or its file."""
+    file: Order | None
+    """The order in that file."""
+    ranks: tuple[int, ...]
+    """The pp rank of each stage."""
+    parts: Mapping[int, nn.Module]
+    """This rank's stages."""
+    group: dist.ProcessGroup
+    device: torch.device
+    timeline: Timeline
+
+    def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
+        """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.
+
+        Both are on the meta device. Raises UserError for an order that is not complete, or in which ranks wait for one
+        another, and ValueError for a number of micro-batches that the schedule cannot do.
+        """
+        stages: list[Any] = self._stages(inputs, hidden)
+        if self.name in _SINGLE:
+            validate(orders(self.name, len(self.ranks), micro_batches), micro_batches)
+            return _SINGLE[self.name](stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        if self.name in _SEVERAL:
+            schedule = _SEVERAL[self.name](stages, micro_batches, loss_fn=loss, scale_grads=False)
+            validate(order_of(schedule, self.ranks), micro_batches)
+            return schedule
+        order = self.file or orders(self.name, len(self.ranks), micro_batches)
+        validate(order, micro_batches)
+        return run_order(stages, self.ranks, table.rows(order), micro_batches, loss)
+
+    def evaluation(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
+        """The same for forward alone, whatever the schedule: it runs by `eval`."""
+        rows = table.rows(forward_only(self.ranks, micro_batches))
+        return run_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss)
+
+    def _stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
+        """Fresh ones: torch's stages remember the number of micro-batches and their shapes."""
+        made: list[PipelineStage] = []
+        for index, part in self.parts.items():
+            stage = Stage(
+                part,
+                index,
+                len(self.ranks),
+                self.device,
+                input_args=hidden if index else inputs,
+                output_args=hidden,  # of the last stage nobody asks
+                group=self.group,
+            )
+            stage.timeline = self.timeline
+            made.append(stage)
+        return made
+
+
+def forward_only(ranks: tuple[int, ...], micro_batches: int) -> Order:
+    """Forward alone, where `ranks` hold the stages: as many micro-batches as there are ranks go through a stage."""
+    pp = max(ranks) + 1
+    groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
+    held = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]
+    rows = [[Action(stage, Kind.F, micro) for group in groups for stage in mine for micro in group] for mine in held]
+    return Order(tuple(map(tuple, rows)), ranks)
+
+
+def order_of(schedule: PipelineScheduleMulti, ranks: tuple[int, ...]) -> Order:
+    """What a schedule of torch's is going to compute."""
+    order = schedule.pipeline_order
+    cells = [[table.parse(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)]
+    return Order(tuple(tuple(step for step in row if step is not None) for row in cells), ranks)

@@ -1,0 +1,82 @@
+"""Ulysses: heads are exchanged for positions around attention (Jacobs et al. 2023, arXiv:2309.14509)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+from hpc_train.parallel.block_attention import as_autocast
+
+
+class _AllToAll(torch.autograd.Function):
+    """x (ranks, ...): part i goes to rank i, and what rank i sent comes as part i. It is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x (B, heads, T / cp, head_dim), all heads of some positions -> (B, heads / cp, T, head_dim), the reverse.
+
+    Rank r gets the r-th cp-th of the heads.
+    """
+    batch, heads, length, width = x.shape
+    parts = x.reshape(batch, group.size(), heads // group.size(), length, width).movedim(1, 0)
+    gathered: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
+    return gathered.movedim(0, 2).flatten(2, 3)
+
+
+def to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: x (B, heads / cp, T, head_dim) -> (B, heads, T / cp, head_dim)."""
+    batch, heads, length, width = x.shape
+    parts = x.reshape(batch, heads, group.size(), length // group.size(), width).movedim(2, 0)
+    gathered: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
+    return gathered.movedim(0, 1).flatten(1, 2)
+
+
+class UlyssesAttention(nn.Module):
+    """Attention over a sequence whose positions lie on the ranks of `group`, in their order; no parameters.
+
+    Each rank attends with a part of the heads, over all positions, by `core`. Key and value heads that are too few to
+    be shared out go to several ranks, and their gradients are summed. Four exchanges forward and four backward.
+    """
+
+    def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.core = core
+        self._group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q.
+
+        Raises UserError if the heads do not divide by the size of the group.
+        """
+        ranks = self._group.size()
+        if q.shape[1] % ranks:
+            raise UserError(
+                f"parallel.context.method=ulysses: {q.shape[1]} heads do not divide over parallel.cp={ranks} ranks; "
+                "use parallel.context.method=ring"
+            )
+        q, k, v = as_autocast(q, k, v)
+        times = ranks // math.gcd(k.shape[1], ranks)
+        k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
+        mixed: Tensor = self.core(*(to_heads(x, self._group) for x in (q, k, v)))
+        return to_positions(mixed, self._group)

@@ -1,0 +1,1 @@
+"""Orders of a pipeline, without torch: which rank computes what after what. Generate, check, read, write, simulate."""

@@ -1,0 +1,150 @@
+"""The proof that an order trains: every computation once, on its rank, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpc_train.errors import UserError
+from hpc_train.schedules.actions import Action, Kind, Order, Step, parts
+
+
+def validate(order: Order, micro_batches: int) -> None:
+    """Raise UserError, one line, for an order that is not complete or in which ranks wait for one another."""
+    if wrong := problem(order, micro_batches):
+        raise UserError(wrong)
+
+
+def problem(order: Order, micro_batches: int) -> str | None:
+    """What is wrong with the order, or None.
+
+    Complete: each stage does F and B, or F, I and W, exactly once with each micro-batch, on the rank of its placement.
+    Free of deadlock: done as far as it goes, with every entry waiting for what it needs, it goes to its end. One such
+    execution proves all: nothing that is done makes anything else wait.
+    """
+    return _misplaced(order, micro_batches) or _incomplete(order, micro_batches) or _deadlock(order)
+
+
+def runtime_problem(order: Order) -> str | None:
+    """What torch's pipeline runtime cannot do though it is an order; None: nothing.
+
+    It finds the loss of a micro-batch by counting the forwards of the last stage.
+    """
+    last = order.stages - 1
+    expected = 0
+    for rank, position, action in _all(order):
+        if (action.stage, action.kind) == (last, Kind.F):
+            if action.micro_batch != expected:
+                return f"{_at(rank, position)}: {action}, but the last stage has to take its micro-batches in order"
+            expected += 1
+    return None
+
+
+def _all(order: Order) -> Iterator[tuple[int, int, Action]]:
+    """(rank, position in its row, action)"""
+    for rank, row in enumerate(order.rows):
+        for position, step in enumerate(row):
+            for action in parts(step):
+                yield rank, position, action
+
+
+def _at(rank: int, position: int) -> str:
+    return f"rank {rank}, position {position}"
+
+
+def _misplaced(order: Order, micro_batches: int) -> str | None:
+    for stage, rank in enumerate(order.placement):
+        if not 0 <= rank < order.ranks:
+            return f"stage {stage} is placed on rank {rank}, and there are {order.ranks} ranks"
+    for rank in range(order.ranks):
+        if rank not in order.placement:
+            return f"rank {rank} has no stage, and so nothing to do"
+    for rank, position, action in _all(order):
+        where = f"{_at(rank, position)}: {action}"
+        if not 0 <= action.stage < order.stages:
+            return f"{where}: there are {order.stages} stages, counted from 0"
+        if not 0 <= action.micro_batch < micro_batches:
+            return f"{where}: there are {micro_batches} micro-batches, counted from 0"
+        if order.placement[action.stage] != rank:
+            return f"{where}: stage {action.stage} is on rank {order.placement[action.stage]}"
+    return None
+
+
+def _incomplete(order: Order, micro_batches: int) -> str | None:
+    first: dict[Action, tuple[Action, int]] = {}
+    for rank, position, action in _all(order):
+        for given in action.gives:
+            if given in first:
+                by, where = first[given]
+                return f"{_at(rank, position)}: {action} does again what {by} does at position {where}"
+            first[given] = action, position
+    for stage in range(order.stages):
+        for micro_batch in range(micro_batches):
+            missing = [kind for kind in (Kind.F, Kind.I, Kind.W) if Action(stage, kind, micro_batch) not in first]
+            if missing:
+                names = " and ".join(f"{stage}{kind}{micro_batch}" for kind in missing)
+                return f"rank {order.placement[stage]}: {names} is missing (B is I and W at once)"
+    return None
+
+
+@dataclass
+class _Waiting:
+    """How far each rank has come, and what has been computed."""
+
+    order: Order
+    position: list[int]
+    done: set[Action]
+
+    def step(self, rank: int) -> Step | None:
+        """The next entry of a rank; None at its end."""
+        row = self.order.rows[rank]
+        return row[self.position[rank]] if self.position[rank] < len(row) else None
+
+    def missing(self, step: Step) -> Action | None:
+        """What an entry waits for. One of an overlap may wait for the other, which comes first."""
+        own: set[Action] = set()
+        for action in parts(step):
+            for needed in action.needs(self.order.stages):
+                if needed not in self.done and needed not in own:
+                    return needed
+            own.update(action.gives)
+        return None
+
+    def advance(self, rank: int) -> bool:
+        """Do what a rank can do until it has to wait; False if that is nothing."""
+        before = self.position[rank]
+        while (step := self.step(rank)) is not None and self.missing(step) is None:
+            self.done.update(given for action in parts(step) for given in action.gives)
+            self.position[rank] += 1
+        return self.position[rank] > before
+
+
+def _deadlock(order: Order) -> str | None:
+    state = _Waiting(order, [0] * order.ranks, set())
+    ranks = range(order.ranks)
+    while any(state.advance(rank) for rank in ranks):
+        pass
+    stuck = next((rank for rank in ranks if state.step(rank) is not None), None)
+    return None if stuck is None else f"deadlock: {'; '.join(_circle(state, stuck))}"
+
+
+def _circle(state: _Waiting, rank: int) -> list[str]:
+    """From a rank that waits to the one it waits for, and on, until one comes again: those that wait in a circle."""
+    said: dict[int, str] = {}
+    while rank not in said:
+        step = state.step(rank)
+        assert step is not None
+        needed = state.missing(step)
+        assert needed is not None
+        other = state.order.placement[needed.stage]
+        said[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
+        rank = other
+    names = list(said)
+    return [said[name] for name in names[names.index(rank) :]]
+
+
+def _giver(order: Order, needed: Action) -> str:
+    """The action of the order that gives what is needed, and where it is."""
+    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.gives)
+    rank, position, action = next(places)
+    return f"{action} at {_at(rank, position)}"

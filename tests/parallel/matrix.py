@@ -1,0 +1,200 @@
+"""The layouts of the matrix, and what happens in each of them: three steps, a save, and a resume from another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from outcome import Outcome, gradients, held, state
+from torch import nn
+
+from hpc_train.api import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
+from hpc_train.checkpoint import load, save
+from hpc_train.config.compose import compose
+from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.models.init import initialise
+from hpc_train.models.registry import build as build_model
+from hpc_train.parallel.apply import build
+from hpc_train.training.optimizer import make_optimizer
+
+SEQUENCES, LENGTH, VOCABULARY = 16, 16, 29
+STEPS = (0, 1, 2)
+RATES = (1e-2, 2e-2, 5e-3, 1e-2)
+MAX_NORM = 0.05
+COMMON = (
+    "precision=fp64",
+    f"train.global_batch={SEQUENCES}",
+    f"train.sequence_length={LENGTH}",
+    f"optim.max_norm={MAX_NORM}",
+    "optim.eps=1e-6",  # keeps AdamW from blowing up the rounding of gradients that are zero by symmetry (key biases)
+)
+
+
+def _llama(**changes: object) -> TransformerConfig:
+    shape: dict[str, object] = {
+        "vocab_size": VOCABULARY,
+        "layers": 4,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "feed_forward": 40,
+        "init_std": 0.2,
+    }
+    return TransformerConfig(name="llama", **{**shape, **changes})  # type: ignore[arg-type]
+
+
+MODELS: dict[str, ModelConfig] = {
+    "llama": _llama(),
+    "tied": _llama(tied_embeddings=True),
+    "deep": _llama(layers=8),
+    "grouped": _llama(hidden=36, heads=6, kv_heads=3),  # over tp=2, a key head serves query heads of both ranks
+    "gpt2": _llama(
+        kv_heads=None,
+        activation="gelu_tanh",
+        norm="layernorm",
+        positions="learned",
+        max_positions=LENGTH,
+        bias=True,
+        tied_embeddings=True,
+    ),
+    "vit": VisionTransformerConfig(
+        name="vit",
+        image_size=8,
+        patch_size=4,
+        channels=1,
+        classes=10,
+        layers=4,
+        hidden=32,
+        heads=4,
+        feed_forward=40,
+        init_std=0.2,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, the techniques on it, and the model it is shown with."""
+
+    ranks: int
+    overrides: tuple[str, ...]
+    kind: str = "llama"
+    micro: int = 2
+    """Sequences of one micro-batch; the last of a step may be shorter."""
+
+    def config(self) -> RunConfig:
+        """float64; always clipping."""
+        return _compose((*COMMON, f"train.micro_batch={self.micro}", *self.overrides), self.kind)
+
+
+@cache
+def _compose(overrides: tuple[str, ...], kind: str) -> RunConfig:
+    config = compose((*overrides, "model=vit_tiny" if kind == "vit" else "model=llama_tiny"))
+    object.__setattr__(config, "model", MODELS[kind])
+    return config
+
+
+def model(kind: str) -> nn.Module:
+    """The whole model with its values, in float64."""
+    module = build_model(MODELS[kind]).double()
+    initialise(module, 0)
+    return module
+
+
+def global_batch(kind: str, step: int) -> MicroBatch:
+    """A step's whole batch, the same on every rank; some targets do not count, unevenly over sequences."""
+    generator = torch.Generator().manual_seed(step)
+    if kind == "vit":
+        images = torch.randn(SEQUENCES, 1, 8, 8, generator=generator, dtype=torch.float64)
+        targets = torch.randint(10, (SEQUENCES,), generator=generator)
+        targets[3::5] = IGNORED_TARGET
+        return MicroBatch(images, targets)
+    inputs, targets = torch.randint(VOCABULARY, (2, SEQUENCES, LENGTH), generator=generator)
+    for row in range(SEQUENCES):
+        targets[row, : LENGTH * row // SEQUENCES] = IGNORED_TARGET
+    targets[-3:] = IGNORED_TARGET
+    return MicroBatch(inputs, targets)
+
+
+def share(batch: MicroBatch, world: World, micro: int) -> StepBatch:
+    """This rank's part of a global batch, cut into micro-batches."""
+    rows = SEQUENCES // world.dp_size
+    mine = (tensor[world.dp_index * rows : (world.dp_index + 1) * rows].split(micro) for tensor in batch)
+    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)])
+
+
+def truth(kind: str) -> tuple[Outcome, Outcome]:
+    """By plain autograd and torch's AdamW in one process: the three steps, and the one after them."""
+    module, config = model(kind), Case(1, (), kind).config()
+    optimizer = make_optimizer(module, config.optim)
+    outcomes = []
+    for steps in (STEPS, (len(STEPS),)):
+        outcome = Outcome([], [], [], [])
+        for step in steps:
+            _plain_step(module, optimizer, global_batch(kind, step), RATES[step], outcome)
+        outcome.state = state(module, optimizer)
+        outcomes.append(outcome)
+    return outcomes[0], outcomes[1]
+
+
+def _plain_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, lr: float, outcome: Outcome
+) -> None:
+    logits = module(batch.inputs).flatten(0, -2)
+    loss = nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED_TARGET)
+    optimizer.zero_grad()
+    loss.backward()
+    outcome.losses.append(loss.item())
+    outcome.gradients.append(gradients(module))
+    outcome.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
+def fresh(case: Case, world: World) -> Engine:
+    """The engine of a case, with the model's initial values drawn where they are held."""
+    config = case.config()
+    with torch.device("meta"):
+        whole = build_model(config.model)
+    return build(whole, lambda split: make_optimizer(split, config.optim), config, world)
+
+
+def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> Outcome:
+    """Train some steps and keep all that can be seen of them."""
+    outcome = Outcome([], [], [], [])
+    for step in which:
+        sums = engine.forward_backward(share(global_batch(case.kind, step), world, case.micro))
+        outcome.losses.append(float(sums.loss) / sums.tokens)
+        outcome.gradients.append([rectangle for part in engine.parts for rectangle in gradients(part)])
+        outcome.norms.append(float(engine.clip(MAX_NORM)))
+        assert engine.update(RATES[step])
+    outcome.state = held(engine.pieces())
+    return outcome
+
+
+def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[Outcome, Outcome]:
+    """The three steps, saved into `own`; then a new engine that goes on from what another layout has saved."""
+    engine = fresh(case, world)
+    trained = steps(engine, case, world, STEPS)
+    save(own, len(STEPS), engine.pieces(), {}, world).wait()
+    again = fresh(case, world)
+    load(other, len(STEPS), again.pieces(), world)
+    return trained, steps(again, case, world, (len(STEPS),))
+
+
+def train_and_save(world: World, case: Case, own: Path) -> None:
+    """The three steps, saved for others."""
+    engine = fresh(case, world)
+    steps(engine, case, world, STEPS)
+    save(own, len(STEPS), engine.pieces(), {}, world).wait()
+
+
+def resume(world: World, case: Case, other: Path) -> Outcome:
+    """The step after the third, from what another layout has saved."""
+    engine = fresh(case, world)
+    load(other, len(STEPS), engine.pieces(), world)
+    return steps(engine, case, world, (len(STEPS),))

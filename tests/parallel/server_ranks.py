@@ -1,0 +1,158 @@
+"""What each rank of test_server.py does under mpirun: train with and without servers in one job, print what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from outcome import engine_steps, held, whole
+from plain_setup import engine_of, global_batch, share
+
+from hpc_train.api import Engine, World
+from hpc_train.checkpoint import load, save
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel.engines.server import ServerEngine
+from hpc_train.parallel.server.asynchronous import AsynchronousUpdates
+from hpc_train.runtime.start import identity_map, join, shut_down, start
+
+STEPS = (0, 1, 2)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    """float64, always clipping."""
+    return compose(("precision=fp64", "train.global_batch=24", "optim.max_norm=0.05", "optim.eps=1e-6", *overrides))
+
+
+def everybody(world: World, mine: Any) -> list[Any]:
+    """Every rank's value."""
+    values: list[Any] = [None] * world.size
+    torch.distributed.all_gather_object(values, mine)
+    return values
+
+
+def synchronous(world: World) -> dict[str, Any]:
+    """The largest difference to an all-reduce in the same job, for every way to place the servers."""
+    found = {}
+    nodes = replace(world, local_rank=world.rank % 2)  # as if there were two nodes of two ranks
+    truth = _trained(config_of(), world)
+    for name, where, options in (
+        ("one", world, ()),
+        ("sharded", world, ("parallel.server.servers=3",)),
+        ("replicated", nodes, ("parallel.server.servers=2", "parallel.server.replicas=2")),
+        ("hybrid", nodes, ("parallel.server.servers=2", "parallel.server.hybrid=true")),
+    ):
+        got = _trained(config_of("parallel.server.mode=synchronous", *options), where)
+        assert got.keys() == truth.keys()
+        found[name] = max(abs(got[key] - truth[key]).max() for key in truth)
+    return found
+
+
+def _trained(config: RunConfig, world: World) -> dict[str, Any]:
+    outcome = engine_steps(engine_of("tied", config, world), world, config, "tied", "two", STEPS)
+    ranks = everybody(world, outcome)
+    arrays = whole([rank.state for rank in ranks])
+    return {**arrays, "loss": torch.tensor(outcome.losses).numpy(), "norm": torch.tensor(outcome.norms).numpy()}
+
+
+def resumed(world: World, folder: Path) -> float:
+    """The largest difference between going on, and going on from a checkpoint with other servers."""
+    config = config_of("parallel.server.mode=synchronous", "parallel.server.servers=2")
+    engine = engine_of("tied", config, world)
+    engine_steps(engine, world, config, "tied", "one", STEPS)
+    save(folder, 3, engine.pieces(), {}, world).wait()
+    other = config_of("parallel.server.mode=synchronous", "parallel.server.servers=1")
+    again = engine_of("tied", other, world)
+    load(folder, 3, again.pieces(), world)
+    states = []
+    for continued in (engine, again):
+        outcome = engine_steps(continued, world, config, "tied", "one", (3,))
+        states.append(whole([rank.state for rank in everybody(world, outcome)]))
+    return float(max(abs(states[0][key] - states[1][key]).max() for key in states[0]))
+
+
+def asynchronous(world: World, *options: str) -> dict[str, Any]:
+    """Losses of workers of which the last is slow, the spread of their clocks, and when a stop takes hold."""
+    config = config_of("parallel.server.mode=asynchronous", "parallel.server.staleness=2", *options)
+    where = replace(world, local_rank=world.rank % 2)
+    engine = engine_of("untied", config, where)
+    assert isinstance(engine, ServerEngine)
+    updates = engine._updates
+    assert isinstance(updates, AsynchronousUpdates)
+    losses, ahead, stopped, began = [], 0, None, time.monotonic()
+    for step in range(50):
+        batch = share(global_batch("untied", 0), world, "one")
+        batch.stop = world.rank == 1 and step == 40
+        sums = engine.forward_backward(batch)
+        if updates._ranks.leads:
+            done = updates._clock._read()[:-1]
+            ahead = max(ahead, int(updates._clock.updates - done.min()))
+        losses.append(float(sums.loss) / sums.tokens)
+        engine.clip(1.0)
+        engine.update(3e-3)
+        if world.rank == world.size - 1:
+            time.sleep(0.01)
+        if sums.stop:
+            stopped = step
+            break
+    seconds = time.monotonic() - began
+    evaluated = engine.evaluate(share(global_batch("untied", 0), world, "one"))
+    whole(everybody(world, held(engine.pieces())))  # copies agree, nothing is missing
+    return {
+        "first": losses[0],
+        "evaluated": float(evaluated.loss) / evaluated.tokens,
+        "ahead": ahead,
+        "stopped": stopped,
+        "seconds": seconds,
+    }
+
+
+def peers(world: World) -> dict[str, Any]:
+    """Losses of the common batch under neighbour averaging, and how far apart the copies are before a save."""
+    config = config_of("parallel.server.mode=peer")
+    engine = engine_of("untied", config, world)
+    losses = []
+    for _ in range(30):
+        sums = engine.forward_backward(share(global_batch("untied", 0), world, "one"))
+        losses.append(float(sums.loss) / sums.tokens)
+        engine.clip(1.0)
+        engine.update(3e-3)
+    apart = _apart(engine, world)
+    list(engine.pieces())
+    return {"first": losses[0], "last": losses[-1], "apart": apart, "apart_after": _apart(engine, world)}
+
+
+def _apart(engine: Engine, world: World) -> float:
+    flat = torch.cat([p.detach().flatten() for p in engine.parts[0].parameters()])
+    others = everybody(world, flat)
+    return float(max((other - flat).norm() for other in others) / flat.norm())
+
+
+def main(folder: Path) -> None:
+    """Every scenario in one job; rank 0 prints them as JSON."""
+    torch.set_num_threads(1)
+    task = join(timeout=timedelta(seconds=60))
+    world = start(task, identity_map(task), config_of())
+    found = {
+        "synchronous": synchronous(world),
+        "resumed": resumed(world, folder),
+        "asynchronous": everybody(world, asynchronous(world, "parallel.server.servers=2")),
+        "hybrid": everybody(world, asynchronous(world, "parallel.server.replicas=2", "parallel.server.hybrid=true")),
+        "peer": everybody(world, peers(world)),
+    }
+    if world.rank == 0:
+        print(json.dumps(found))
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""Law 1 over the whole table: every layout and technique gives one process's numbers and resumes into any other."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matrix import SEQUENCES, Case, resume, train_and_resume, train_and_save, truth
+from outcome import Outcome, assert_close, whole
+
+from hpc_train.testing import run_ranks
+
+TOLERANCE = 1e-10
+HSDP = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
+
+
+def _pp(schedule: str, *more: str) -> tuple[str, ...]:
+    return ("parallel=ddp", "parallel.pp=2", f"parallel.pipeline.schedule={schedule}", *more)
+
+
+CASES: dict[str, Case] = {
+    # data
+    "ddp-3-short": Case(4, ("parallel=ddp",), "gpt2", micro=3),
+    "zero1-2": Case(2, ("parallel.strategy=zero1",)),
+    "zero2-4-tied": Case(4, ("parallel.strategy=zero2",), "tied"),
+    "zero3-2-vit": Case(2, ("parallel=fsdp",), "vit", micro=3),
+    "hsdp-2x2": Case(4, HSDP),
+    # tensor
+    "tp-2": Case(2, ("parallel.tp=2",)),
+    "tp-4-kv-2-tied": Case(4, ("parallel.tp=4",), "tied"),
+    "tp-2-whole-vocabulary-gpt2": Case(2, ("parallel.tp=2", "parallel.tensor.vocabulary=false"), "gpt2"),
+    "tp-2-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false")),
+    "tp-2-asynchronous": Case(2, ("parallel.tp=2", "parallel.tensor.asynchronous=true")),
+    "tp-2-vit": Case(2, ("parallel.tp=2",), "vit"),
+    "zero3-2-tp-2": Case(4, ("parallel=fsdp", "parallel.tp=2"), "gpt2", micro=3),
+    # pipeline
+    "pp-2-naive": Case(2, _pp("naive")),
+    "pp-2-gpipe-short": Case(2, _pp("gpipe"), "gpt2", micro=3),
+    "pp-2-1f1b-tied": Case(2, _pp("1f1b"), "tied"),
+    "pp-4-1f1b": Case(4, ("parallel.pp=4", "parallel.pipeline.schedule=1f1b")),
+    "pp-2-interleaved": Case(2, _pp("interleaved_1f1b"), "tied"),
+    "pp-2-looped": Case(2, _pp("looped_bfs")),
+    "pp-2-zero-bubble": Case(2, _pp("interleaved_zero_bubble"), "gpt2"),
+    "pp-2-zbv": Case(2, _pp("zbv"), "tied"),
+    "pp-2-dualpipev": Case(2, _pp("dualpipev")),
+    "pp-2-vit": Case(2, _pp("1f1b"), "vit"),
+    # context
+    "cp-2-ring": Case(2, ("parallel.cp=2",)),
+    "cp-4-ring-zero3": Case(4, ("parallel=fsdp", "parallel.cp=4"), "tied"),
+    "cp-2-unbalanced": Case(2, ("parallel.cp=2", "parallel.context.balanced=false"), "gpt2"),
+    "cp-2-ulysses": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "gpt2", micro=3),
+    # memory
+    "recompute-full": Case(2, ("parallel=fsdp", "parallel.recompute.mode=full")),
+    "recompute-selective-2nd": Case(
+        2, ("parallel=ddp", "parallel.recompute.mode=selective", "parallel.recompute.every=2")
+    ),
+    "offload-empty-shards": Case(2, ("parallel=fsdp", "parallel.offload.optimizer=file"), "vit"),
+    # 3D and 4D
+    "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
+    "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2"),
+    "cp-2-tp-2": Case(4, ("parallel.cp=2", "parallel.tp=2")),
+    "cp-2-pp-2": Case(4, _pp("1f1b", "parallel.cp=2"), "tied"),
+    "pp-2-dp-2-tp-2": Case(
+        8, ("parallel=fsdp", "parallel.pp=2", "parallel.tp=2", "parallel.pipeline.schedule=interleaved_1f1b")
+    ),
+    "pp-2-cp-2-tp-2-recompute": Case(
+        8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2", "parallel.recompute.mode=full"), "tied"
+    ),
+    "hsdp-2x2-tp-2": Case(8, (*HSDP, "parallel.tp=2")),
+}
+
+
+@cache
+def _truth(kind: str) -> tuple[Outcome, Outcome]:
+    return truth(kind)
+
+
+class Elsewhere:
+    """The third step's checkpoint of each model from a layout that no case has."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+        self._folders: dict[str, Path] = {}
+
+    def saved(self, kind: str) -> Path:
+        """Trained at the first call."""
+        if kind not in self._folders:
+            folder = self.factory.mktemp(f"elsewhere-{kind}")
+            other = Case(2, ("parallel=fsdp", "parallel.reshard_after_forward=false"), kind, micro=8)
+            run_ranks(train_and_save, other.ranks, other, folder, parallel=other.config().parallel)
+            self._folders[kind] = folder
+        return self._folders[kind]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+    return Elsewhere(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout(name: str, elsewhere: Elsewhere) -> None:
+    check_case(CASES[name], elsewhere)
+
+
+def check_case(case: Case, elsewhere: Elsewhere) -> None:
+    """Three steps, then the fourth from another layout's checkpoint; and the fourth in one process from this one's."""
+    first, after = _truth(case.kind)
+    own, other = elsewhere.factory.mktemp("own"), elsewhere.saved(case.kind)
+    parallel = case.config().parallel
+    ranks = run_ranks(train_and_resume, case.ranks, case, other, own, parallel=parallel, timeout=200)
+    assert_outcome([trained for trained, _ in ranks], first)
+    assert_outcome([resumed for _, resumed in ranks], after)
+    alone = Case(1, (), case.kind, micro=SEQUENCES)
+    assert_outcome(run_ranks(resume, 1, alone, own, parallel=alone.config().parallel), after)
+
+
+def assert_outcome(ranks: list[Outcome], wanted: Outcome) -> None:
+    """Loss, norm before clipping, every gradient, and the state after the last step."""
+    for rank in ranks:
+        np.testing.assert_allclose(rank.losses, wanted.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(rank.norms, wanted.norms, rtol=TOLERANCE)
+    for step, expected in enumerate(wanted.gradients):
+        assert_close(whole([rank.gradients[step] for rank in ranks]), whole([expected]), TOLERANCE)
+    assert_close(whole([rank.state for rank in ranks]), whole([wanted.state]), TOLERANCE)

@@ -1,0 +1,38 @@
+"""The table of techniques: README.md shows it, its options compose, and its proofs exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.config.degrees import smallest_world
+from hpc_train.config.options import option_files
+from hpc_train.parallel.support import check_support
+from hpc_train.parallel.support.table import EXACT, INEXACT, TABLE, Technique, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_has_the_table() -> None:
+    section = (ROOT / "README.md").read_text().split("## Parallelism\n")[1].split("\n## ")[0]
+    assert "".join(re.findall(r"^\|.*\n", section, re.MULTILINE)) == markdown()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.option)
+def test_a_line_says_what_works_and_where_it_is_proved(row: Technique) -> None:
+    config = compose(row.option.split())
+    check_support(config, max(2, smallest_world(config.parallel)))
+    assert row.numbers == EXACT or row.numbers.startswith(INEXACT)
+    assert "def test_" in (ROOT / row.proof).read_text()
+    for cell in (row.name, row.backend, row.numbers, row.needs):
+        assert "|" not in cell
+        assert len(cell) <= 80
+
+
+def test_every_line_is_another_and_every_choice_of_conf_parallel_is_in_it() -> None:
+    assert len({row.option for row in TABLE}) == len({row.name for row in TABLE}) == len(TABLE)
+    chosen = {word.removeprefix("parallel=") for row in TABLE for word in row.option.split() if "parallel=" in word}
+    assert set(option_files("parallel")) - {"zero3"} == chosen, "zero3 is another name of fsdp"

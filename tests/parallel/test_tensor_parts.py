@@ -1,0 +1,97 @@
+"""Tensor parallelism, its parts: whose key heads a rank computes, the split loss, and where shards of shards are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from outcome import Array, Held, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hpc_train.api import IGNORED_TARGET, World
+from hpc_train.compat import shard_offset
+from hpc_train.config.parallel import ParallelConfig
+from hpc_train.parallel.local_parameters import Holding, distribute
+from hpc_train.parallel.tensor_layers import attended
+from hpc_train.parallel.vocab_loss import split_cross_entropy_sum
+from hpc_train.testing import run_ranks
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_each_query_head_attends_to_its_own_key_head(kv_heads: int, group: int, factor: int) -> None:
+    heads = kv_heads * group
+    for ranks in (n for n in range(1, heads * factor + 1) if heads % n == 0):
+        own = heads // ranks
+        for rank in range(ranks):
+            held_heads = attended(heads, kv_heads, rank, ranks)
+            assert own % len(held_heads) == 0, "torch serves equally many query heads with each"
+            for head in range(own):
+                assert held_heads[head * len(held_heads) // own] == (rank * own + head) // group
+
+
+def test_fewer_key_heads_than_ranks_are_computed_once() -> None:
+    assert [attended(8, 2, rank, 4) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert [attended(8, 4, rank, 2) for rank in range(2)] == [(0, 1), (2, 3)]
+
+
+def _split_loss(world: World, logits: Tensor, target: Tensor) -> tuple[float, Array]:
+    mesh, rows = world.mesh["tp"], logits.shape[-1]
+    chunk = -(-rows // mesh.size())
+    begin = mesh.get_local_rank() * chunk
+    mine = logits[..., begin : begin + chunk].clone().requires_grad_()
+    out = DTensor.from_local(mine, mesh, (Shard(2),), run_check=False, shape=logits.shape, stride=logits.stride())
+    loss = split_cross_entropy_sum(out, target)
+    (2 * loss).backward()  # type: ignore[no-untyped-call]
+    assert mine.grad is not None
+    return float(loss.detach()), mine.grad.numpy().copy()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_the_split_loss_is_the_cross_entropy(size: float) -> None:
+    """Also of logits whose exponentials overflow, and of tokens that do not count."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(2, 5, 17, generator=generator, dtype=torch.float64) * size).requires_grad_()
+    target = torch.randint(17, (2, 5), generator=generator)
+    target[0, :2] = IGNORED_TARGET
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    (2 * expected).backward()  # type: ignore[no-untyped-call]
+    ranks = run_ranks(_split_loss, 3, logits.detach(), target, parallel=ParallelConfig(tp=3))
+    for loss, _ in ranks:
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-14)
+    assert logits.grad is not None
+    np.testing.assert_allclose(np.concatenate([found for _, found in ranks], -1), logits.grad, rtol=1e-12, atol=1e-14)
+
+
+def _wrong_target(world: World) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _split_loss(world, torch.zeros(1, 2, 4), torch.tensor([[0, 4]]))
+    return str(caught.value)
+
+
+def test_a_target_outside_the_vocabulary_is_an_error() -> None:
+    assert all("not in the vocabulary" in said for said in run_ranks(_wrong_target, 2, parallel=ParallelConfig(tp=2)))
+
+
+ROWS = 17
+"""Over tp=2 they are 9 and 8; over dp_shard=4 beside it 3, 3, 3, 0 and 2, 2, 2, 2."""
+
+
+def _rows_held(world: World) -> list[Held]:
+    table = nn.Embedding(ROWS, 2)
+    table.weight.data = torch.arange(2.0 * ROWS).view(ROWS, 2)
+    distribute(table, world.mesh["tp"], {(table, "weight"): Holding(Shard(0))})
+    fully_shard(table, mesh=world.mesh["dp_shard"])
+    parameter = next(table.parameters())
+    assert isinstance(parameter, DTensor)
+    offset = shard_offset(parameter)
+    return [Held("weight", tuple(parameter.shape), offset, parameter.to_local().detach().double().numpy().copy(), 0)]
+
+
+def test_unequal_shards_of_shards_are_where_they_say() -> None:
+    ranks = run_ranks(_rows_held, 8, parallel=ParallelConfig(strategy="zero3", tp=2, dp_shard=4))
+    np.testing.assert_array_equal(whole(ranks)["weight"], np.arange(2.0 * ROWS).reshape(ROWS, 2))

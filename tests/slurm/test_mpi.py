@@ -1,0 +1,60 @@
+"""Ranks that srun starts as MPI processes on several nodes: parameter servers against an all-reduce."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+from slurm_client import SlurmCluster
+
+RUN = [
+    "cluster.nodes=2",
+    "cluster.node.ranks=2",
+    "launch.time_minutes=5",
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.feed_forward=64",
+    "train.sequence_length=32",
+    "train.steps=12",
+    "checkpoint.every=6",
+    'launch.setup=["export OMPI_MCA_osc=pt2pt"]',  # Debian's Open MPI excludes both that work between nodes
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small token store on the file system that all nodes share."""
+    path = tmp_path_factory.mktemp("store") / "text.h5"
+    sources = [str(Path(module.__file__).parent) for module in (json, h5py)]
+    subprocess.run([sys.executable, "-m", "hpc_train", "data", "build", str(path), *sources], check=True)
+    return path
+
+
+def losses(cluster: SlurmCluster, run: Path, store: Path, *overrides: str) -> list[float]:
+    """Train on 2 nodes x 2 ranks to the end."""
+    command = [sys.executable, "-m", "hpc_train", "submit", "--json", f"run_dir={run}", f"data.path={store}"]
+    said = subprocess.run([*command, *RUN, *overrides], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    job = json.loads(said.stdout)["job_id"]
+    state = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "CANCELLED"}, timeout=200)
+    assert state == "COMPLETED", "\n".join(log.read_text()[-3000:] for log in sorted((run / "logs/0").glob("*.log")))
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(600)
+def test_servers_across_nodes(slurm_cluster: SlurmCluster, store: Path, tmp_path: Path) -> None:
+    reduced = losses(slurm_cluster, tmp_path / "reduced", store)
+    served = losses(
+        slurm_cluster, tmp_path / "served", store, "parallel.server.mode=synchronous", "parallel.server.servers=2"
+    )
+    assert served == pytest.approx(reduced, rel=1e-4)
+    alone = losses(
+        slurm_cluster, tmp_path / "alone", store, "parallel.server.mode=asynchronous", "parallel.server.hybrid=true"
+    )
+    assert len(alone) == 12
+    assert alone[-1] < alone[0]
