@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_train.parallel.ring_matmul import Ring, circulate, reduce
-from hpc_train.parallel.tensor_axis import Axis
-from hpc_train.parallel.tensor_layers import column_products, row_product
+from hpc_train.parallel.tensor.axis import Axis
+from hpc_train.parallel.tensor.layers import column_products, row_product
+from hpc_train.parallel.tensor.ring_matmul import Ring, circulate, reduce
 
 Steps = Iterator[float]
 

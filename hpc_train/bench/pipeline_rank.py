@@ -15,8 +15,8 @@ from hpc_train.bench.pipeline import Options, ScheduleResult
 from hpc_train.bench.sleeping import FEATURES, SleepingStage, times
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.schedule import Pipeline, Schedule
-from hpc_train.parallel.timeline import Event, Timeline, bubble
+from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
+from hpc_train.parallel.pipeline.timeline import Event, Timeline, bubble
 from hpc_train.runtime.start import identity_map, join, shut_down, start
 from hpc_train.schedules.actions import Order
 from hpc_train.schedules.simulate import Simulation, Times, simulate

@@ -13,26 +13,21 @@ from hpc_train.api import Engine, Model, World
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel import (
-    activation_offload,
-    batch_norm,
-    compiled,
-    context,
-    offload,
-    recompute,
-    replicate,
-    shard,
-    tensor,
-)
+from hpc_train.parallel import batch_norm
+from hpc_train.parallel.context import context_parallel
+from hpc_train.parallel.ddp import replicate
 from hpc_train.parallel.engines.plain import PlainEngine
 from hpc_train.parallel.engines.server import serve
 from hpc_train.parallel.materialise import is_meta, materialise
-from hpc_train.parallel.offload_file import FileMemory
+from hpc_train.parallel.memory import activation_offload, compiled, recompute
 from hpc_train.parallel.precision import check_device, keep_parameters
 from hpc_train.parallel.scaling import loss_scale
 from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.data import sharded
+from hpc_train.parallel.tensor import tensor_parallel
 from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.zero import offload, shard
+from hpc_train.parallel.zero.offload_file import FileMemory
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +41,8 @@ Raises UserError where it was asked for and matches nothing.
 
 PASSES: tuple[Pass, ...] = (
     batch_norm.apply,
-    tensor.apply,
-    context.apply,
+    tensor_parallel.apply,
+    context_parallel.apply,
     recompute.apply,
     compiled.apply,
     activation_offload.apply,
@@ -74,7 +69,7 @@ def build(
     part = keep_parameters(model, config.precision)
     say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
     if degrees.pp > 1:
-        from hpc_train.parallel.pipeline import build as build_stages  # its part of torch takes most of a second
+        from hpc_train.parallel.pipeline.build import build as build_stages  # its part of torch takes most of a second
 
         return build_stages(part, make_optimizer, partial(prepare, files=files), config, world, degrees, say)
     prepare(part, model, config, world, say, files)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.models.loss import cross_entropy_sum
-from hpc_train.parallel.vocab_loss import split_cross_entropy_sum
+from hpc_train.parallel.tensor.vocab_loss import split_cross_entropy_sum
 
 
 def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:

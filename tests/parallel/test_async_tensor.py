@@ -21,8 +21,8 @@ from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.ring_matmul import Ring, gather_matmul, matmul_scatter
 from hpc_train.parallel.support import check_support
+from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul, matmul_scatter
 from hpc_train.testing import run_ranks
 
 POSITIONS, HIDDEN = 24, 5

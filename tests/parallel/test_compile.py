@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.compiled import check_compiler
+from hpc_train.parallel.memory.compiled import check_compiler
 from hpc_train.testing import run_ranks
 
 COMPILE = "parallel.compile=true"

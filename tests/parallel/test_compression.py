@@ -20,8 +20,8 @@ from hpc_train.api import MicroBatch, StepBatch, World
 from hpc_train.config.run import RunConfig
 from hpc_train.config.techniques import CompressionConfig
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.bucket import Bucket, Method
-from hpc_train.parallel.compression import make_compression
+from hpc_train.parallel.ddp.bucket import Bucket, Method
+from hpc_train.parallel.ddp.compression import make_compression
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 

@@ -20,8 +20,8 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.techniques import ContextConfig
 from hpc_train.errors import UserError
 from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.parallel import block_attention, context, positions
-from hpc_train.parallel.positions import Share
+from hpc_train.parallel.context import block_attention, context_parallel, positions
+from hpc_train.parallel.context.positions import Share
 from hpc_train.parallel.support import check_support
 from hpc_train.testing import run_ranks
 
@@ -64,7 +64,7 @@ def _attention_errors(world: World) -> dict[AttentionCase, float]:
         tensors, core = _inputs(heads, dtype), ScaledDotProduct(causal=causal, dropout=0.0)
         mine = positions.share(config, world).positions(LENGTH)
         whole_results = _results(core, *(x.double() for x in tensors))
-        results = _results(context.distributed(core, config, world), *(x[:, :, mine] for x in tensors))
+        results = _results(context_parallel.distributed(core, config, world), *(x[:, :, mine] for x in tensors))
         errors = [(a - b[:, :, mine]).abs().max().item() for a, b in zip(results, whole_results, strict=True)]
         found[method, causal, heads, dtype] = max(errors)
     return found
@@ -171,7 +171,7 @@ def _positions(world: World, case: Case) -> list[tuple[list[int], list[int], lis
     found = []
     for length in (LENGTH, LENGTH // 2):
         tokens = torch.arange(length).unsqueeze(0)
-        mine = context.own_tokens(MicroBatch(tokens, tokens + 1), config, world)
+        mine = context_parallel.own_tokens(MicroBatch(tokens, tokens + 1), config, world)
         part(mine.inputs)
         found.append((seen.pop(), mine.inputs[0].tolist(), mine.targets[0].tolist()))
     return found
@@ -264,12 +264,12 @@ def _refusals(world: World) -> list[str]:
     said = []
     for part in (_Told(nn.Identity()), _Blind(cores[0]), _Told(cores[1])):
         with pytest.raises(UserError) as error:
-            context.apply(part, config, world)
+            context_parallel.apply(part, config, world)
         said.append(str(error.value))
     part = _Told(cores[0])
-    assert context.apply(part, config, world) == "context: balanced ring attention in 1 modules over cp=2"
+    assert context_parallel.apply(part, config, world) == "context: balanced ring attention in 1 modules over cp=2"
     with pytest.raises(UserError) as error:
-        context.own_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
+        context_parallel.own_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
     return [*said, str(error.value)]
 
 
@@ -288,7 +288,7 @@ def test_a_model_that_does_not_fit_is_one_line() -> None:
 
 def _heads(world: World) -> str:
     config = replace(Case(2, ()).config(), parallel=ParallelConfig(cp=2, context=ContextConfig("ulysses")))
-    core = context.distributed(ScaledDotProduct(causal=True, dropout=0.0), config, world)
+    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), config, world)
     with pytest.raises(UserError) as error:
         core(*torch.zeros(3, 1, 3, 4, 2))
     return str(error.value)

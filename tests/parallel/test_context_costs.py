@@ -26,9 +26,9 @@ from hpc_train.config.techniques import ContextConfig
 from hpc_train.models.attention import ScaledDotProduct
 from hpc_train.models.init import initialise
 from hpc_train.models.registry import build as build_model
-from hpc_train.parallel import context
-from hpc_train.parallel.positions import Share
-from hpc_train.parallel.ring_attention import visible
+from hpc_train.parallel.context import context_parallel
+from hpc_train.parallel.context.positions import Share
+from hpc_train.parallel.context.ring_attention import visible
 from hpc_train.testing import run_ranks
 
 BATCH, HEADS, KV_HEADS, WIDTH, LENGTH = 2, 4, 2, 8, 32
@@ -72,7 +72,7 @@ class Ledger(TorchDispatchMode):
 
 def _cost(world: World, method: str, dtype: torch.dtype) -> tuple[Ledger, Ledger]:
     """Of the forward and of the backward of one attention."""
-    core = context.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
+    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
     length = LENGTH // world.size
     q, k, v = (
         torch.randn(BATCH, heads, length, WIDTH, dtype=dtype).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -166,7 +166,7 @@ MODEL = TransformerConfig(
 
 def _attention_memory(world: World, method: str) -> tuple[int, int]:
     """(bytes kept for backward, the largest tensor) of one attention over LONG positions."""
-    core = context.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
+    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
     q, k, v = (torch.randn(1, LONG // world.size, 4, WIDTH).transpose(1, 2).requires_grad_() for _ in range(3))
     gc.collect()
     with PeakBytes() as live:
@@ -192,9 +192,9 @@ def _training_memory(world: World, method: str) -> int:
     """Peak of a forward and backward of a model on one sequence of LONG tokens."""
     config, model = _config(world.size, method), build_model(MODEL)
     initialise(model, 0)
-    context.apply(model, config, world)
+    context_parallel.apply(model, config, world)
     tokens = torch.zeros(1, LONG, dtype=torch.int64)
-    mine = context.own_tokens(MicroBatch(tokens, tokens), config, world)
+    mine = context_parallel.own_tokens(MicroBatch(tokens, tokens), config, world)
     gc.collect()
     with PeakBytes() as live:
         model.loss_sum(model(mine.inputs), mine.targets).backward()

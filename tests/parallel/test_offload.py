@@ -24,9 +24,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.offload_file import FileMemory, is_in_memory
-from hpc_train.parallel.offload_optimizer import PlacedOptimizer
 from hpc_train.parallel.support import check_support
+from hpc_train.parallel.zero.offload_file import FileMemory, is_in_memory
+from hpc_train.parallel.zero.offload_optimizer import PlacedOptimizer
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 

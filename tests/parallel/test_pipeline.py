@@ -26,7 +26,7 @@ from hpc_train.config.techniques import SCHEDULES
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.engines.pipeline import PipelineEngine
-from hpc_train.parallel.timeline import Event, bubble
+from hpc_train.parallel.pipeline.timeline import Event, bubble
 from hpc_train.schedules.generate import orders
 from hpc_train.testing import RankFailure, run_ranks
 from hpc_train.training.optimizer import make_optimizer

@@ -14,9 +14,9 @@ from hpc_train.config.compose import compose
 from hpc_train.config.techniques import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.models.shape import flops_per_token
-from hpc_train.parallel.stages import costs, given, split
+from hpc_train.parallel.pipeline.stages import costs, given, split
+from hpc_train.parallel.pipeline.timeline import Event, bubble, chrome_trace
 from hpc_train.parallel.support import check_support
-from hpc_train.parallel.timeline import Event, bubble, chrome_trace
 from hpc_train.schedules import simulate, table
 from hpc_train.schedules.generate import orders
 from hpc_train.schedules.requirements import REQUIREMENTS

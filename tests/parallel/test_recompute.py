@@ -18,9 +18,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.init import initialise
 from hpc_train.models.registry import build as build_model
-from hpc_train.parallel import activation_offload, recompute
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.blocks import replace_forward
+from hpc_train.parallel.memory import activation_offload, recompute
+from hpc_train.parallel.memory.blocks import replace_forward
 from hpc_train.parallel.support import check_support
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

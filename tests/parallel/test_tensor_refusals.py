@@ -13,7 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.loss import cross_entropy_sum
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.support import check_support
-from hpc_train.parallel.tensor_plan import check_covered, read_plan
+from hpc_train.parallel.tensor.plan import check_covered, read_plan
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 

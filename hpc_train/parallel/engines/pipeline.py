@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from hpc_train.api import IGNORED_TARGET, MicroBatch, Piece, StepBatch, Sums, World
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel import tied
 from hpc_train.parallel.axes import degree
-from hpc_train.parallel.context import own_tokens
+from hpc_train.parallel.context.context_parallel import own_tokens
 from hpc_train.parallel.loss import loss_sum
-from hpc_train.parallel.schedule import Pipeline, Schedule
-from hpc_train.parallel.shard import release
-from hpc_train.parallel.timeline import Timeline
+from hpc_train.parallel.pipeline import tied
+from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
+from hpc_train.parallel.pipeline.timeline import Timeline
 from hpc_train.parallel.totals import Totals, reduce_loss
 from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.zero.shard import release
 
 Hidden = Callable[[Tensor], Tensor]
 """From a micro-batch's inputs to what goes from stage to stage, both on the meta device."""

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_train.api import GradientSample, MicroBatch, Piece, StepBatch, Sums, World
 from hpc_train.config.run import RunConfig
 from hpc_train.parallel.axes import degree
-from hpc_train.parallel.context import own_tokens
+from hpc_train.parallel.context.context_parallel import own_tokens
+from hpc_train.parallel.ddp.replicate import GradientHook, accumulating, backwards_to_settle, settling
 from hpc_train.parallel.loss import loss_sum
 from hpc_train.parallel.precision import cast_forward
-from hpc_train.parallel.replicate import GradientHook, accumulating, backwards_to_settle, settling
-from hpc_train.parallel.shard import release, synchronise
 from hpc_train.parallel.totals import Totals, reduce, reduce_loss
 from hpc_train.parallel.updates import Updating
+from hpc_train.parallel.zero.shard import release, synchronise
 
 
 class PlainEngine:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hpc_train.api import Model, World
 from hpc_train.errors import UserError
-from hpc_train.parallel.stages import Costs
+from hpc_train.parallel.pipeline.stages import Costs
 from hpc_train.parallel.support.pipeline import TIMED_STEPS
 
 FIRST, LAST = 1, TIMED_STEPS

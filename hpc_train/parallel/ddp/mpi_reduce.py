@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.api import World
 from hpc_train.errors import UserError
-from hpc_train.parallel.bucket import Bucket
+from hpc_train.parallel.ddp.bucket import Bucket
 from hpc_train.runtime.mpi import load_mpi
 
 if TYPE_CHECKING:

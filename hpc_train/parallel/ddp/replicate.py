@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.api import World
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.background import Background
-from hpc_train.parallel.bucket import Bucket, Method
-from hpc_train.parallel.compression import ERROR_FEEDBACK, make_compression
-from hpc_train.parallel.mpi_reduce import make_mpi
+from hpc_train.parallel.ddp.background import Background
+from hpc_train.parallel.ddp.bucket import Bucket, Method
+from hpc_train.parallel.ddp.compression import ERROR_FEEDBACK, make_compression
+from hpc_train.parallel.ddp.mpi_reduce import make_mpi
 
 
 @dataclass

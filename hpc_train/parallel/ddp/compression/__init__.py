@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.config.techniques import CompressionConfig
-from hpc_train.parallel.bucket import Method
-from hpc_train.parallel.compression.cast import Cast
-from hpc_train.parallel.compression.powersgd import PowerSGD
-from hpc_train.parallel.compression.topk import TopK
-from hpc_train.parallel.compression.warm_up import WarmUp
+from hpc_train.parallel.ddp.bucket import Method
+from hpc_train.parallel.ddp.compression.cast import Cast
+from hpc_train.parallel.ddp.compression.powersgd import PowerSGD
+from hpc_train.parallel.ddp.compression.topk import TopK
+from hpc_train.parallel.ddp.compression.warm_up import WarmUp
 
 ERROR_FEEDBACK = ("powersgd", "topk")
 """Methods that remember from step to step what they did not send."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.parallel.bucket import Bucket
+from hpc_train.parallel.ddp.bucket import Bucket
 
 
 class PowerSGD:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
-from hpc_train.parallel.block_attention import as_autocast
+from hpc_train.parallel.context.block_attention import as_autocast
 
 
 class _AllToAll(torch.autograd.Function):

@@ -29,9 +29,9 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.axes import SHARD_CONTEXT, degree
-from hpc_train.parallel.offload import sharded_offload
 from hpc_train.parallel.precision import sharded_policy
 from hpc_train.parallel.support.data import sharded
+from hpc_train.parallel.zero.offload import sharded_offload
 
 _GROUP_MIB = 25.0
 """zero1, zero2: bytes that are gathered and reduced together where bucket_mib does not say; what ddp's buckets have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hpc_train.parallel.bucket import Bucket, Method
+from hpc_train.parallel.ddp.bucket import Bucket, Method
 
 
 class WarmUp:

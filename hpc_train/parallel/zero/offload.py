@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from hpc_train.api import World
 from hpc_train.compat import move_shards
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.offload_file import FileMemory
-from hpc_train.parallel.offload_optimizer import PlacedOptimizer
+from hpc_train.parallel.zero.offload_file import FileMemory
+from hpc_train.parallel.zero.offload_optimizer import PlacedOptimizer
 
 log = logging.getLogger(__name__)
 

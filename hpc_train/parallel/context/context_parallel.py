@@ -12,9 +12,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.attention import ScaledDotProduct
 from hpc_train.parallel.axes import degree
-from hpc_train.parallel.positions import provide, share
-from hpc_train.parallel.ring_attention import Ring, RingAttention
-from hpc_train.parallel.ulysses import UlyssesAttention
+from hpc_train.parallel.context.positions import provide, share
+from hpc_train.parallel.context.ring_attention import Ring, RingAttention
+from hpc_train.parallel.context.ulysses import UlyssesAttention
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:

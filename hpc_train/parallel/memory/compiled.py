@@ -12,7 +12,7 @@ from torch import nn
 from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:

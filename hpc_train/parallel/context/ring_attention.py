@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train.parallel.block_attention import as_autocast, attend, gradients, wide
+from hpc_train.parallel.context.block_attention import as_autocast, attend, gradients, wide
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.parallel.bucket import Bucket
+from hpc_train.parallel.ddp.bucket import Bucket
 
 _LARGEST = 2.0**15
 """A sum of float16 numbers may become this large: half of what the format can hold."""

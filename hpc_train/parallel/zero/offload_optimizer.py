@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.compat import set_local
-from hpc_train.parallel.offload_file import FileMemory
+from hpc_train.parallel.zero.offload_file import FileMemory
 
 PART_MIB = 64.0
 """Bytes of parameters that are updated together: bounds what is in memory at once, but for a larger parameter."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
 
 GROUPS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),

@@ -22,12 +22,12 @@ from hpc_train.api import IGNORED_TARGET, Model, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.loss import cross_entropy_sum
-from hpc_train.parallel import tensor_layers as layers
 from hpc_train.parallel.axes import degree
-from hpc_train.parallel.local_parameters import Holdings, distribute
-from hpc_train.parallel.positions import provide
-from hpc_train.parallel.tensor_axis import Axis
-from hpc_train.parallel.tensor_plan import check_covered, read_plan
+from hpc_train.parallel.context.positions import provide
+from hpc_train.parallel.tensor import layers
+from hpc_train.parallel.tensor.axis import Axis
+from hpc_train.parallel.tensor.local_parameters import Holdings, distribute
+from hpc_train.parallel.tensor.plan import check_covered, read_plan
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:

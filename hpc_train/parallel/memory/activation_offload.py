@@ -17,7 +17,7 @@ from hpc_train.api import World
 from hpc_train.compat import version
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.blocks import Forward, blocks_of, replace_forward
+from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
 
 SMALLEST = 1 << 12
 """Bytes; a smaller tensor stays, since a copy costs more than it saves."""

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from hpc_train.compat import PipelineLoss, run_order
-from hpc_train.parallel.timeline import Timeline
+from hpc_train.parallel.pipeline.timeline import Timeline
 from hpc_train.schedules import table
 from hpc_train.schedules.actions import Action, Kind, Order
 from hpc_train.schedules.generate import orders

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_train.compat import check_later
 from hpc_train.errors import UserError
-from hpc_train.parallel.local_parameters import Holding, Holdings
-from hpc_train.parallel.ring_matmul import Ring, gather_matmul, matmul_scatter
-from hpc_train.parallel.tensor_axis import Axis
+from hpc_train.parallel.tensor.axis import Axis
+from hpc_train.parallel.tensor.local_parameters import Holding, Holdings
+from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul, matmul_scatter
 
 Columns = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
 """x as it lies between layers, times each weight (N_i, K) of this rank: all positions (B, T, N_i)."""

@@ -13,17 +13,17 @@ from hpc_train.api import Model, World
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel import tied
 from hpc_train.parallel.axes import index
-from hpc_train.parallel.block_times import BlockTimes, read_times, times_file
 from hpc_train.parallel.engines.pipeline import Hidden, PipelineEngine
 from hpc_train.parallel.materialise import is_meta
+from hpc_train.parallel.pipeline import tied
+from hpc_train.parallel.pipeline.block_times import BlockTimes, read_times, times_file
+from hpc_train.parallel.pipeline.schedule import Pipeline
+from hpc_train.parallel.pipeline.stages import Costs, costs, given, split
+from hpc_train.parallel.pipeline.timeline import Timeline
 from hpc_train.parallel.precision import sharded_policy
 from hpc_train.parallel.scaling import loss_scale
-from hpc_train.parallel.schedule import Pipeline
-from hpc_train.parallel.stages import Costs, costs, given, split
 from hpc_train.parallel.support import pipeline as rules
-from hpc_train.parallel.timeline import Timeline
 from hpc_train.parallel.updates import Updates
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

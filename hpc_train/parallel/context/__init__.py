@@ -1,0 +1,1 @@
+"""Context parallelism: the positions of a sequence split over the axis cp."""

@@ -1,0 +1,1 @@
+"""What a block keeps for backward, and how it is compiled."""

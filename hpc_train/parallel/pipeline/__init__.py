@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the model in stages over the axis pp."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the matrices of a layer, and the vocabulary, split over the axis tp."""
