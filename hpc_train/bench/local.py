@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
 
@@ -16,13 +17,22 @@ _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
+@contextmanager
+def leaving_when_told() -> Iterator[None]:
+    """SIGTERM ends this process as an exception would: what it has started is cleaned up."""
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_as_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
     """Run `hpc-train <arguments>` on `ranks` processes of `threads` threads; returns the first exit code that is not 0.
 
     Their output is this process's. None of them outlives the failure of another or a stop of this process.
     """
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting:
+    with leaving_when_told(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train.bench.link import INTERFACE, start_apart, stop
-from hpc_train.bench.local import wait
+from hpc_train.bench.local import leaving_when_told, wait
 from hpc_train.errors import EXIT_DONE, UserError
 
 RANKS = 2
@@ -100,8 +99,7 @@ class Result:
 def overlap_command(options: Options, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError where a namespace or a link cannot be made."""
     _check(options)
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
+    with leaving_when_told(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
         code = _run_ranks(options, folder)
         if code:
             return code
