@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -112,6 +113,7 @@ def _deepspeed_loop(data: Dataset, config: RunConfig, world: World, stage: int) 
 
 def _deepspeed_engine(model: nn.Module, config: RunConfig, world: World, stage: int):  # type: ignore[no-untyped-def]
     """DeepSpeed with its defaults, and torch's AdamW as its documentation names it."""
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed asks for what its own launcher would set
     import deepspeed
 
     micro, batch = config.train.micro_batch, config.train.global_batch

@@ -48,6 +48,21 @@ def test_inside_a_launcher_it_joins_as_a_rank_and_accumulates_gradients_alike(ti
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+def test_peers_are_measured_in_the_same_run_as_every_strategy(tiny: list[str]) -> None:
+    done = bench(*tiny, "--peers", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    sides = {side["name"]: side for side in result["sides"]}
+    assert {"torch_ddp", "torch_fully_shard", "ddp", "zero1", "zero2", "zero3"} <= sides.keys()
+    first = [side["first_loss"] for side in result["sides"]]
+    assert first == pytest.approx([first[0]] * len(first), rel=1e-5)
+    pairs = {pair["ours"]: pair for pair in result["pairs"]}
+    assert (pairs["ddp"]["peer"], pairs["zero3"]["peer"]) == ("torch_ddp", "torch_fully_shard")
+    faster = sides["torch_ddp"]["seconds"] / sides["ddp"]["seconds"]
+    assert pairs["ddp"]["ratio"]["wall"] == pytest.approx(faster)
+    assert result["over_base"]["ddp"] == pytest.approx(faster)
+
+
 def test_the_table_names_the_sides_the_contract_and_the_start_up(tiny: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, *tiny], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
