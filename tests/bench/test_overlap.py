@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rank_processes import assert_they_end
 
 from hpc_train.bench.overlap import Measured, Options, overlap_command, summarise
 from hpc_train.errors import EXIT_USER_ERROR, UserError
@@ -69,10 +70,7 @@ def test_whatever_ends_it_no_rank_no_namespace_and_no_link_is_left(number: signa
         process.wait(timeout=60)
     finally:
         process.kill()
-    until = time.monotonic() + 60  # whoever inherits a dead process takes its time to bury it
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < until, f"a rank of {ranks} is left"
-        time.sleep(0.05)
+    assert_they_end(ranks, seconds=60)
     networks = subprocess.run(["lsns", "--type", "net", "--output", "NS", "--noheadings"], capture_output=True)
     assert not set(theirs) & {int(name) for name in networks.stdout.split()}
     assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []

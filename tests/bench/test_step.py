@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rank_processes import assert_they_end
 
 from hpc_train.bench.step import bench_command
 from hpc_train.errors import EXIT_USER_ERROR, UserError
@@ -103,10 +104,7 @@ def test_a_stopped_bench_leaves_no_rank_behind(tiny: list[str]) -> None:
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    until = time.monotonic() + 30  # whoever inherits a dead process takes its time to bury it
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < until, f"a rank of {ranks} is left"
-        time.sleep(0.05)
+    assert_they_end(ranks, seconds=30)
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
