@@ -61,6 +61,8 @@ class FabricConfig:
     """Nodes in one dragonfly group or one pod; 0 if unknown."""
     oversubscription: float = setting(default=1.0, ge=1)
     """Downlink over uplink bandwidth of a leaf; 1 is non-blocking."""
+    group_oversubscription: float = setting(default=1.0, ge=1)
+    """The same of a dragonfly group or a pod, against what its nodes can send."""
     interface: str | None = None
     """Network interface for rendezvous and sockets, such as hsn0; None: the one that its own name resolves to."""
 
@@ -110,6 +112,10 @@ class ClusterConfig:
     fabric: FabricConfig = setting(default=FabricConfig)
     filesystem: FileSystemConfig = setting(default=FileSystemConfig)
     slurm: SlurmConfig = setting(default=SlurmConfig)
+    topology: str | None = None
+    """File that describes switches and nodes, in any format of `hpc-train topology read`; None: what Slurm says."""
+    calibration: str | None = None
+    """File of measured constants that `hpc-train bench collectives` wrote; None: the figures above."""
 
     @property
     def ranks_per_node(self) -> int:

@@ -30,6 +30,11 @@ class LaunchConfig:
     """None: the node's cores shared out evenly over its ranks."""
     memory_gib: float | None = setting(default=None, gt=0)
     """Memory a node; None: the partition's default."""
+    placement: str = setting(default="auto", choices=("auto", "launcher", "strict"))
+    """auto: place ranks on nodes by the topology where that gains; the launcher's order, loudly, where facts are
+    missing or disagree; strict: refuse to start then; launcher: always the launcher's order."""
+    bind: bool = True
+    """Bind every rank to the processors and the memory next to its GPU (without GPUs: to its share of the node)."""
     signal_seconds: int = setting(default=120, ge=10)
     """How long before the time limit the job is told to save and stop; Slurm may be up to 60 s early."""
     max_attempts: int = setting(default=100, ge=1)

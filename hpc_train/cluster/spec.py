@@ -1,0 +1,119 @@
+"""Cluster: what every topology reader gives, whatever its source. What a source does not tell is empty or None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator of a node."""
+
+    id: str
+    """GPU0, GPU1, ... in the source's own order."""
+    numa: int | str | None = None
+    """NUMA node of its host memory; the source's own list, such as 0,3-9, where there are several."""
+    cpus: str | None = None
+    """Processors next to it, as Linux writes a list: 0-31,64-95."""
+    name: str | None = None
+    pci: str | None = None
+    """PCI address in full, lower case: 0000:07:00.0."""
+    nvlinks: int | None = None
+    """Active NVLinks (AMD: xGMI links)."""
+    clique: str | None = None
+    """NVLink domain that spans nodes: <cluster uuid>.<clique id>; GPUs of one clique reach each other over NVLink."""
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One network device of a node."""
+
+    id: str
+    """NIC0, NIC1, ... in the source's own order."""
+    device: str | None = None
+    """What the system calls it: mlx5_0, hsn0, rdmap16s27."""
+    numa: int | None = None
+    pci: str | None = None
+    guid: str | None = None
+    """Node GUID, 16 hexadecimal digits, lower case; what identifies it in a fabric's own listing."""
+    active: bool | None = None
+    """Whether a port is up."""
+    gbit_s: float | None = None
+    """Line rate of all its ports that are up, one direction, 10^9 bit/s."""
+    layer: str | None = None
+    """infiniband, ethernet or slingshot."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host."""
+
+    name: str
+    """What the source calls it; `localhost` where it names none."""
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two devices of a node reach each other; one entry a pair, a before b in the source's order."""
+
+    node: str
+    a: str
+    """Id of a GPU or a NIC."""
+    b: str
+    kind: str
+    """NV<count>, PIX, PXB, PHB, NODE, SYS, XGMI, C2C, ...: the worst hop between the two."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch, a block, a ring or any other unit of a fabric, and what hangs on it directly."""
+
+    name: str
+    level: int
+    """0 where only nodes hang on it; else one more than the highest below it."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that hang on it directly, in the source's order."""
+    switches: tuple[str, ...] = ()
+    """Switches below it."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that one source tells."""
+
+    kind: str
+    """The source: nvidia_smi, rocm_smi, nccl_xml, sysfs, slurm_tree, slurm_block, ibnetdiscover, ..."""
+    nodes: tuple[Node, ...] = ()
+    links: tuple[Link, ...] = ()
+    switches: tuple[Switch, ...] = ()
+
+
+def as_json(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as `topology read --json` prints it; facts beyond the first three of a device only where known."""
+    return {
+        "kind": cluster.kind,
+        "nodes": [
+            {
+                "name": node.name,
+                "gpus": [{"id": gpu.id, "numa": gpu.numa, "cpus": gpu.cpus, **_known(gpu, _GPU)} for gpu in node.gpus],
+                "nics": [{"id": nic.id, "device": nic.device, **_known(nic, _NIC)} for nic in node.nics],
+            }
+            for node in cluster.nodes
+        ],
+        "links": [{"node": link.node, "a": link.a, "b": link.b, "kind": link.kind} for link in cluster.links],
+        "switches": [
+            {"name": it.name, "level": it.level, "nodes": list(it.nodes), "switches": list(it.switches)}
+            for it in cluster.switches
+        ],
+    }
+
+
+_GPU = ("name", "pci", "nvlinks", "clique")
+_NIC = ("numa", "pci", "guid", "active", "gbit_s", "layer")
+
+
+def _known(device: Gpu | Nic, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(device, name)) is not None}
