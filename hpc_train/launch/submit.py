@@ -47,5 +47,5 @@ def submit_command(overrides: Sequence[str], config_dir: str | None, dry_run: bo
     if as_json:
         print(json.dumps({"job_id": job_id, "run_dir": str(folder.path), "ranks": ranks}))
     else:
-        print(f"job {job_id}: {request.nodes} nodes x {request.ranks_per_node} ranks, run directory {folder.path}")
+        print(f"job {job_id}: nodes {request.nodes} x ranks {request.ranks_per_node}, run directory {folder.path}")
     return 0

@@ -78,8 +78,8 @@ def _check_micro_batches(name: str, needs: Requirements, ranks: int, count: int)
     least = needs.micro_batches_per_rank * ranks
     if count < least:
         raise UserError(
-            f"parallel.pipeline.schedule={name}: {count} micro-batches, but over {ranks} ranks it needs at least "
-            f"{least}; lower train.micro_batch, or use parallel.pipeline.schedule=gpipe"
+            f"parallel.pipeline.schedule={name}: over {ranks} ranks it needs at least {least} micro-batches and "
+            f"has {count}; lower train.micro_batch, or use parallel.pipeline.schedule=gpipe"
         )
     rounds = max(1, count // ranks)
     if needs.rounds and count % rounds:

@@ -63,7 +63,7 @@ def test_costs_count_embedding_and_head() -> None:
         (("parallel.pipeline.schedule=no.csv",), r"no.csv: No such file"),
         (("parallel.pipeline.virtual_stages=2",), "virtual_stages=2: 1f1b has exactly 1 a rank"),
         (("parallel.pipeline.schedule=zbv", "parallel.pipeline.virtual_stages=3"), "zbv has exactly 2 a rank"),
-        (("train.micro_batch=16",), "1f1b: 1 micro-batches, but over 2 ranks it needs at least 2"),
+        (("train.micro_batch=16",), "1f1b: over 2 ranks it needs at least 2 micro-batches and has 1"),
         (("parallel.pipeline.schedule=dualpipev", "train.micro_batch=8"), "needs at least 4"),
         (
             ("parallel.pipeline.schedule=interleaved_1f1b", "train.micro_batch=3", "train.global_batch=15"),

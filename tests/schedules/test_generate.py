@@ -69,7 +69,7 @@ def test_one_forward_one_backward_in_full() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        (("1f1b", 4, 3, 1), "3 micro-batches, but over 4 ranks it needs at least 4"),
+        (("1f1b", 4, 3, 1), "over 4 ranks it needs at least 4 micro-batches and has 3"),
         (("dualpipev", 4, 7, 2), "it needs at least 8"),
         (("interleaved_1f1b", 4, 9, 2), "9 micro-batches do not make 2 equal rounds over 4 ranks; 8 or 10 would"),
         (("interleaved_zero_bubble", 4, 13, 2), "; 12 or 15 would, or use parallel.pipeline.schedule=looped_bfs"),
