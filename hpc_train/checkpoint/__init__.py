@@ -1,13 +1,15 @@
 """Sharded HDF5 checkpoints: whole or absent, keyed by parameter name, loadable in any layout.
 
-checkpoints/step-<n>/manifest.json    what is in it and where, sizes, checksums, `extra`
-checkpoints/step-<n>/shard-<rank>.h5  one contiguous dataset a piece, readable by any HDF5 tool
+checkpoints/step-<n>/manifest.json                 what is in it and where, sizes, checksums, `extra`
+checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset a piece, readable by any HDF5 tool
+checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   a digest of every block of it
 """
 
+from hpc_train.checkpoint.background import Saver
 from hpc_train.checkpoint.catalogue import committed
 from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.loading import load
-from hpc_train.checkpoint.resume import choose
+from hpc_train.checkpoint.resume import Resumed, resume
 from hpc_train.checkpoint.retention import prune
 from hpc_train.checkpoint.saving import Saved, save
 from hpc_train.checkpoint.verification import newest, verify
@@ -15,12 +17,14 @@ from hpc_train.checkpoint.verification import newest, verify
 __all__ = [
     "CheckpointError",
     "Problem",
+    "Resumed",
     "Saved",
-    "choose",
+    "Saver",
     "committed",
     "load",
     "newest",
     "prune",
+    "resume",
     "save",
     "verify",
 ]

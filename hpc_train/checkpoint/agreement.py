@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ import torch.distributed as dist
 from hpc_train.api import World
 from hpc_train.checkpoint.errors import CheckpointError, one_line
 from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,25 +30,30 @@ class Failure:
     by_user: bool
 
 
-def on_first(world: World | None, work: Callable[[], R]) -> R:
+def on_first(world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
     """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process."""
     verdict = _attempt(work) if _is_first(world) else None
-    return cast(R, _opened(_from_first(world, verdict)))
+    return cast(R, _opened(_from_first(world, verdict, group)))
 
 
-def on_all(world: World | None, work: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+def on_all(
+    world: World | None,
+    work: Callable[[], T],
+    then: Callable[[list[T]], R],
+    group: ProcessGroup | None = None,
+) -> R:
     """Run `work` on every rank, then `then` on rank 0 with all results in rank order.
 
     Every rank gets the result of `then`, or raises the first error of any of them. A rank that fails still takes part,
     so nobody waits for it.
     """
     who = f"rank {world.rank}: " if world and world.size > 1 else ""
-    results = _to_first(world, _attempt(work, who))
+    results = _to_first(world, _attempt(work, who), group)
     verdict: Any = None
     if _is_first(world):
         failure = next((result for result in results if isinstance(result, Failure)), None)
         verdict = failure or _attempt(lambda: then(cast(list[T], results)))
-    return cast(R, _opened(_from_first(world, verdict)))
+    return cast(R, _opened(_from_first(world, verdict, group)))
 
 
 def _attempt(work: Callable[[], T], who: str = "") -> T | Failure:
@@ -69,18 +77,18 @@ def _is_first(world: World | None) -> bool:
     return world is None or world.rank == 0
 
 
-def _to_first(world: World | None, mine: T) -> list[T]:
+def _to_first(world: World | None, mine: T, group: ProcessGroup | None) -> list[T]:
     """What every rank has, on rank 0; an empty list on the others."""
     if world is None or world.size == 1:
         return [mine]
     gathered: list[T | None] | None = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(mine, gathered, dst=0)
+    dist.gather_object(mine, gathered, dst=0, group=group)
     return cast(list[T], gathered or [])
 
 
-def _from_first(world: World | None, value: Any) -> Any:
+def _from_first(world: World | None, value: Any, group: ProcessGroup | None) -> Any:
     if world is None or world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]

@@ -37,6 +37,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name. Raises ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype
+
+
 def hdf5_type(dtype: torch.dtype) -> Any:
     """The HDF5 type that any reader understands, of the same size in bytes.
 

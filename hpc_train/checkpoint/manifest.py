@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.rectangle import Rectangle, uncovered
+from hpc_train.checkpoint.holdings import Holdings, from_json, to_json
+from hpc_train.checkpoint.rectangle import uncovered
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes up when an older release could no longer read what is written."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One saved rectangle of a logical tensor: a contiguous dataset of a shard file."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole logical tensor."""
-    dtype: str
-    offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    file: str
-    dataset: str
-
-    @property
-    def rectangle(self) -> Rectangle:
-        """The part of the logical tensor that it holds."""
-        return Rectangle(self.offset, self.local_shape)
 
 
 @dataclass(frozen=True)
@@ -41,41 +23,61 @@ class ShardFile:
     """A file as it was when it was committed."""
 
     name: str
+    """Path within the directory of the step."""
     bytes: int
-    checksum: str
-    """`<algorithm>:<hex>` of the whole file."""
+    digests: str
+    """`<algorithm>:<hex>` of its table of digests, which lies beside it."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything that is known of a checkpoint step without opening its shard files."""
 
-    format_version: int
     step: int
     sequence: int
     """Counts the commits in a directory. It orders checkpoints: after a rollback the newest is not the highest step."""
     world_size: int
-    entries: tuple[Entry, ...]
+    holdings: Holdings
     files: tuple[ShardFile, ...]
     extra: dict[str, Any]
 
+    @property
+    def size(self) -> int:
+        """Bytes of all shard files."""
+        return sum(file.bytes for file in self.files)
+
     def to_bytes(self) -> bytes:
         """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON."""
-        body = json.loads(json.dumps(asdict(self), allow_nan=False))  # as a reader will see it: no tuples, no int keys
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode()
+        body = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "sequence": self.sequence,
+            "world_size": self.world_size,
+            "block": BLOCK,
+            "algorithm": ALGORITHM,
+            **to_json(self.holdings),
+            "files": [[file.name, file.bytes, file.digests] for file in self.files],
+            "extra": self.extra,
+        }
+        body = json.loads(json.dumps(body, allow_nan=False))  # as a reader will see it: no tuples, no int keys
+        return json.dumps({**body, "checksum": _checksum(body)}, separators=(",", ":")).encode() + b"\n"
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Raises CheckpointError if the text is not exactly what `to_bytes` made, or is of a newer format."""
+    """Raises CheckpointError if the text is not exactly what `to_bytes` made, or is of another format."""
     body = _parsed(data)
     version = body.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
     if body.pop("checksum", None) != _checksum(body):
         raise CheckpointError("its content does not match its own checksum")
+    if version != FORMAT_VERSION or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
+        raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
     try:
-        return Manifest(**{**body, "entries": _entries(body["entries"]), "files": _files(body["files"])})
-    except (KeyError, TypeError, ValueError) as error:
+        files = tuple(ShardFile(_checked(str(name)), int(size), str(digests)) for name, size, digests in body["files"])
+        step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
+        return Manifest(step, sequence, world_size, _within(from_json(body), len(files)), files, body["extra"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"it is not a manifest ({type(error).__name__}: {error})") from error
 
 
@@ -92,24 +94,16 @@ def read(path: Path, step: int) -> Manifest:
     return manifest
 
 
-def incomplete(entries: Iterable[Entry]) -> tuple[str, str] | None:
-    """(tensor, why) of the first tensor whose pieces disagree or do not cover it exactly once; None if all do."""
-    for name, pieces in by_name(entries).items():
-        first = pieces[0]
-        if any((piece.shape, piece.dtype) != (first.shape, first.dtype) for piece in pieces):
-            return name, "its pieces disagree on shape or dtype"
-        why = uncovered(Rectangle((0,) * len(first.shape), first.shape), [piece.rectangle for piece in pieces])
-        if why:
+def incomplete(holdings: Holdings) -> tuple[str, str] | None:
+    """(tensor, why) of the first tensor whose parts disagree or do not cover it exactly once; None if all do."""
+    by_name = {tensor.name: tensor for tensor in holdings.tensors}
+    if len(by_name) < len(holdings.tensors):
+        names = [tensor.name for tensor in holdings.tensors]
+        return next(name for name in names if names.count(name) > 1), "its pieces disagree on shape or dtype"
+    for name, parts in holdings.parts().items():
+        if why := uncovered(by_name[name].rectangle, [part.rectangle for part in parts]):
             return name, why
     return None
-
-
-def by_name(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The pieces of each logical tensor."""
-    tensors: dict[str, list[Entry]] = {}
-    for entry in entries:
-        tensors.setdefault(entry.name, []).append(entry)
-    return tensors
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -126,21 +120,14 @@ def _checksum(body: dict[str, Any]) -> str:
     return checksum_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _entries(rows: list[dict[str, Any]]) -> tuple[Entry, ...]:
-    shapes = ("shape", "offset", "local_shape")
-    entries = tuple(Entry(**{**row, **{key: tuple(row[key]) for key in shapes}}) for row in rows)
-    for entry in entries:
-        _check_file_name(entry.file)
-    return entries
+def _checked(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name:
+        raise ValueError(f"{name!r} is not the name of a file of a step")
+    return name
 
 
-def _files(rows: list[dict[str, Any]]) -> tuple[ShardFile, ...]:
-    files = tuple(ShardFile(**row) for row in rows)
-    for file in files:
-        _check_file_name(file.name)
-    return files
-
-
-def _check_file_name(name: str) -> None:
-    if Path(name).name != name:
-        raise ValueError(f"{name!r} is not a file name")
+def _within(holdings: Holdings, files: int) -> Holdings:
+    if any(len(it.files) and not 0 <= it.files.min() <= it.files.max() < files for it in holdings.layouts):
+        raise ValueError("a layout of a file that is not there")
+    return holdings

@@ -1,54 +1,76 @@
-"""What checkpoint.resume means: auto, never, a step, or a path."""
+"""What checkpoint.resume means: auto, never, a step, or a path; and loading the newest that is sound."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hpc_train.api import World
+from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_first
-from hpc_train.checkpoint.catalogue import found, locate, step_of
+from hpc_train.checkpoint.catalogue import committed, found, locate, step_of
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.verification import newest
+from hpc_train.checkpoint.loading import load
 from hpc_train.errors import UserError
 
+_log = logging.getLogger(__name__)
 
-def choose(directory: Path, resume: str, world: World | None = None) -> tuple[Path, int] | None:
-    """The (directory, step) to load; None to start from the beginning. The same on every rank, all of which call it.
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was loaded."""
+
+    directory: Path
+    step: int
+    extra: dict[str, Any]
+
+
+def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> Resumed | None:
+    """Load the pieces from the checkpoint that is meant; None to start from the beginning. Every rank calls it.
 
     directory: where this run keeps its checkpoints.
-    resume: `auto` (the newest that verifies), `never`, a step in `directory`, or the path of `step-<n>`, of a directory
-    of checkpoints or of a run (the newest in it that verifies).
+    how: `auto` (the newest that is sound), `never`, a step in `directory`, or the path of `step-<n>`, of a directory
+    of checkpoints or of a run (the newest in it that is sound).
 
-    Raises UserError for a step or a path that is not there; CheckpointError if there are checkpoints but all are
+    A damaged checkpoint shows while it is loaded; then the next one is, and a warning says so. Raises UserError for a
+    step or a path that is not there, or is of another model; CheckpointError if there are checkpoints but all are
     damaged, because starting over would look like a success.
     """
-    if resume == "never":
+    if how == "never":
         return None
-    if resume == "auto":
-        return _newest_in(directory, world)
-    if resume.isdecimal():
-        on_first(world, lambda: locate(directory, int(resume)))
-        return directory, int(resume)
-    chosen, step = on_first(world, lambda: _at_path(Path(resume).expanduser()))
-    return _newest_in(chosen, world) if step is None else (chosen, step)
-
-
-def _newest_in(directory: Path, world: World | None) -> tuple[Path, int] | None:
-    step = newest(directory, world)
-    if step is None and on_first(world, lambda: bool(found(directory))):
+    wanted = list(pieces)
+    where, step = on_first(world, lambda: _meant(directory, how))
+    if step is not None:
+        return Resumed(where, step, load(where, step, wanted, world))
+    steps = on_first(world, lambda: committed(where))
+    for candidate in reversed(steps):
+        try:
+            return Resumed(where, candidate, load(where, candidate, wanted, world))
+        except CheckpointError as error:
+            if world.rank == 0:
+                _log.warning("%s; it is skipped", error)
+    if steps:
         raise CheckpointError(
-            f"every checkpoint in {directory} is damaged (`hpc-train checkpoint verify` tells how);"
+            f"every checkpoint in {where} is damaged (`hpc-train checkpoint verify` tells how);"
             " checkpoint.resume=never starts over"
         )
-    return None if step is None else (directory, step)
+    return None
 
 
-def _at_path(path: Path) -> tuple[Path, int | None]:
-    path = path.absolute()
+def _meant(directory: Path, how: str) -> tuple[Path, int | None]:
+    """(directory, step), or without a step the newest there that is sound."""
+    if how == "auto":
+        return directory, None
+    if how.isdecimal():
+        locate(directory, int(how))
+        return directory, int(how)
+    path = Path(how).expanduser().absolute()
     step = step_of(path)
     if step is not None and path.is_dir():
         return path.parent, step
-    for directory in (path, path / "checkpoints"):
-        if found(directory):
-            return directory, None
+    for place in (path, path / "checkpoints"):
+        if found(place):
+            return place, None
     raise UserError(f"checkpoint.resume={path}: there is no checkpoint; give the path of a step-<n>, or a step")

@@ -90,7 +90,7 @@ def _is_running(process: int) -> bool:
 
 def _last_change(path: Path) -> float:
     try:
-        return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+        return max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
     except OSError:
         return time.time()  # it is going away under our eyes: somebody else is at it
 

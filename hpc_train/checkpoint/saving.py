@@ -8,18 +8,22 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import beside, next_sequence, step_path
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import sync_directory, write_file
-from hpc_train.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Entry, Manifest, ShardFile, incomplete
+from hpc_train.checkpoint.holdings import Held, gather
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete
 from hpc_train.checkpoint.retention import discard, new_token, sweep
-from hpc_train.checkpoint.shard import write_shard
+from hpc_train.checkpoint.shard import Stage, Staged, folders, shard_name, write_shard
 
-_Shard = tuple[ShardFile, tuple[Entry, ...]]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_Shard = tuple[ShardFile, Held]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class Saved:
     bytes: int
     """Of all shard files; 0 if nothing was committed."""
     seconds: float
+    """From the call to the outcome."""
+    stall: float = 0.0
+    """Seconds of it during which the pieces must not change."""
     error: CheckpointError | None = None
 
     def wait(self) -> None:
@@ -39,74 +46,117 @@ class Saved:
             raise self.error
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A step whose pieces are copied: they may change, and nothing is on the disk yet."""
+
+    step: int
+    staged: Staged | None
+    """None if this rank has nothing to write."""
+    extra: dict[str, Any]
+    started: float
+    stall: float
+    failure: Exception | None = None
+    """Why this rank could not copy; told to the others when they meet."""
+
+
 def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, Any], world: World) -> Saved:
     """Write a checkpoint of `step` under `directory`, whole or not at all. Every rank of `world` calls it.
 
     pieces: of this rank; only those with replica 0 are written. Over all ranks they must cover each logical tensor
-    exactly once. They may change as soon as this returns.
+    exactly once.
     extra: what JSON can hold, the same on every rank (rank 0's is kept). It comes back from `load`.
 
-    The protocol: rank 0 makes `step-<n>.tmp-<token>`; every rank writes, synchronises and checksums its own file;
-    rank 0 gathers sizes and checksums, writes and synchronises the manifest and the directory, renames it to `step-<n>`
-    and synchronises the parent; all ranks learn the outcome. If any rank fails, nothing is committed, the temporary
-    directory is removed, earlier checkpoints are untouched, and `wait` raises the same CheckpointError on every rank.
+    The protocol: rank 0 makes `step-<n>.tmp-<token>`; every rank writes, hashes and synchronises its own file;
+    rank 0 gathers sizes and checksums, writes and synchronises the manifest and the directories, renames it to
+    `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails, nothing is committed, the
+    temporary directory is removed, earlier checkpoints are untouched, and `wait` raises the same CheckpointError on
+    every rank.
     If a process dies, what is left is ignored by readers and removed by a later save or prune.
 
     A step that is already committed is replaced, and is readable, in its old or in its new form, at every moment: after
     a rollback the state of the same step may differ, so keeping the old one would be wrong.
 
-    Returns when the outcome is known (a later writer may return sooner: call `wait` before relying on it).
+    Returns when the outcome is known; checkpoint.background has saves that return when the pieces are copied.
     """
+    return finish(directory, take(Stage(), step, pieces, extra), world)
+
+
+def take(stage: Stage, step: int, pieces: Iterable[Piece], extra: dict[str, Any]) -> Taken:
+    """Copy what this rank writes. An empty rectangle is left out unless its tensor is empty."""
     assert step >= 0, step
     started = time.monotonic()
-    path = step_path(directory, step)
+    staged, failure = None, None
+    try:
+        mine = [piece for piece in pieces if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)]
+        staged = stage.take(mine) if mine else None
+    except Exception as error:
+        failure = error
+    return Taken(step, staged, extra, started, time.monotonic() - started, failure)
+
+
+def finish(directory: Path, taken: Taken, world: World, group: dist.ProcessGroup | None = None) -> Saved:
+    """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks."""
+    path = step_path(directory, taken.step)
     temporary = None
     try:
-        temporary = beside(path, "tmp", on_first(world, lambda: _prepare(path)))
+        temporary = beside(path, "tmp", on_first(world, lambda: _prepare(path, world.size), group))
         written = on_all(
             world,
-            lambda: _write(temporary, world.rank, pieces),
-            lambda shards: _commit(temporary, path, _manifest(step, directory, shards, extra)),
+            lambda: _write(temporary, world.rank, taken),
+            lambda shards: _commit(temporary, path, _manifest(directory, taken, shards)),
+            group,
         )
     except CheckpointError as error:
         if temporary is not None and world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        failed = CheckpointError(f"checkpoint step {step} was not saved in {directory}: {error}")
-        return Saved(step, path, 0, time.monotonic() - started, failed)
-    return Saved(step, path, written, time.monotonic() - started)
+        failed = CheckpointError(f"checkpoint step {taken.step} was not saved in {directory}: {error}")
+        return Saved(taken.step, path, 0, time.monotonic() - taken.started, taken.stall, failed)
+    return Saved(taken.step, path, written, time.monotonic() - taken.started, taken.stall)
 
 
-def _prepare(path: Path) -> str:
-    """Make the temporary directory; returns its token."""
+def _prepare(path: Path, writers: int) -> str:
+    """Make the temporary directory and its folders, once for all ranks; returns its token."""
     directory, token = path.parent, new_token()
     if not directory.is_dir():
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         sync_directory(directory.parent)
     sweep(directory)
-    beside(path, "tmp", token).mkdir(mode=0o700)
+    temporary = beside(path, "tmp", token)
+    temporary.mkdir(mode=0o700)
+    try:
+        for folder in folders(writers):
+            (temporary / folder).mkdir(parents=True, mode=0o700)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return token
 
 
-def _write(temporary: Path, rank: int, pieces: Iterable[Piece]) -> _Shard | None:
-    """This rank's file; None if it has nothing to write. An empty rectangle is left out unless its tensor is empty."""
-    mine = [piece for piece in pieces if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)]
-    return write_shard(temporary / f"shard-{rank}.h5", mine) if mine else None
+def _write(temporary: Path, rank: int, taken: Taken) -> _Shard | None:
+    """This rank's file; None if it has nothing to write."""
+    if taken.failure is not None:
+        raise taken.failure
+    return write_shard(temporary, shard_name(rank), taken.staged) if taken.staged is not None else None
 
 
-def _manifest(step: int, directory: Path, shards: list[_Shard | None], extra: dict[str, Any]) -> Manifest:
+def _manifest(directory: Path, taken: Taken, shards: list[_Shard | None]) -> Manifest:
     present = [shard for shard in shards if shard is not None]
-    entries = tuple(entry for _, of_file in present for entry in of_file)
-    wrong = incomplete(entries)
+    holdings = gather([held for _, held in present])
+    wrong = incomplete(holdings)
     if wrong:
         raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
     files = tuple(file for file, _ in present)
-    return Manifest(FORMAT_VERSION, step, next_sequence(directory), len(shards), entries, files, extra)
+    return Manifest(taken.step, next_sequence(directory), len(shards), holdings, files, taken.extra)
 
 
 def _commit(temporary: Path, path: Path, manifest: Manifest) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
     write_file(temporary / MANIFEST, manifest.to_bytes())
-    sync_directory(temporary)
+    for folder in sorted({(temporary / file.name).parent for file in manifest.files}):
+        sync_directory(folder)
+    for folder in (temporary / "shards", temporary):
+        sync_directory(folder)
     replaced = beside(path, "old", new_token()) if path.exists() else None
     try:
         if replaced:
@@ -118,7 +168,7 @@ def _commit(temporary: Path, path: Path, manifest: Manifest) -> int:
         raise
     if replaced:
         discard(replaced)
-    return sum(file.bytes for file in manifest.files)
+    return manifest.size
 
 
 def _undo(temporary: Path, path: Path, replaced: Path | None) -> None:

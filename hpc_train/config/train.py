@@ -73,3 +73,5 @@ class CheckpointConfig:
     """auto: from the newest whole checkpoint if there is one; never; a step; or the path of a checkpoint."""
     keep: int = setting(default=2, ge=1)
     """Newest checkpoints kept."""
+    background: bool = True
+    """Train on as soon as the state is copied in memory, and write it meanwhile; it takes as much memory again."""

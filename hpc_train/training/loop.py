@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from hpc_train.api import Engine, StepBatch, Sums, World
-from hpc_train.checkpoint import CheckpointError, prune, save
+from hpc_train.checkpoint import CheckpointError, Saved, Saver, prune
 from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
@@ -57,6 +59,7 @@ class Run:
     """Scaled to the global batch."""
     peak_flops: float | None = field(init=False)
     """FLOP/s of this rank's device, where they are known."""
+    saver: Saver = field(init=False)
     saved_at: int | None = None
     last_loss: float | None = None
     last_validation: float | None = None
@@ -64,6 +67,14 @@ class Run:
     def __post_init__(self) -> None:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
         self.peak_lr = peak_rate(self.config.optim, self.config.train.global_batch)
+        checkpoint = self.config.checkpoint
+        self.saver = Saver(
+            self.folder.checkpoints,
+            self.world,
+            background=checkpoint.background,
+            after=lambda _: prune(self.folder.checkpoints, checkpoint.keep),
+            timeout=timedelta(seconds=self.config.launch.timeout_seconds),
+        )
         device = self.world.device
         self.peak_flops = peak_flops(self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
@@ -81,8 +92,11 @@ def train(run: Run) -> int:
         report(run, step, validation)
         stopping = step.stop or stopped
         _save_if_due(run, stopping)
+        _tell_of_saves(run, run.saver.ended())
         if stopping and run.step < run.steps:
+            _tell_of_saves(run, run.saver.wait())
             return _stopped(run)
+    _tell_of_saves(run, run.saver.wait())
     return EXIT_DONE
 
 
@@ -162,25 +176,27 @@ def _save_if_due(run: Run, stopping: bool) -> None:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save this step. A save that fails is reported and training goes on: the earlier checkpoints are untouched."""
-    started = time.perf_counter()
+    """Begin to save this step. What becomes of it is told after the step in which it ends."""
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
         "seed": run.config.train.seed,
         "noise_scale": run.noise.state(),
         "schema_version": run.config.schema_version,
     }
-    handle = save(run.folder.checkpoints, run.step, run.engine.pieces(), extra, run.world)
-    try:
-        handle.wait()
-    except CheckpointError as error:
-        run.reporter.event("checkpoint_failed", step=run.step, why=str(error))
-        log.error("%s", error)
-        return
-    run.saved_at = run.step
-    if run.world.rank == 0:
-        prune(run.folder.checkpoints, run.config.checkpoint.keep)
-    run.reporter.event("checkpoint", step=run.step, seconds=time.perf_counter() - started)
+    run.saver.save(run.step, run.engine.pieces(), extra)
+
+
+def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
+    """A save that failed is reported and training goes on: the earlier checkpoints are untouched."""
+    for saved in ended:
+        try:
+            saved.wait()
+        except CheckpointError as error:
+            run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
+            log.error("%s", error)
+            continue
+        run.saved_at = saved.step
+        run.reporter.event("checkpoint", step=saved.step, seconds=saved.seconds, stall=saved.stall, bytes=saved.bytes)
 
 
 def _stopped(run: Run) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_train.api import Engine, RankMap, Task, World
-from hpc_train.checkpoint import choose, load
+from hpc_train.checkpoint import resume
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
@@ -107,12 +107,11 @@ def assemble(
     steps = total_steps(config, len(data))
     loader, validation = _loader(config, data, world), _validation(config, world)
     run = Run(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
-    chosen = choose(folder.checkpoints, config.checkpoint.resume, world)
-    if chosen is not None:
-        extra = load(*chosen, engine.pieces(), world)
-        run.step, run.saved_at = chosen[1], chosen[1] if chosen[0] == folder.checkpoints else None
-        _check_position(extra["consumed_samples"], run)
-        run.noise.restore(extra["noise_scale"])
+    resumed = resume(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    if resumed is not None:
+        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
+        _check_position(resumed.extra["consumed_samples"], run)
+        run.noise.restore(resumed.extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
     return run
 

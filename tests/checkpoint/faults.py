@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-CALLS = ("mkdir", "open", "pwrite", "fsync", "rename")
+CALLS = ("mkdir", "open", "posix_fallocate", "pwrite", "ftruncate", "fsync", "rename")
 Fault = Callable[[str, tuple[Any, ...]], None]
 
 

@@ -13,6 +13,8 @@ from checkpoint_helpers import alone, blank, holds, save_alone, sharded, state, 
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint import CheckpointError, load, newest, save, verify
+from hpc_train.checkpoint.holdings import gather
+from hpc_train.checkpoint.manifest import Manifest, ShardFile, from_bytes
 from hpc_train.errors import UserError
 from hpc_train.testing import run_ranks
 
@@ -35,7 +37,7 @@ def swap_two_rows(shard: Path) -> None:
 
 
 def put_another_step_in_its_place(shard: Path) -> None:
-    shard.write_bytes((shard.parent.parent / "step-1" / shard.name).read_bytes())
+    shard.write_bytes((shard.parents[3] / "step-1" / shard.relative_to(shard.parents[2])).read_bytes())
 
 
 def edit_manifest(step: Path, change: Callable[[dict[str, object]], object]) -> None:
@@ -45,20 +47,26 @@ def edit_manifest(step: Path, change: Callable[[dict[str, object]], object]) -> 
 
 
 SHARD_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit in the data": (lambda shard: flip(shard, first_data_byte(shard)), "checksum"),
-    "flipped bit in the header": (lambda shard: flip(shard, 20), "checksum"),
-    "flipped bit in the last byte": (lambda shard: flip(shard, -1), "checksum"),
-    "rows swapped": (swap_two_rows, "checksum"),
-    "older state of the same tensors": (put_another_step_in_its_place, "checksum"),
+    "flipped bit in the data": (lambda shard: flip(shard, first_data_byte(shard)), "not what was committed"),
+    "flipped bit in the header": (lambda shard: flip(shard, 20), "not what was committed"),
+    "flipped bit in the last byte": (lambda shard: flip(shard, -1), "not what was committed"),
+    "rows swapped": (swap_two_rows, "not what was committed"),
+    "older state of the same tensors": (put_another_step_in_its_place, "not what was committed"),
     "truncated": (lambda shard: shard.write_bytes(shard.read_bytes()[:-7]), "bytes"),
     "longer": (lambda shard: shard.write_bytes(shard.read_bytes() + b"\0"), "bytes"),
     "tail lost, size kept": (
         lambda shard: shard.write_bytes(
             shard.read_bytes()[: first_data_byte(shard)].ljust(shard.stat().st_size, b"\0")
         ),
-        "checksum",
+        "not what was committed",
     ),
     "missing": (lambda shard: shard.unlink(), "missing"),
+}
+DIGESTS_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda table: flip(table, -1), "not what was committed"),
+    "truncated": (lambda table: table.write_bytes(table.read_bytes()[:-8]), "not what was committed"),
+    "of another step": (put_another_step_in_its_place, "not what was committed"),
+    "missing": (lambda table: table.unlink(), "No such file"),
 }
 
 
@@ -71,19 +79,30 @@ def two_steps(directory: Path) -> Path:
 @pytest.mark.parametrize("damage", SHARD_DAMAGE)
 def test_a_damaged_shard(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     do, what = SHARD_DAMAGE[damage]
-    do(two_steps(tmp_path) / "shard-0.h5")
+    do(two_steps(tmp_path) / "shards/000/000000.h5")
     (problem,) = verify(tmp_path, 2)
-    assert problem.file == "shard-0.h5"
+    assert problem.file == "shards/000/000000.h5"
     assert what in problem.what
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == 1
     assert "step 2" in caplog.text
     assert str(problem) in caplog.text
     pieces = blank(whole(state(2)))
-    with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shard-0\.h5"):
+    with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shards/000/000000\.h5"):
         load(tmp_path, 2, pieces, alone())
-    assert not any(piece.local.count_nonzero() for piece in pieces), "nothing of it was loaded"
     assert holds(tmp_path, 1, state(1))
+
+
+@pytest.mark.parametrize("damage", DIGESTS_DAMAGE)
+def test_a_damaged_table_of_digests(tmp_path: Path, damage: str) -> None:
+    do, what = DIGESTS_DAMAGE[damage]
+    do(two_steps(tmp_path) / "shards/000/000000.h5.digests")
+    (problem,) = verify(tmp_path, 2)
+    assert problem.file == "shards/000/000000.h5.digests"
+    assert what in problem.what
+    assert newest(tmp_path) == 1
+    with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shards/000/000000\.h5\.digests: .*" + what):
+        load(tmp_path, 2, blank(whole(state(2))), alone())
 
 
 MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -117,7 +136,7 @@ def test_a_damaged_manifest(tmp_path: Path, damage: str) -> None:
 
 def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
     save_alone(tmp_path, 1, {"w": torch.ones(3)})
-    shard = tmp_path / "step-1" / "shard-0.h5"
+    shard = tmp_path / "step-1" / "shards/000/000000.h5"
     good = shard.read_bytes()
     for at in range(0, len(good), 7):
         flip(shard, at)
@@ -126,13 +145,11 @@ def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
     assert verify(tmp_path, 1) == []
 
 
-def test_a_manifest_cannot_point_outside_of_its_directory(tmp_path: Path) -> None:
-    from hpc_train.checkpoint.manifest import FORMAT_VERSION, Entry, Manifest, ShardFile, from_bytes
-
-    entry = Entry("w", (1,), "float32", (0,), (1,), "../step-1/shard-0.h5", "w")
-    for entries, files in [((entry,), ()), ((), (ShardFile("/etc/passwd", 1, "xxh3_128:0"),))]:
-        with pytest.raises(CheckpointError, match="not a file name"):
-            from_bytes(Manifest(FORMAT_VERSION, 1, 1, 1, entries, files, {}).to_bytes())
+@pytest.mark.parametrize("name", ["../step-1/shards/000/000000.h5", "/etc/passwd", "shards/../../x.h5", "./x.h5"])
+def test_a_manifest_cannot_point_outside_of_its_directory(name: str) -> None:
+    manifest = Manifest(1, 1, 1, gather([]), (ShardFile(name, 1, "xxh3_128:0"),), {})
+    with pytest.raises(CheckpointError, match="not the name of a file of a step"):
+        from_bytes(manifest.to_bytes())
 
 
 def test_all_ranks_hear_of_one_damaged_shard(tmp_path: Path) -> None:
@@ -146,10 +163,10 @@ def test_all_ranks_hear_of_one_damaged_shard(tmp_path: Path) -> None:
 
     for step in (1, 2):
         run_ranks(save_by_rows, 3, step)
-    flip(tmp_path / "step-2" / "shard-1.h5", -1)
+    flip(tmp_path / "step-2" / "shards/000/000001.h5", -1)
     answers = run_ranks(load_or_fail, 3)
     assert len(set(answers)) == 1
-    assert "shard-1.h5" in answers[0][0]
+    assert "shards/000/000001.h5" in answers[0][0]
     assert answers[0][1:] == (1, 1)
 
 

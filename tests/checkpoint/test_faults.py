@@ -116,7 +116,8 @@ def test_everything_is_on_the_disk_before_its_name_is(tmp_path: Path) -> None:
     with patch.multiple(os, fsync=fsync, rename=rename):
         save_alone(tmp_path / "checkpoints", 1, OLD)
     parent = tmp_path.name.partition("-")[0]
-    assert done == [parent, "shard", "manifest.json", "step", "rename to step-1", "checkpoints"]
+    files = ["000000.h5", "000000.h5.digests", "manifest.json"]
+    assert done == [parent, *files, "000", "shards", "step", "rename to step-1", "checkpoints"]
 
 
 def test_a_file_system_that_really_refuses_the_data(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_after_a_rollback_the_abandoned_future_goes_not_the_present(tmp_path: Pa
 def test_damaged_ones_do_not_count_and_the_only_whole_one_stays(tmp_path: Path) -> None:
     saved(tmp_path, 100, 150, 175)
     (tmp_path / "step-150" / "manifest.json").unlink()
-    (tmp_path / "step-175" / "shard-0.h5").write_bytes(b"")
+    (tmp_path / "step-175" / "shards/000/000000.h5").write_bytes(b"")
     assert prune(tmp_path, keep=2) == []
     assert newest(tmp_path) == 100
     assert prune(tmp_path, keep=1) == [150, 175]
@@ -51,9 +51,10 @@ def test_nothing_to_prune(tmp_path: Path) -> None:
 
 def leave(directory: Path, name: str, hours_ago: float = 0) -> None:
     path = directory / name
-    path.mkdir(parents=True)
-    (path / "shard-0.h5").write_bytes(b"half")
-    for item in (path / "shard-0.h5", path):
+    shard = path / "shards/000/000000.h5"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"half")
+    for item in (shard, shard.parent, shard.parent.parent, path):
         os.utime(item, (time.time() - 3600 * hours_ago,) * 2)
 
 

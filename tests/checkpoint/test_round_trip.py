@@ -79,8 +79,8 @@ def test_the_handle_tells_what_was_written(tmp_path: Path) -> None:
     saved = save(tmp_path / "made" / "on demand", 5, whole(state(0)), {}, alone())
     saved.wait()
     assert saved.path == tmp_path / "made" / "on demand" / "step-5"
-    assert saved.bytes == (saved.path / "shard-0.h5").stat().st_size
-    assert names(saved.path) == ["manifest.json", "shard-0.h5"]
+    assert saved.bytes == (saved.path / "shards/000/000000.h5").stat().st_size
+    assert names(saved.path) == ["manifest.json", "shards"]
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_any_hdf5_reader_understands_the_shards(tmp_path: Path) -> None:
         "mask": torch.tensor([True, False]),
     }
     save_alone(tmp_path, 1, tensors)
-    shard = str(tmp_path / "step-1" / "shard-0.h5")
+    shard = str(tmp_path / "step-1" / "shards/000/000000.h5")
     seen = json.loads(subprocess.run([sys.executable, "-c", READER, shard], check=True, capture_output=True).stdout)
     values = {
         name: (tensor.double() if tensor.is_floating_point() else tensor).tolist() for name, tensor in tensors.items()

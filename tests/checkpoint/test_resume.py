@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import save_alone
+from checkpoint_helpers import alone, save_alone
 
-from hpc_train.api import World
-from hpc_train.checkpoint import CheckpointError, choose
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint import CheckpointError, resume
 from hpc_train.errors import UserError
 from hpc_train.testing import run_ranks
 
@@ -17,12 +17,20 @@ from hpc_train.testing import run_ranks
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step in (5, 10):
-        save_alone(tmp_path / "checkpoints", step, {"w": torch.ones(2)})
+        save_alone(tmp_path / "checkpoints", step, {"w": torch.full((2,), float(step))})
     return tmp_path
 
 
+def choose(directory: Path, how: str, world: World | None = None) -> tuple[Path, int] | None:
+    """(directory, step) of what is loaded, which is what was saved at that step."""
+    piece = Piece("w", (2,), torch.float32, (0,), torch.zeros(2))
+    resumed = resume(directory, how, [piece], world or alone())
+    assert piece.local.tolist() == ([float(resumed.step)] * 2 if resumed else [0, 0])
+    return (resumed.directory, resumed.step) if resumed else None
+
+
 def damage(run: Path, step: int) -> None:
-    (run / "checkpoints" / f"step-{step}" / "shard-0.h5").unlink()
+    (run / "checkpoints" / f"step-{step}" / "shards/000/000000.h5").unlink()
 
 
 def test_what_each_word_means(run: Path) -> None:

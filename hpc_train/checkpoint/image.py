@@ -1,0 +1,149 @@
+"""The image of a shard file before it has data: h5py makes the structure once, and says where each tensor belongs.
+
+So the bytes of the tensors never pass through HDF5's conversion or locks: they are copied to their places in memory,
+and the whole image is streamed to the disk. Equal layouts make equal images.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from h5py import h5d, h5p, h5s, h5t
+
+from hpc_train.api import Piece
+from hpc_train.checkpoint.dtypes import dtype_name, hdf5_type
+from hpc_train.checkpoint.errors import CheckpointError, one_line
+
+ALIGNMENT = 4096
+"""Bytes; of every dataset that is at least so large. What direct I/O needs of memory, offsets and lengths."""
+_META_BLOCK = 64 << 10
+_RESERVED = re.compile(r"[%/@\x00-\x1f\x7f]|^\.$|^\.\.$")
+"""What means something in an HDF5 path, to this module or to a terminal."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One dataset: a rectangle of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole logical tensor."""
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return prod(self.local_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where everything is in a shard file."""
+
+    size: int
+    """Bytes of the whole file."""
+    places: tuple[int, ...]
+    """Byte at which the data of each row begins; 0 for one without elements."""
+    structure: tuple[tuple[int, bytes], ...]
+    """(begin, bytes) of all that is no tensor's data."""
+
+
+def row_of(piece: Piece) -> Row:
+    """What a piece looks like in a file."""
+    assert piece.local.dtype == piece.dtype, piece.name
+    assert len(piece.offset) == piece.local.dim() == len(piece.shape), piece.name
+    return Row(piece.name, tuple(piece.shape), piece.dtype, tuple(piece.offset), tuple(piece.local.shape))
+
+
+def dataset_names(rows: Sequence[Row]) -> list[str]:
+    """The tensors' names; a second rectangle of the same tensor gets `@1`, and so on. A reserved character becomes %XX.
+
+    No offsets are in a name, so that the files of ranks that hold equally large shards have equal layouts.
+    """
+    seen: dict[str, int] = {}
+    names = []
+    for row in rows:
+        safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), row.name) or "%"
+        count = seen[safe] = seen.get(safe, -1) + 1
+        names.append(f"{safe}@{count}" if count else safe)
+    return names
+
+
+def make_image(rows: Sequence[Row]) -> Image:
+    """Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file."""
+    with tempfile.TemporaryDirectory(prefix="hpc_train-image-", dir=_memory()) as folder:
+        path = Path(folder) / "image.h5"
+        try:
+            places = _lay_out(path, rows)
+        except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
+            raise CheckpointError(one_line(error)) from error
+        data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
+        size = path.stat().st_size
+        return Image(size, tuple(places), tuple(_gaps(path, data, size)))
+
+
+def _memory() -> str | None:
+    """A folder without a disk behind it, if there is one: the file is as sparse as the model is large."""
+    shared = "/dev/shm"
+    return shared if os.access(shared, os.W_OK | os.X_OK) else None
+
+
+def _lay_out(path: Path, rows: Sequence[Row]) -> list[int]:
+    with h5py.File(
+        path,
+        "x",
+        libver=("v110", "v110"),  # checksummed metadata, readable by HDF5 1.10 and later
+        locking=False,
+        alignment_threshold=ALIGNMENT,
+        alignment_interval=ALIGNMENT,
+        meta_block_size=_META_BLOCK,
+    ) as file:
+        properties = _creation_properties()
+        named = zip(dataset_names(rows), rows, strict=True)
+        return [_create(file, name, row, properties).get_offset() or 0 for name, row in named]
+
+
+def _creation_properties() -> tuple[Any, Any]:
+    """Of a dataset and of its link."""
+    creation, link = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # equal layouts make equal files
+    link.set_char_encoding(h5t.CSET_UTF8)
+    return creation, link
+
+
+def _create(file: Any, name: str, row: Row, properties: tuple[Any, Any]) -> Any:
+    space = h5s.create_simple(row.local_shape) if row.local_shape else h5s.create(h5s.SCALAR)
+    dataset = h5d.create(file.id, name.encode(), hdf5_type(row.dtype), space, *properties)
+    attributes = h5py.AttributeManager(h5py.Dataset(dataset))
+    attributes["torch_dtype"] = dtype_name(row.dtype)
+    attributes["global_shape"] = np.asarray(row.shape, dtype=np.int64)
+    attributes["offset"] = np.asarray(row.offset, dtype=np.int64)
+    return dataset
+
+
+def _gaps(path: Path, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
+    """Everything between the tensors."""
+    found, at = [], 0
+    with path.open("rb") as file:
+        for begin, end in [*data, (size, size)]:
+            assert begin >= at, "HDF5 gave two datasets the same bytes"
+            if begin > at:
+                file.seek(at)
+                found.append((at, file.read(begin - at)))
+            at = end
+    return found
