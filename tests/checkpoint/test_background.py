@@ -108,7 +108,6 @@ def test_what_follows_a_commit_runs_on_rank_0_after_it(tmp_path: Path) -> None:
             change(pieces)
         return seen, [saved.step for saved in saver.wait() if saved.error is None]
 
-    # `after` of the second is only waited for by the `wait` that follows it, so it is looked at through the list.
     answers = run_ranks(two_saves, 2)
     assert answers == [([(1, True), (2, True)], [1, 2]), ([], [1, 2])]
     found = blank(whole(state(2)))
