@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_submit(commands)
     _add_data(commands)
+    _add_checkpoint(commands)
     _add_bench(commands)
     _add_completion(commands)
     return parser
@@ -114,6 +115,13 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_arguments(command)
 
 
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.checkpoint_arguments import add_arguments
+
+    command = _command(commands, "checkpoint", "list, inspect, verify, convert and remove checkpoints")
+    add_arguments(command)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _command(commands, "bench", "measure this machine")
     kinds = command.add_subparsers(dest="bench", required=True, metavar="kind")
@@ -128,6 +136,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     step.set_defaults(run=_bench_step)
     _add_bench_overlap(kinds)
     _add_bench_bubble(kinds)
+    _add_bench_checkpoint(kinds)
 
 
 def _add_bench_overlap(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,6 +164,19 @@ def _add_bench_bubble(kinds: argparse._SubParsersAction[argparse.ArgumentParser]
     bubble.add_argument("--schedule", action="append", metavar="NAME", help="only this one, or a file .csv; repeatable")
     bubble.add_argument("--json", action="store_true", help="print the result as JSON")
     bubble.set_defaults(run=_bench_bubble)
+
+
+def _add_bench_checkpoint(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "save, stall, load and verify against the disk itself, torch.save, DCP and safetensors"
+    bench = kinds.add_parser("checkpoint", help=summary, description=summary)
+    bench.add_argument("--gib", type=float, default=2.0, help="of state over all ranks (default 2)")
+    bench.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of this machine (default 1 2)")
+    bench.add_argument("--tensors", type=int, help="so many equal ones, in place of a transformer and its AdamW state")
+    bench.add_argument("--directory", nargs="+", default=["."], metavar="DIR", help="where (default: here)")
+    bench.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
+    bench.add_argument("--json", action="store_true", help="print the result as JSON")
+    bench.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
+    bench.set_defaults(run=_bench_checkpoint)
 
 
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -208,6 +230,17 @@ def _bench_bubble(arguments: argparse.Namespace) -> int:
     sizes = ("ranks", "micro_batches", "rounds", "milliseconds")
     schedules = tuple(dict.fromkeys(arguments.schedule or SCHEDULES))
     return bubble_command(Options(schedules, **{name: getattr(arguments, name) for name in sizes}), arguments.json)
+
+
+def _bench_checkpoint(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hpc_train.bench.checkpoint.command import checkpoint_command
+    from hpc_train.bench.checkpoint.result import Options
+
+    a = arguments
+    options = Options(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds)
+    return checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
 
 
 def _completion(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from hpc_train.checkpoint.background import Saver
 from hpc_train.checkpoint.catalogue import committed
 from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.loading import load
+from hpc_train.checkpoint.poison import mark_bad, unmark
 from hpc_train.checkpoint.resume import Resumed, resume
 from hpc_train.checkpoint.retention import prune
 from hpc_train.checkpoint.saving import Saved, save
@@ -22,9 +23,11 @@ __all__ = [
     "Saver",
     "committed",
     "load",
+    "mark_bad",
     "newest",
     "prune",
     "resume",
     "save",
+    "unmark",
     "verify",
 ]

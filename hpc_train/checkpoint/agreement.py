@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.api import World
-from hpc_train.checkpoint.errors import CheckpointError, one_line
+from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, one_line
 from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ class Failure:
 
 
 def on_first(world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
-    """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process."""
+    """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process.
+
+    Raises LostRanksError, not the same on every rank, where one of them is gone or late; the group is then of no use.
+    """
     verdict = _attempt(work) if _is_first(world) else None
     return cast(R, _opened(_from_first(world, verdict, group)))
 
@@ -45,7 +49,7 @@ def on_all(
     """Run `work` on every rank, then `then` on rank 0 with all results in rank order.
 
     Every rank gets the result of `then`, or raises the first error of any of them. A rank that fails still takes part,
-    so nobody waits for it.
+    so nobody waits for it. Raises LostRanksError as `on_first` does.
     """
     who = f"rank {world.rank}: " if world and world.size > 1 else ""
     results = _to_first(world, _attempt(work, who), group)
@@ -82,7 +86,8 @@ def _to_first(world: World | None, mine: T, group: ProcessGroup | None) -> list[
     if world is None or world.size == 1:
         return [mine]
     gathered: list[T | None] | None = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(mine, gathered, dst=0, group=group)
+    with _together():
+        dist.gather_object(mine, gathered, dst=0, group=group)
     return cast(list[T], gathered or [])
 
 
@@ -90,5 +95,16 @@ def _from_first(world: World | None, value: Any, group: ProcessGroup | None) -> 
     if world is None or world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+    with _together():
+        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """A collective; gloo tells of a lost rank by a RuntimeError of several lines."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:200]
+        raise LostRanksError(f"a rank is gone, or did not come in time ({why})") from error

@@ -8,13 +8,16 @@ step-<n>.trash-<token>   being deleted
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.manifest import Manifest, read
 from hpc_train.errors import UserError
 
+_ROOM = 1000
+"""How much later than a readable checkpoint one may be that cannot be read: as many saves are never kept."""
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.old-.+)?")
 
 
@@ -35,15 +38,19 @@ def step_of(path: Path) -> int | None:
 
 
 def found(directory: Path) -> dict[int, Path]:
-    """Committed steps and where they are; empty if there is no such directory."""
-    if not directory.is_dir():
+    """Committed steps and where they are; empty if there is no such directory.
+
+    Raises OSError if it cannot be listed: that there is nothing to go on from must not be a guess.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = sorted((entry.name for entry in entries if entry.is_dir()), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        if directory.is_dir():
+            raise  # a server that forgot a handle; asked again, it knows
         return {}
-    steps: dict[int, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # step-7 comes after step-7.old-..., and so overrides it
-        step = step_of(path)
-        if step is not None and path.is_dir():
-            steps[step] = path
-    return steps
+    paths = [directory / name for name in names]  # step-7 comes after step-7.old-..., and so overrides it
+    return {step: path for path in paths if (step := step_of(path)) is not None}
 
 
 def locate(directory: Path, step: int) -> Path:
@@ -66,9 +73,16 @@ def committed(directory: Path) -> list[int]:
 
 
 def next_sequence(directory: Path) -> int:
-    """Sequence number of the next commit."""
-    numbers = [m.sequence for step, path in found(directory).items() if (m := readable(path, step))]
-    return max(numbers, default=0) + 1
+    """Sequence number of the next commit: above all others, also those that the file system does not give just now."""
+    numbers, hidden = [0], 0
+    for step, path in found(directory).items():
+        try:
+            numbers.append(read(path, step).sequence)
+        except UnreadableError:
+            hidden += 1
+        except CheckpointError:
+            continue
+    return max(numbers) + 1 + hidden * _ROOM
 
 
 def readable(path: Path, step: int) -> Manifest | None:

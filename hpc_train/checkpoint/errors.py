@@ -12,6 +12,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or is damaged: the machine's fault, not the user's. Its text is one line."""
 
 
+class UnreadableError(CheckpointError):
+    """The file system does not give a file that is there: it may do so later, so this is not damage."""
+
+
+class LostRanksError(RuntimeError):
+    """A rank is gone, or did not come in time: what the ranks use to talk to one another no longer works."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a committed checkpoint."""
@@ -35,6 +43,6 @@ def one_line(error: BaseException) -> str:
     cause = _HDF5_CAUSE.search(text)
     if cause:
         return f"[Errno {cause[1]}] {cause[2]}"
-    if isinstance(error, (OSError, CheckpointError)):
+    if isinstance(error, (OSError, CheckpointError, LostRanksError)):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text}"

@@ -25,9 +25,11 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data` at `offset`: one call of the system may write less than it is given."""
+    """All of `data` at `offset`: one call of the system may write less than it is given. Raises OSError."""
     while data:
         written = os.pwrite(descriptor, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, "the file system takes no more bytes")
         data, offset = data[written:], offset + written
 
 
@@ -46,6 +48,20 @@ def sync_directory(path: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
+
+
+def make_directory(path: Path) -> None:
+    """A directory and those above it that are missing, private, with their names on the disk. Raises OSError."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    except FileNotFoundError:
+        make_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(path.parent)
 
 
 def checksum(path: Path) -> tuple[int, str]:

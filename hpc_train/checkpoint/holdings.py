@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from hpc_train.checkpoint.pattern import decode, encode
 from hpc_train.checkpoint.rectangle import Rectangle
 
 Integers = NDArray[np.int64]
+_FEW = 8
+"""Members that are faster looked at one by one."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ class Layout:
     offsets: tuple[Integers, ...]
     """[rows][members, dimensions]: where in the logical tensor."""
 
+    def touching(self, row: int, wanted: Rectangle) -> list[Part]:
+        """The parts of one row that have an element of a rectangle."""
+        shape, offsets = self.shapes[row], self.offsets[row]
+        if 0 in shape or 0 in wanted.shape:
+            return []
+        members: Any = range(len(self.files))
+        if len(self.files) > _FEW:
+            begin = np.asarray(wanted.offset, dtype=np.int64)
+            end = begin + np.asarray(wanted.shape, dtype=np.int64)
+            members = np.flatnonzero(((offsets < end) & (offsets + shape > begin)).all(axis=1))
+        place = int(self.places[row])
+        parts = (Part(int(self.files[it]), place, Rectangle(tuple(offsets[it].tolist()), shape)) for it in members)
+        return [part for part in parts if part.rectangle == wanted or part.rectangle.overlap(wanted)]
+
 
 @dataclass(frozen=True)
 class Holdings:
@@ -82,6 +99,31 @@ class Holdings:
 
     tensors: tuple[Tensor, ...]
     layouts: tuple[Layout, ...]
+
+    def touching(self, name: str, wanted: Rectangle) -> list[Part]:
+        """The parts of a tensor that have an element of a rectangle of it, without a look at other tensors."""
+        return [part for layout, row in self._rows.get(name, ()) for part in layout.touching(row, wanted)]
+
+    @cached_property
+    def _rows(self) -> dict[str, list[tuple[Layout, int]]]:
+        """Of every tensor the rows that are parts of it."""
+        names = [tensor.name for tensor in self.tensors]
+        found: dict[str, list[tuple[Layout, int]]] = {}
+        for layout in self.layouts:
+            for row, tensor in enumerate(layout.tensors.tolist()):
+                found.setdefault(names[tensor], []).append((layout, row))
+        return found
+
+    def rectangles(self, tensor: Tensor) -> tuple[Integers, Integers]:
+        """Of all parts of a tensor that have elements the offsets and the shapes, [parts, dimensions] each."""
+        offsets = shapes = np.empty((0, len(tensor.shape)), dtype=np.int64)
+        rows = [(it.offsets[row], it.shapes[row]) for it, row in self._rows.get(tensor.name, ())]
+        rows = [(of_row, shape) for of_row, shape in rows if 0 not in shape]
+        if rows:
+            offsets = np.concatenate([of_row for of_row, _ in rows])
+            counts = [len(of_row) for of_row, _ in rows]
+            shapes = np.repeat(np.asarray([shape for _, shape in rows], dtype=np.int64), counts, axis=0)
+        return offsets, shapes
 
     def parts(self) -> dict[str, list[Part]]:
         """The parts of every tensor, those without elements left out."""
@@ -129,13 +171,18 @@ def to_json(holdings: Holdings) -> dict[str, Any]:
 def from_json(body: dict[str, Any]) -> Holdings:
     """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
     tensors = tuple(Tensor(str(name), str(dtype), tuple(shape)) for name, dtype, shape in body["tensors"])
-    return Holdings(tensors, tuple(_layout_from(it, len(tensors)) for it in body["layouts"]))
+    known: dict[tuple[int, str], Integers] = {}
+    return Holdings(tensors, tuple(_layout_from(it, len(tensors), known) for it in body["layouts"]))
 
 
-def _layout_from(body: dict[str, Any], tensors: int) -> Layout:
+def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str], Integers]) -> Layout:
+    """known: what was decoded before; rows that are cut alike have equal offsets, and then one array."""
     files = decode(body["files"])
     shapes = tuple(tuple(shape) for shape in body["shapes"])
-    offsets = tuple(_columns(it, len(files)) for it in body["offsets"])
+    for codes in body["offsets"]:
+        if (key := (len(files), str(codes))) not in known:
+            known[key] = _columns(codes, len(files))
+    offsets = tuple(known[len(files), str(codes)] for codes in body["offsets"])
     layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets)
     rows = len(layout.tensors)
     if not len(shapes) == len(layout.places) == len(offsets) == rows or (rows and layout.tensors.max() >= tensors):

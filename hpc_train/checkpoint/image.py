@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from h5py import h5d, h5p, h5s, h5t
+from h5py import h5a, h5d, h5p, h5s, h5t
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, hdf5_type
@@ -67,15 +67,16 @@ def row_of(piece: Piece) -> Row:
     return Row(piece.name, tuple(piece.shape), piece.dtype, tuple(piece.offset), tuple(piece.local.shape))
 
 
-def dataset_names(rows: Sequence[Row]) -> list[str]:
-    """The tensors' names; a second rectangle of the same tensor gets `@1`, and so on. A reserved character becomes %XX.
+def dataset_names(tensors: Iterable[str]) -> list[str]:
+    """From the name of each row's tensor; a second rectangle of the same tensor gets `@1`, and so on.
 
+    A reserved character becomes %XX.
     No offsets are in a name, so that the files of ranks that hold equally large shards have equal layouts.
     """
     seen: dict[str, int] = {}
     names = []
-    for row in rows:
-        safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), row.name) or "%"
+    for name in tensors:
+        safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), name) or "%"
         count = seen[safe] = seen.get(safe, -1) + 1
         names.append(f"{safe}@{count}" if count else safe)
     return names
@@ -110,9 +111,41 @@ def _lay_out(path: Path, rows: Sequence[Row]) -> list[int]:
         alignment_interval=ALIGNMENT,
         meta_block_size=_META_BLOCK,
     ) as file:
-        properties = _creation_properties()
-        named = zip(dataset_names(rows), rows, strict=True)
-        return [_create(file, name, row, properties).get_offset() or 0 for name, row in named]
+        writer = _Writer(file)
+        named = zip(dataset_names(row.name for row in rows), rows, strict=True)
+        return [writer.create(name, row) for name, row in named]
+
+
+class _Writer:
+    """Datasets of one open file; what they have in common is made once, as thousands of small ones take long."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file.id
+        self._creation, self._link = _creation_properties()
+        self._text, self._integer = h5t.py_create(h5py.string_dtype(), logical=True), h5t.NATIVE_INT64
+        self._dtypes: dict[torch.dtype, tuple[Any, Any]] = {}
+        self._spaces: dict[tuple[int, ...], Any] = {}
+
+    def create(self, name: str, row: Row) -> int:
+        """Byte of the file at which its data begins; 0 for one without elements."""
+        kind, text = self._dtype(row.dtype)
+        dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), self._creation, self._link)
+        h5a.create(dataset, b"torch_dtype", self._text, self._space(())).write(text)
+        for attribute, values in ((b"global_shape", row.shape), (b"offset", row.offset)):
+            numbers = np.asarray(values, dtype=np.int64)
+            h5a.create(dataset, attribute, self._integer, self._space(numbers.shape)).write(numbers)
+        return dataset.get_offset() or 0
+
+    def _dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """(its HDF5 type, its name as HDF5 writes it)."""
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = hdf5_type(dtype), np.array(dtype_name(dtype), dtype=h5py.string_dtype())
+        return self._dtypes[dtype]
+
+    def _space(self, shape: tuple[int, ...]) -> Any:
+        if shape not in self._spaces:
+            self._spaces[shape] = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+        return self._spaces[shape]
 
 
 def _creation_properties() -> tuple[Any, Any]:
@@ -124,16 +157,6 @@ def _creation_properties() -> tuple[Any, Any]:
     creation.set_obj_track_times(False)  # equal layouts make equal files
     link.set_char_encoding(h5t.CSET_UTF8)
     return creation, link
-
-
-def _create(file: Any, name: str, row: Row, properties: tuple[Any, Any]) -> Any:
-    space = h5s.create_simple(row.local_shape) if row.local_shape else h5s.create(h5s.SCALAR)
-    dataset = h5d.create(file.id, name.encode(), hdf5_type(row.dtype), space, *properties)
-    attributes = h5py.AttributeManager(h5py.Dataset(dataset))
-    attributes["torch_dtype"] = dtype_name(row.dtype)
-    attributes["global_shape"] = np.asarray(row.shape, dtype=np.int64)
-    attributes["offset"] = np.asarray(row.offset, dtype=np.int64)
-    return dataset
 
 
 def _gaps(path: Path, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import locate
-from hpc_train.checkpoint.digests import Digests, from_bytes
+from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.dtypes import dtype_name
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.holdings import Part, Tensor
-from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, read
+from hpc_train.checkpoint.exchange import agree
+from hpc_train.checkpoint.holdings import Tensor
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle, uncovered
-from hpc_train.checkpoint.shard import beside
-from hpc_train.checkpoint.transfer import Copy, copy_of, reads
+from hpc_train.checkpoint.source import Source, table_of
+from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, strips
+from hpc_train.checkpoint.targets import Target
+from hpc_train.checkpoint.transfer import in_file_order, reads
 from hpc_train.errors import UserError
+
+__all__ = ["load", "plan_reads", "table_of", "undamaged"]
 
 
 def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> dict[str, Any]:
     """Fill `piece.local` of every piece in place, bit for bit, from any layout it was saved in; returns `extra`.
 
     Every rank of `world` calls it, with its own pieces, copies (replica > 0) included; tensors of the checkpoint that
-    nobody asks for are ignored. Every byte that is used is verified first.
+    nobody asks for are ignored. Every byte that is used is verified first. What several ranks want is read once and
+    passed on (checkpoint.exchange), so all ranks together read little more than what they want of the files.
 
     Raises, the same on every rank: UserError if the step is not there, or if it has no tensor of that name, shape and
     dtype; CheckpointError if it is damaged. Until then nothing is written, but after an error while the data is being
@@ -35,36 +40,33 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> d
     wanted = list(pieces)
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
-    copies: list[Copy] = []
-    on_all(world, lambda: copies.extend(_plan(wanted, manifest, where)), lambda _: None)
-    on_all(world, lambda: _read(path, manifest, copies, where), lambda _: None)
+    plan: list[Strips] = []
+    with uncollected():
+        on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
+        targets = [Target(piece) for piece in wanted]
+    sizes = [file.bytes for file in manifest.files]
+    own, shared = agree(plan[0], sizes, world)
+    with Source(path, manifest.files) as source:
+        reader = Reader(source, wanted, targets)
+        on_all(world, lambda: undamaged(where, lambda: reader.run(reads(own, sizes))), lambda _: None)
+        if shared is not None:
+            on_all(world, lambda: undamaged(where, lambda: shared.run(source, targets)), lambda _: None)
+    for target in targets:
+        target.finish()
     return manifest.extra
-
-
-def table_of(directory: Path, file: ShardFile) -> Digests:
-    """The digests of a shard file. Raises CheckpointError if they are not those that were committed."""
-    name = beside(Path(file.name)).as_posix()
-    try:
-        data = beside(directory / file.name).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
-    if checksum_of(data) != file.digests:
-        raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
-    try:
-        return from_bytes(data, file.bytes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
     path = locate(directory, step)
     try:
-        return path, read(path, step)
+        with uncollected():
+            return path, read(path, step)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST}: {error}") from error
 
 
-def _plan(pieces: Sequence[Piece], manifest: Manifest, where: str) -> list[Copy]:
+def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strips:
+    """What this rank wants, in file order."""
     tensors = {tensor.name: tensor for tensor in manifest.holdings.tensors}
     missing = [piece.name for piece in pieces if piece.name not in tensors]
     if missing:
@@ -72,19 +74,29 @@ def _plan(pieces: Sequence[Piece], manifest: Manifest, where: str) -> list[Copy]
         raise UserError(
             f"{where} has no tensor {missing[0]!r}{more}; it is of another model or optimizer: choose another"
         )
-    parts = manifest.holdings.parts()
-    return [copy for piece in pieces for copy in _copies(piece, tensors[piece.name], parts[piece.name], where)]
+    rows = (
+        row for index, piece in enumerate(pieces) for row in _copies(index, piece, tensors[piece.name], manifest, where)
+    )
+    return in_file_order(cut(strips(rows)))
 
 
-def _copies(piece: Piece, tensor: Tensor, parts: list[Part], where: str) -> list[Copy]:
+def _copies(index: int, piece: Piece, tensor: Tensor, manifest: Manifest, where: str) -> list[Numbers]:
     _check_kind(piece, tensor, where)
-    wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
-    overlaps = [(part, wanted.overlap(part.rectangle)) for part in parts]
-    copies = [copy_of(part, piece, common) for part, common in overlaps if common]
-    why = uncovered(wanted, [copy.wanted for copy in copies])
+    held = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
+    item = piece.dtype.itemsize
+    parts = manifest.holdings.touching(piece.name, held)
+    if len(parts) == 1 and parts[0].rectangle == held:
+        return between(parts[0].file, parts[0].place, held, index, held, held, item)
+    overlaps = [(part, held.overlap(part.rectangle)) for part in parts]
+    found = [(part, common) for part, common in overlaps if common]
+    why = uncovered(held, [common for _, common in found])
     if why:
         raise CheckpointError(f"{where} is damaged: tensor {piece.name!r}: {why}")
-    return copies
+    return [
+        row
+        for part, common in found
+        for row in between(part.file, part.place, part.rectangle, index, held, common, item)
+    ]
 
 
 def _check_kind(piece: Piece, saved: Tensor, where: str) -> None:
@@ -96,10 +108,9 @@ def _check_kind(piece: Piece, saved: Tensor, where: str) -> None:
         )
 
 
-def _read(path: Path, manifest: Manifest, copies: list[Copy], where: str) -> None:
+def undamaged(where: str, work: Callable[[], None]) -> None:
+    """Do it; raises CheckpointError, which says where, for what is wrong with the files."""
     try:
-        tables = {file: table_of(path, manifest.files[file]) for file in {copy.part.file for copy in copies}}
-        with Reader(path, manifest.files, tables) as reader:
-            reader.run(reads(copies, [file.bytes for file in manifest.files]))
+        work()
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from error

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
-from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import checksum_of
 from hpc_train.checkpoint.holdings import Holdings, from_json, to_json
-from hpc_train.checkpoint.rectangle import uncovered
+from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -40,6 +41,10 @@ class Manifest:
     holdings: Holdings
     files: tuple[ShardFile, ...]
     extra: dict[str, Any]
+    finite: bool = True
+    """Neither NaN nor infinity in it, and none in the loss or the gradient since the save before."""
+    validation_loss: float | None = None
+    """At this very step; None if it was not measured, or is not finite."""
 
     @property
     def size(self) -> int:
@@ -53,6 +58,8 @@ class Manifest:
             "step": self.step,
             "sequence": self.sequence,
             "world_size": self.world_size,
+            "finite": self.finite,
+            "validation_loss": self.validation_loss,
             "block": BLOCK,
             "algorithm": ALGORITHM,
             **to_json(self.holdings),
@@ -76,19 +83,24 @@ def from_bytes(data: bytes) -> Manifest:
     try:
         files = tuple(ShardFile(_checked(str(name)), int(size), str(digests)) for name, size, digests in body["files"])
         step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
-        return Manifest(step, sequence, world_size, _within(from_json(body), len(files)), files, body["extra"])
+        holdings, score = _within(from_json(body), len(files)), body.get("validation_loss")
+        finite, score = bool(body.get("finite", True)), None if score is None else float(score)
+        return Manifest(step, sequence, world_size, holdings, files, body["extra"], finite, score)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"it is not a manifest ({type(error).__name__}: {error})") from error
 
 
 def read(path: Path, step: int) -> Manifest:
-    """The manifest in the directory of a step. Raises CheckpointError if it is missing, damaged or another step's."""
+    """The manifest in the directory of a step. Raises CheckpointError if it is missing, damaged or another step's.
+
+    UnreadableError, which is one too, if the file system fails.
+    """
     try:
         manifest = from_bytes((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError("missing") from None
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"cannot be read: {error.strerror}") from error
     if manifest.step != step:
         raise CheckpointError(f"it is the manifest of step {manifest.step}")
     return manifest
@@ -96,13 +108,16 @@ def read(path: Path, step: int) -> Manifest:
 
 def incomplete(holdings: Holdings) -> tuple[str, str] | None:
     """(tensor, why) of the first tensor whose parts disagree or do not cover it exactly once; None if all do."""
-    by_name = {tensor.name: tensor for tensor in holdings.tensors}
-    if len(by_name) < len(holdings.tensors):
-        names = [tensor.name for tensor in holdings.tensors]
-        return next(name for name in names if names.count(name) > 1), "its pieces disagree on shape or dtype"
-    for name, parts in holdings.parts().items():
-        if why := uncovered(by_name[name].rectangle, [part.rectangle for part in parts]):
-            return name, why
+    counted = Counter(tensor.name for tensor in holdings.tensors)
+    if len(counted) < len(holdings.tensors):
+        return counted.most_common(1)[0][0], "its pieces disagree on shape or dtype"
+    for tensor in holdings.tensors:
+        offsets, shapes = holdings.rectangles(tensor)
+        if not is_grid(tensor.shape, offsets, shapes):
+            rows = zip(offsets.tolist(), shapes.tolist(), strict=True)
+            parts = [Rectangle(tuple(offset), tuple(shape)) for offset, shape in rows]
+            if why := uncovered(tensor.rectangle, parts):
+                return tensor.name, why
     return None
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -40,6 +43,23 @@ class Rectangle:
     @property
     def _end(self) -> tuple[int, ...]:
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+
+
+def is_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:
+    """Whether rectangles are the cells of a grid over all of a tensor, so that they cover it exactly once.
+
+    offsets, shapes: [rectangles, dimensions], none of them empty. It takes n log n, and no loop; that of other
+    coverings is for `uncovered` to find out.
+    """
+    cell = np.zeros(len(offsets), dtype=np.int64)
+    cells = 1
+    for dim, size in enumerate(whole):
+        begins, index = np.unique(offsets[:, dim], return_inverse=True)
+        lengths = np.diff([*begins, size])
+        if not len(begins) or begins[0] != 0 or (lengths[index] != shapes[:, dim]).any():
+            return False
+        cell, cells = cell * len(begins) + index.reshape(-1), cells * len(begins)
+    return len(cell) == cells and (np.bincount(cell, minlength=cells) == 1).all().item()
 
 
 def uncovered(whole: Rectangle, parts: Sequence[Rectangle]) -> str | None:

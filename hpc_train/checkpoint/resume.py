@@ -10,9 +10,12 @@ from typing import Any
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_first
-from hpc_train.checkpoint.catalogue import committed, found, locate, step_of
+from hpc_train.checkpoint.catalogue import found, locate, step_of
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.loading import load
+from hpc_train.checkpoint.manifest import MANIFEST, read
+from hpc_train.checkpoint.poison import poison_of
+from hpc_train.checkpoint.weights import is_weights_only, weights_of
 from hpc_train.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ class Resumed:
     directory: Path
     step: int
     extra: dict[str, Any]
+    weights_only: bool = False
+    """Optimizer and position are as they were: training begins anew, from these weights."""
 
 
 def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> Resumed | None:
@@ -32,31 +37,62 @@ def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> 
 
     directory: where this run keeps its checkpoints.
     how: `auto` (the newest that is sound), `never`, a step in `directory`, or the path of `step-<n>`, of a directory
-    of checkpoints or of a run (the newest in it that is sound).
+    of checkpoints or of a run (the newest in it that is sound). Of a step that has weights only, these are loaded.
 
-    A damaged checkpoint shows while it is loaded; then the next one is, and a warning says so. Raises UserError for a
-    step or a path that is not there, or is of another model; CheckpointError if there are checkpoints but all are
-    damaged, because starting over would look like a success.
+    A damaged checkpoint shows while it is loaded; then the next one is, and a warning says so. One with NaN in it, or
+    marked bad, is passed over too, unless its step is given. Raises UserError for a step or a path that is not there,
+    or is of another model; CheckpointError if there are checkpoints but all are damaged or no good, because starting
+    over would look like a success, or if the directory cannot be read.
     """
     if how == "never":
         return None
     wanted = list(pieces)
     where, step = on_first(world, lambda: _meant(directory, how))
     if step is not None:
-        return Resumed(where, step, load(where, step, wanted, world))
-    steps = on_first(world, lambda: committed(where))
-    for candidate in reversed(steps):
+        return _loaded(where, step, wanted, world)
+    steps = on_first(world, lambda: _candidates(where))
+    for candidate, poison in steps:
         try:
-            return Resumed(where, candidate, load(where, candidate, wanted, world))
+            if poison is not None:
+                raise CheckpointError(f"checkpoint step {candidate} in {where} {poison}")
+            return _loaded(where, candidate, wanted, world)
         except CheckpointError as error:
             if world.rank == 0:
                 _log.warning("%s; it is skipped", error)
     if steps:
         raise CheckpointError(
-            f"every checkpoint in {where} is damaged (`hpc-train checkpoint verify` tells how);"
+            f"every checkpoint in {where} is damaged{_or_bad(steps)} (`hpc-train checkpoint verify` tells how);"
             " checkpoint.resume=never starts over"
         )
     return None
+
+
+def _loaded(directory: Path, step: int, wanted: list[Piece], world: World) -> Resumed:
+    weights_only = on_first(world, lambda: is_weights_only(directory, step))
+    extra = load(directory, step, weights_of(wanted) if weights_only else wanted, world)
+    return Resumed(directory, step, extra, weights_only)
+
+
+def _candidates(directory: Path) -> list[tuple[int, str | None]]:
+    """(step, why it is not to be gone on from): those that cannot be ordered first, then the newest first.
+
+    Each manifest is read once: one that can be read only at the second look must not pass for the newest.
+    """
+    whole: list[tuple[int, int, str | None]] = []
+    strange: list[tuple[int, str | None]] = []
+    for step, path in found(directory).items():
+        try:
+            manifest = read(path, step)
+            whole.append((manifest.sequence, step, poison_of(path, manifest)))
+        except CheckpointError as error:
+            strange.append((step, f"is damaged: {MANIFEST}: {error}"))
+        except OSError as error:
+            strange.append((step, f"cannot be read: {error.strerror}"))
+    return sorted(strange, reverse=True) + [(step, poison) for _, step, poison in sorted(whole, reverse=True)]
+
+
+def _or_bad(steps: list[tuple[int, str | None]]) -> str:
+    return " or no good, as the warnings say" if any(poison for _, poison in steps) else ""
 
 
 def _meant(directory: Path, how: str) -> tuple[Path, int | None]:

@@ -9,9 +9,15 @@ import secrets
 import shutil
 import socket
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.checkpoint.catalogue import beside, committed, found, readable, step_of
+from hpc_train.checkpoint.catalogue import beside, found, step_of
+from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
+from hpc_train.checkpoint.files import sync_directory
+from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint.poison import poison_of
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"step-[0-9]+\.(tmp|trash)-(.+)")
@@ -19,46 +25,115 @@ _LEASE_SECONDS = 2 * 3600
 """A temporary directory of another host is dead if nothing in it changed for this long; clocks may be an hour apart."""
 
 
-def prune(directory: Path, keep: int) -> list[int]:
-    """Keep the `keep` newest whole checkpoints, remove all others and what dead processes left. For one process a run.
+@dataclass(frozen=True)
+class Also:
+    """What is kept beside the newest."""
 
-    Newest by the order of commits, not by step. Those with a missing or damaged manifest or a file of the wrong size
-    do not count, and as long as fewer than `keep` whole ones exist nothing committed is removed. Returns the steps
-    removed. What cannot be removed is logged and left for the next time.
+    every: int = 0
+    """Those whose step is a multiple of it; 0: none."""
+    best: int = 0
+    """So many of those with the lowest validation loss."""
+    always: frozenset[int] = frozenset()
+    """These steps, whatever is thought of them: that which the run went on from."""
+
+
+def prune(directory: Path, keep: int, also: Also = Also(), sole: bool = False) -> list[int]:
+    """Keep the `keep` newest good checkpoints and what `also` says, remove all others and what dead processes left.
+
+    For one process a run. Newest by the order of commits, not by step. Good is what is not marked bad, has neither NaN
+    nor infinity, a sound manifest and files of the right size; as long as there are fewer than `keep` good ones nothing
+    committed is removed. The newest of those that have all their bytes but are no good stays, to be looked at, if it is
+    newer than all good ones; and so does what cannot be read just now. sole: see `sweep`.
+
+    Returns the steps removed. What cannot be removed is logged and left for the next time.
     """
-    assert keep >= 1, keep
-    sweep(directory)
+    sweep(directory, sole)
     steps = found(directory)
-    whole = [step for step in committed(directory) if _has_its_files(steps[step], step)]
-    if len(whole) < keep:
+    return [step for step in condemned(directory, keep, also) if discard(steps[step])]
+
+
+def condemned(directory: Path, keep: int, also: Also = Also()) -> list[int]:
+    """The steps that `prune` would remove."""
+    assert keep >= 1, keep
+    steps = found(directory)
+    looks = {step: _look_at(path, step) for step, path in steps.items()}
+    in_order = sorted((it for it in looks.values() if isinstance(it, _Whole)), key=lambda it: it.manifest.sequence)
+    good = [it.manifest for it in in_order if not it.poisoned]
+    if len(good) < keep:
         return []
-    return [step for step in sorted(set(steps) - set(whole[-keep:])) if discard(steps[step])]
+    stay = {*(it.step for it in good[-keep:]), *_best(good, also.best), *also.always, in_order[-1].manifest.step}
+    stay |= {it.step for it in good if also.every and it.step % also.every == 0}
+    return sorted(step for step, look in looks.items() if step not in stay and look is not None)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A step that has all its bytes, as far as names and sizes tell."""
+
+    manifest: Manifest
+    poisoned: bool
+
+
+def _best(good: list[Manifest], count: int) -> list[int]:
+    """The lowest validation losses; of equal ones the newest."""
+    scores = [(it.validation_loss, -it.sequence, it.step) for it in good if it.validation_loss is not None]
+    return [step for *_, step in sorted(scores)[:count]]
+
+
+def _look_at(path: Path, step: int) -> _Whole | str | None:
+    """Why it is damaged, if it is; None if the file system does not say.
+
+    Once: what is decided must not hang on a file that can be read at one look and not at the next.
+    """
+    try:
+        manifest = read(path, step)
+        if any((path / file.name).stat().st_size != file.bytes for file in manifest.files):
+            return "size"
+        return _Whole(manifest, poison_of(path, manifest) is not None)
+    except UnreadableError:
+        return None
+    except (CheckpointError, FileNotFoundError) as error:
+        return str(error)
+    except OSError:
+        return None
 
 
 def discard(path: Path) -> bool:
-    """Take a committed directory away: one rename, then its files. Returns whether it is no longer committed."""
+    """Take a committed directory away: one rename, then its files. Returns whether it is no longer committed.
+
+    The rename is on the disk before any file goes: after a power cut a checkpoint that has its name has its files.
+    """
     trash = beside(path, "trash", new_token())
     try:
         path.rename(trash)
     except OSError as error:
         _log.warning("checkpoint: %s could not be removed: %s", path, error)
         return False
-    shutil.rmtree(trash, ignore_errors=True)
+    with suppress(OSError):  # what is left is trash, for a later sweep
+        sync_directory(path.parent)
+        shutil.rmtree(trash, ignore_errors=True)
     return True
 
 
-def sweep(directory: Path) -> None:
-    """Delete what is certainly dead: trash, temporary directories whose writer is gone, replaced steps."""
-    if not directory.is_dir():
-        return
+def sweep(directory: Path, sole: bool = False) -> None:
+    """Delete what is certainly dead: trash, temporary directories whose writer is gone, replaced steps.
+
+    sole: the caller has the lock and is not saving, so all temporary directories are dead. Raises OSError.
+    """
     steps = found(directory)
-    for path in list(directory.iterdir()):
-        leftover = _LEFTOVER.fullmatch(path.name)
-        step = step_of(path)
-        if leftover and (leftover[1] == "trash" or _is_dead(path, leftover[2])):
-            shutil.rmtree(path, ignore_errors=True)
-        elif step is not None and steps.get(step, path) != path:
-            discard(path)
+    with suppress(FileNotFoundError):
+        for path in list(directory.iterdir()):
+            step = step_of(path)
+            if is_dead(path, sole):
+                shutil.rmtree(path, ignore_errors=True)
+            elif step is not None and steps.get(step, path) != path:
+                discard(path)
+
+
+def is_dead(path: Path, sole: bool = False) -> bool:
+    """Whether this is trash, or a temporary directory whose writer is gone. sole: see `sweep`."""
+    leftover = _LEFTOVER.fullmatch(path.name)
+    return leftover is not None and (sole or leftover[1] == "trash" or _is_abandoned(path, leftover[2]))
 
 
 def new_token() -> str:
@@ -70,15 +145,18 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
-def _is_dead(path: Path, token: str) -> bool:
+def _is_abandoned(path: Path, token: str) -> bool:
     host, _, rest = token.partition(".")
     process = rest.partition(".")[0]
     if host == _host() and process.isdecimal() and not _is_running(int(process)):
-        return True
+        return True  # also one of this process: it saves one at a time, and not while it sweeps
     return time.time() - _last_change(path) > _LEASE_SECONDS
 
 
 def _is_running(process: int) -> bool:
+    """Whether another process has this id."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -93,14 +171,3 @@ def _last_change(path: Path) -> float:
         return max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
     except OSError:
         return time.time()  # it is going away under our eyes: somebody else is at it
-
-
-def _has_its_files(path: Path, step: int) -> bool:
-    """Whether the manifest is sound and every file has its size; a look at the catalogue, not at the data."""
-    manifest = readable(path, step)
-    if manifest is None:
-        return False
-    try:
-        return all((path / file.name).stat().st_size == file.bytes for file in manifest.files)
-    except OSError:
-        return False

@@ -5,25 +5,37 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc_train.api import Piece, World
-from hpc_train.checkpoint.agreement import on_all, on_first
+from hpc_train.checkpoint.agreement import on_all
 from hpc_train.checkpoint.catalogue import beside, next_sequence, step_path
-from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.files import sync_directory, write_file
+from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
+from hpc_train.checkpoint.files import make_directory, sync_directory, write_file
 from hpc_train.checkpoint.holdings import Held, gather
+from hpc_train.checkpoint.index import INDEX, index_image, is_ordinary
+from hpc_train.checkpoint.lock import Lock
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete
 from hpc_train.checkpoint.retention import discard, new_token, sweep
-from hpc_train.checkpoint.shard import Stage, Staged, folders, shard_name, write_shard
+from hpc_train.checkpoint.shard import SHARDS, Stage, Staged, folders, shard_name, write_shard
+from hpc_train.checkpoint.storage.place import Place
+from hpc_train.checkpoint.storage.policy import Behaviour
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_Shard = tuple[ShardFile, Held]
+
+class _Shard(NamedTuple):
+    """What one rank has written."""
+
+    file: ShardFile
+    held: Held
+    finite: bool
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Saved:
     stall: float = 0.0
     """Seconds of it during which the pieces must not change."""
     error: CheckpointError | None = None
+    lost: bool = False
+    """It failed because a rank is gone or late; their group is of no use any more."""
 
     def wait(self) -> None:
         """Return if the checkpoint is committed; raise CheckpointError, the same on every rank, if it is not."""
@@ -58,6 +72,10 @@ class Taken:
     stall: float
     failure: Exception | None = None
     """Why this rank could not copy; told to the others when they meet."""
+    finite: bool = True
+    """As far as the training knows; the writer looks at the state itself."""
+    validation_loss: float | None = None
+    """See Manifest."""
 
 
 def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, Any], world: World) -> Saved:
@@ -67,11 +85,11 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
     exactly once.
     extra: what JSON can hold, the same on every rank (rank 0's is kept). It comes back from `load`.
 
-    The protocol: rank 0 makes `step-<n>.tmp-<token>`; every rank writes, hashes and synchronises its own file;
-    rank 0 gathers sizes and checksums, writes and synchronises the manifest and the directories, renames it to
-    `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails, nothing is committed, the
-    temporary directory is removed, earlier checkpoints are untouched, and `wait` raises the same CheckpointError on
-    every rank.
+    The protocol: rank 0 sees that there is room for all and makes `step-<n>.tmp-<token>`; every rank writes, hashes and
+    synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
+    directories, renames it to `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails,
+    nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and `wait` raises the
+    same CheckpointError on every rank.
     If a process dies, what is left is ignored by readers and removed by a later save or prune.
 
     A step that is already committed is replaced, and is readable, in its old or in its new form, at every moment: after
@@ -82,7 +100,14 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
     return finish(directory, take(Stage(), step, pieces, extra), world)
 
 
-def take(stage: Stage, step: int, pieces: Iterable[Piece], extra: dict[str, Any]) -> Taken:
+def take(
+    stage: Stage,
+    step: int,
+    pieces: Iterable[Piece],
+    extra: dict[str, Any],
+    finite: bool = True,
+    validation_loss: float | None = None,
+) -> Taken:
     """Copy what this rank writes. An empty rectangle is left out unless its tensor is empty."""
     assert step >= 0, step
     started = time.monotonic()
@@ -92,71 +117,107 @@ def take(stage: Stage, step: int, pieces: Iterable[Piece], extra: dict[str, Any]
         staged = stage.take(mine) if mine else None
     except Exception as error:
         failure = error
-    return Taken(step, staged, extra, started, time.monotonic() - started, failure)
+    return Taken(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)
 
 
-def finish(directory: Path, taken: Taken, world: World, group: dist.ProcessGroup | None = None) -> Saved:
-    """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks."""
+def finish(
+    directory: Path,
+    taken: Taken,
+    world: World,
+    group: dist.ProcessGroup | None = None,
+    place: Place | None = None,
+    lock: Lock | None = None,
+) -> Saved:
+    """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks.
+
+    place: what was found out about the directory; rank 0's counts. lock: rank 0's, without which nothing is committed.
+    A rank that is lost fails the save as any other error does, with `lost` set.
+    """
     path = step_path(directory, taken.step)
     temporary = None
     try:
-        temporary = beside(path, "tmp", on_first(world, lambda: _prepare(path, world.size), group))
+        token, how = on_all(
+            world, lambda: _need(taken), lambda needs: prepare(path, needs, place or Place(), lock), group
+        )
+        temporary = beside(path, "tmp", token)
         written = on_all(
             world,
-            lambda: _write(temporary, world.rank, taken),
-            lambda shards: _commit(temporary, path, _manifest(directory, taken, shards)),
+            lambda: _write(temporary, world.rank, taken, how),
+            lambda shards: commit(temporary, path, _manifest(directory, taken, shards), lock),
             group,
         )
-    except CheckpointError as error:
+    except (CheckpointError, LostRanksError) as error:
         if temporary is not None and world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         failed = CheckpointError(f"checkpoint step {taken.step} was not saved in {directory}: {error}")
-        return Saved(taken.step, path, 0, time.monotonic() - taken.started, taken.stall, failed)
+        lost = isinstance(error, LostRanksError)
+        return Saved(taken.step, path, 0, time.monotonic() - taken.started, taken.stall, failed, lost)
     return Saved(taken.step, path, written, time.monotonic() - taken.started, taken.stall)
 
 
-def _prepare(path: Path, writers: int) -> str:
-    """Make the temporary directory and its folders, once for all ranks; returns its token."""
+def _need(taken: Taken) -> int:
+    """Bytes that this rank will write."""
+    if taken.failure is not None:
+        raise taken.failure
+    return taken.staged.size if taken.staged is not None else 0
+
+
+def prepare(path: Path, needs: list[int], place: Place, lock: Lock | None = None) -> tuple[str, Behaviour]:
+    """Make the temporary directory and its folders, once for all ranks; returns its token, and how to write there.
+
+    needs: bytes of every rank. Without room for them CheckpointError is raised, and nothing is made.
+    """
     directory, token = path.parent, new_token()
-    if not directory.is_dir():
-        directory.mkdir(parents=True, mode=0o700, exist_ok=True)
-        sync_directory(directory.parent)
-    sweep(directory)
+    make_directory(directory)
+    if lock is not None:
+        lock.check()
+    sweep(directory, sole=lock is not None)
+    system = place.check(directory, needs)
     temporary = beside(path, "tmp", token)
-    temporary.mkdir(mode=0o700)
     try:
-        for folder in folders(writers):
-            (temporary / folder).mkdir(parents=True, mode=0o700)
+        how = place.make(temporary, temporary / SHARDS, system, needs)
+        for folder in folders(len(needs)):
+            (temporary / folder).mkdir(mode=0o700)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return token
+    return token, how
 
 
-def _write(temporary: Path, rank: int, taken: Taken) -> _Shard | None:
+def _write(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> _Shard | None:
     """This rank's file; None if it has nothing to write."""
-    if taken.failure is not None:
-        raise taken.failure
-    return write_shard(temporary, shard_name(rank), taken.staged) if taken.staged is not None else None
+    staged = taken.staged
+    if staged is None:
+        return None
+    with ThreadPoolExecutor(1) as pool:
+        finite = pool.submit(staged.is_finite)
+        file, held = write_shard(temporary, shard_name(rank), staged, how)
+        return _Shard(file, held, finite.result())
 
 
 def _manifest(directory: Path, taken: Taken, shards: list[_Shard | None]) -> Manifest:
     present = [shard for shard in shards if shard is not None]
-    holdings = gather([held for _, held in present])
+    holdings = gather([shard.held for shard in present])
     wrong = incomplete(holdings)
     if wrong:
         raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
-    files = tuple(file for file, _ in present)
-    return Manifest(taken.step, next_sequence(directory), len(shards), holdings, files, taken.extra)
+    files = tuple(shard.file for shard in present)
+    finite = taken.finite and all(shard.finite for shard in present)
+    score = taken.validation_loss if taken.validation_loss is not None and isfinite(taken.validation_loss) else None
+    return Manifest(taken.step, next_sequence(directory), len(shards), holdings, files, taken.extra, finite, score)
 
 
-def _commit(temporary: Path, path: Path, manifest: Manifest) -> int:
+def commit(temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
     write_file(temporary / MANIFEST, manifest.to_bytes())
+    if is_ordinary(manifest):
+        write_file(temporary / INDEX, index_image(manifest))
     for folder in sorted({(temporary / file.name).parent for file in manifest.files}):
         sync_directory(folder)
-    for folder in (temporary / "shards", temporary):
+    for folder in (temporary / SHARDS, temporary):
         sync_directory(folder)
+    if lock is not None:
+        lock.check()
     replaced = beside(path, "old", new_token()) if path.exists() else None
     try:
         if replaced:

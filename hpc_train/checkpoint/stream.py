@@ -4,63 +4,81 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.checkpoint.digests import digest_blocks
+from hpc_train.checkpoint.digests import BLOCK, digest_blocks
 from hpc_train.checkpoint.files import opened, write_at
 from hpc_train.checkpoint.image import ALIGNMENT
+from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 
-CHUNK = 16 << 20
-"""Bytes of one write: at least a stripe of a Lustre file, and a multiple of a block of digests."""
 THREADS = 2
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors that mean that a file system cannot."""
+Source = Callable[[int, int], memoryview]
+"""The bytes [begin, end) of what is to be written; valid until the same thread asks again. The last end may be that of
+a page: what it gives beyond the size is not kept."""
 
 
-def write_image(path: Path, memory: memoryview, size: int, direct: bool = True) -> list[int]:
+def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUAL) -> list[int]:
     """Write the first `size` bytes of `memory` (whole pages) to a new file; returns the digests of its blocks.
 
-    The file is on the disk when this returns; the directory's entry is not synchronised. direct: past the page cache,
-    where the file system can. Raises OSError, after which the file is whatever it is.
+    The file is on the disk when this returns; the directory's entry is not synchronised. how: with direct, past the
+    page cache where the file system can. Raises OSError, after which the file is whatever it is.
     """
+    end = -(-size // ALIGNMENT) * ALIGNMENT
+    memory[size:end] = bytes(end - size)
+    return write_stream(path, lambda begin, end: memory[begin:end], size, how)
+
+
+def write_stream(path: Path, source: Source, size: int, how: Behaviour) -> list[int]:
+    """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    if direct:
+    if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, memory, size, ALIGNMENT)
+            return _write(path, flags | os.O_DIRECT, source, size, how)
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, memory, size, 1)
+    return _write(path, flags, source, size, replace(how, direct=False))
 
 
-def _write(path: Path, flags: int, memory: memoryview, size: int, grain: int) -> list[int]:
-    end = -(-size // grain) * grain
-    memory[size:end] = bytes(end - size)
+def _write(path: Path, flags: int, source: Source, size: int, how: Behaviour) -> list[int]:
     with opened(path, flags) as file:
+        return fill_file(file, source, size, how)
+
+
+def fill_file(file: int, source: Source, size: int, how: Behaviour) -> list[int]:
+    """The same into an empty file that is open: for direct I/O if how.direct."""
+    end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
+    if how.reserve:
         _reserve(file, end)
-        digests = list(_chunks(file, memory, size, end))
-        os.ftruncate(file, size)
-        os.fsync(file)
+    digests = list(_chunks(file, source, size, end, how.write_bytes))
+    os.ftruncate(file, size)
+    os.fsync(file)
     return digests
 
 
-def _chunks(file: int, memory: memoryview, size: int, end: int) -> Iterator[int]:
+def _chunks(file: int, source: Source, size: int, end: int, chunk: int) -> Iterator[int]:
     """Hash and write every chunk, two at a time; the digests in order."""
+    assert chunk % BLOCK == 0, chunk
 
     def put(begin: int) -> list[int]:
-        found = digest_blocks(memory[begin : min(begin + CHUNK, size)])
-        write_at(file, memory[begin : min(begin + CHUNK, end)], begin)
+        data = source(begin, min(begin + chunk, end))
+        found = digest_blocks(data[: size - begin])
+        write_at(file, data, begin)
         return found
 
-    if end <= CHUNK:
+    if end <= chunk:
         yield from put(0)
         return
     with ThreadPoolExecutor(THREADS) as pool:
-        for found in pool.map(put, range(0, end, CHUNK)):
+        for found in pool.map(put, range(0, end, chunk)):
             yield from found
 
 
@@ -69,5 +87,5 @@ def _reserve(file: int, size: int) -> None:
     try:
         os.posix_fallocate(file, 0, max(size, 1))
     except OSError as error:
-        if error.errno not in _NO_DIRECT:
+        if error.errno not in NO_DIRECT:
             raise

@@ -1,104 +1,63 @@
-"""Which bytes of which files a rank needs, in reads of some megabytes; adjacent small tensors share one."""
+"""Which bytes of which files a rank needs, in reads of a cell at most; adjacent small tensors share one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
-from hpc_train.api import Piece
+import numpy as np
+from numpy.typing import NDArray
+
 from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.holdings import Part
-from hpc_train.checkpoint.rectangle import Rectangle
-
-SPAN = 16 << 20
-"""Bytes that one read takes at most, but for the last rows of a part and for the rest of its blocks."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A rectangle that lies in one file and belongs into one piece."""
-
-    part: Part
-    piece: Piece
-    wanted: Rectangle
-    """In the logical tensor."""
-    begin: int
-    """First byte of the file that has an element of it."""
-    end: int
-    """One past the last."""
+from hpc_train.checkpoint.strips import CELL, GAP, Strips, ends
 
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes of one file, whole blocks, and what they are for."""
+    """Bytes of one cell of a file, whole blocks, and what they are for."""
 
     file: int
     begin: int
     end: int
-    copies: tuple[Copy, ...]
+    strips: Strips
 
 
-def reads(copies: Iterable[Copy], sizes: Sequence[int]) -> list[Read]:
-    """Reads that give every copy, file by file and in order. sizes: bytes of each file."""
-    cut = [slab for copy in copies for slab in slabs(copy)]
-    cut.sort(key=lambda it: (it.part.file, it.begin))
-    found: list[Read] = []
-    batch: list[Copy] = []
-    for slab in cut:
-        if batch and not _joins(batch, slab):
-            found.append(_read(batch, sizes))
-            batch = []
-        batch.append(slab)
-    if batch:
-        found.append(_read(batch, sizes))
-    return found
+def in_file_order(strips: Strips) -> Strips:
+    """Sorted by file and byte."""
+    return strips[np.lexsort((strips["begin"], strips["file"]))]
 
 
-def copy_of(part: Part, piece: Piece, wanted: Rectangle) -> Copy:
-    """The copy of a rectangle that both the part and the piece hold."""
-    begin, end = span(part, wanted, piece.dtype.itemsize)
-    return Copy(part, piece, wanted, begin, end)
+def reads(strips: Strips, bytes_of: Sequence[int]) -> list[Read]:
+    """Reads that give every strip, file by file and in order; no block is in two of them.
+
+    strips: cut by cells, in file order. bytes_of: the size of each file.
+    """
+    if not len(strips):
+        return []
+    begin, end, first = _groups(strips)
+    low, high = begin[first] // BLOCK * BLOCK, -(-np.maximum.reduceat(end, first) // BLOCK) * BLOCK
+    batches = np.split(strips, first[1:])
+    files = strips["file"][first].tolist()
+    return [
+        Read(file, at, min(to, bytes_of[file]), batch)
+        for file, at, to, batch in zip(files, low.tolist(), high.tolist(), batches, strict=True)
+    ]
 
 
-def span(part: Part, wanted: Rectangle, itemsize: int) -> tuple[int, int]:
-    """(first, one past the last) byte in the file of a rectangle of a part; what lies between may be others' too."""
-    first = last = 0
-    start = wanted.start_in(part.rectangle)
-    for at, size, whole in zip(start, wanted.shape, part.rectangle.shape, strict=True):
-        first, last = first * whole + at, last * whole + at + size - 1
-    return part.place + first * itemsize, part.place + (last + 1) * itemsize
+def _groups(strips: Strips) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(begin, end) of every strip, and the index of the first of every read."""
+    begin, end = strips["begin"], ends(strips)
+    cell = begin // CELL
+    other = (np.diff(strips["file"]) != 0) | (np.diff(cell) != 0)
+    apart = np.concatenate([[0], np.cumsum(other)]) * (CELL + 1)  # so that the largest end is that of this cell alone
+    reach = np.maximum.accumulate(end - cell * CELL + apart) - apart + cell * CELL
+    gap = begin[1:] // BLOCK * BLOCK - -(-reach[:-1] // BLOCK) * BLOCK
+    return begin, end, np.flatnonzero(np.concatenate([[True], other | (gap >= GAP)]))
 
 
-def slabs(copy: Copy) -> Iterator[Copy]:
-    """The same in parts of some rows each, so that none spans much more than SPAN."""
-    wanted = copy.wanted
-    dim = next((d for d, size in enumerate(wanted.shape) if size > 1), None)
-    if copy.end - copy.begin <= SPAN or dim is None:
-        yield copy
-        return
-    row = prod(copy.part.rectangle.shape[dim + 1 :]) * copy.piece.dtype.itemsize
-    rows = max(1, SPAN // row)
-    for at in range(0, wanted.shape[dim], rows):
-        size = min(rows, wanted.shape[dim] - at)
-        part = copy_of(copy.part, copy.piece, _narrow(wanted, dim, at, size))
-        yield from slabs(part) if size == 1 else [part]
-
-
-def _narrow(it: Rectangle, dim: int, at: int, size: int) -> Rectangle:
-    offset, shape = list(it.offset), list(it.shape)
-    offset[dim], shape[dim] = offset[dim] + at, size
-    return Rectangle(tuple(offset), tuple(shape))
-
-
-def _joins(batch: list[Copy], slab: Copy) -> bool:
-    first = batch[0]
-    near = slab.begin - batch[-1].end <= BLOCK
-    return first.part.file == slab.part.file and near and slab.end - first.begin <= SPAN
-
-
-def _read(batch: list[Copy], sizes: Sequence[int]) -> Read:
-    file = batch[0].part.file
-    begin = min(it.begin for it in batch) // BLOCK * BLOCK
-    end = min(-(-max(it.end for it in batch) // BLOCK) * BLOCK, sizes[file])
-    return Read(file, begin, end, tuple(batch))
+def blocks_of(found: Sequence[Read]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(file, block) of all blocks that the reads touch, in order."""
+    number = np.array([-(-read.end // BLOCK) - read.begin // BLOCK for read in found], dtype=np.int64)
+    files = np.repeat(np.array([read.file for read in found], dtype=np.int64), number)
+    first = np.repeat(np.array([read.begin // BLOCK for read in found], dtype=np.int64), number)
+    return files, first + np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.api import World
@@ -19,6 +21,8 @@ from hpc_train.checkpoint.shard import beside
 
 _log = logging.getLogger(__name__)
 _CHUNK = 16 << 20
+_SPAN = (256 << 20) // BLOCK
+"""Blocks that a thread looks at in one go."""
 
 
 def verify(directory: Path, step: int, world: World | None = None) -> list[Problem]:
@@ -52,9 +56,45 @@ def newest(directory: Path, world: World | None = None) -> int | None:
     return None
 
 
-def file_problems(path: Path, manifest: Manifest, files: Sequence[ShardFile]) -> list[Problem]:
-    """What is wrong with some of the files of a step, compared with its manifest: missing, size, content."""
-    return [problem for file in files if (problem := _file_problem(path, manifest, file))]
+def file_problems(
+    path: Path,
+    manifest: Manifest,
+    files: Sequence[ShardFile],
+    jobs: int = 1,
+    tell: Callable[[int], object] = lambda done: None,
+) -> list[Problem]:
+    """What is wrong with some of the files of a step, compared with its manifest: missing, size, content.
+
+    jobs: threads, which share out large files too. tell: is called with the bytes that were looked at, by any of them.
+    """
+
+    def look(span: _Span) -> Problem | None:
+        found = _look(path, manifest, span)
+        tell(span.bytes)
+        return found
+
+    checked = {file.name: _spans(path, file) for file in files}
+    with ThreadPoolExecutor(jobs) as pool:
+        looks = [
+            (name, [found] if isinstance(found, Problem) else [pool.submit(look, span) for span in found])
+            for name, found in checked.items()
+        ]
+        results = [[it if isinstance(it, Problem) else it.result() for it in of_file] for _, of_file in looks]
+    return [wrong[0] for of_file in results if (wrong := [problem for problem in of_file if problem])]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Some blocks of a file, and their digests."""
+
+    file: ShardFile
+    first: int
+    table: Digests
+
+    @property
+    def bytes(self) -> int:
+        begin = self.first * BLOCK
+        return min(begin + len(self.table) * BLOCK, self.file.bytes) - begin
 
 
 def _open(directory: Path, step: int) -> tuple[Path, Manifest | None, list[Problem]]:
@@ -67,33 +107,48 @@ def _open(directory: Path, step: int) -> tuple[Path, Manifest | None, list[Probl
     return path, manifest, [Problem(MANIFEST, wrong[1], tensor=wrong[0])] if wrong else []
 
 
-def _file_problem(path: Path, manifest: Manifest, file: ShardFile) -> Problem | None:
+def _spans(path: Path, file: ShardFile) -> list[_Span] | Problem:
+    """All blocks of a file; or what is wrong before any of them is looked at."""
     try:
         size = (path / file.name).stat().st_size
         if size != file.bytes:
             return Problem(file.name, f"it has {size} bytes, {file.bytes} were committed")
-        wrong = _first_wrong_block(path / file.name, table_of(path, file))
+        table = table_of(path, file)
     except FileNotFoundError:
         return Problem(file.name, "it is missing")
     except CheckpointError as error:
         return Problem(beside(Path(file.name)).as_posix(), str(error).partition(": ")[2])
     except OSError as error:
         return Problem(file.name, f"it cannot be read: {error.strerror}")
+    return [_Span(file, first, table[first : first + _SPAN]) for first in range(0, len(table), _SPAN)]
+
+
+def _look(path: Path, manifest: Manifest, span: _Span) -> Problem | None:
+    name = span.file.name
+    try:
+        wrong = _first_wrong_block(path / name, span.first, span.table)
+    except OSError as error:
+        return Problem(name, f"it cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        return Problem(name, str(error))
     if wrong is None:
         return None
     what = "its content is not what was committed"
-    return Problem(file.name, what, tensor=_tensor_at(manifest, file, wrong * BLOCK), offset=wrong * BLOCK)
+    return Problem(name, what, tensor=_tensor_at(manifest, span.file, wrong * BLOCK), offset=wrong * BLOCK)
 
 
-def _first_wrong_block(path: Path, table: Digests) -> int | None:
+def _first_wrong_block(path: Path, first: int, table: Digests) -> int | None:
+    """Its index in the file. first: index of the block that the table begins with."""
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
     with path.open("rb", buffering=0) as file:
         for begin in range(0, len(table), _CHUNK // BLOCK):
-            count = _fill(file.fileno(), buffer, begin * BLOCK)
             expected = table[begin : begin + _CHUNK // BLOCK]
+            count = _fill(file.fileno(), buffer[: len(expected) * BLOCK], (first + begin) * BLOCK)
+            if -(-count // BLOCK) < len(expected):
+                raise CheckpointError("it became shorter while it was read")
             wrong = first_wrong(buffer[:count], expected)
             if wrong is not None:
-                return begin + wrong
+                return first + begin + wrong
     return None
 
 

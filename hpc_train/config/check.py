@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError
 
+_POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
+"""`<pool>` or `<file system>.<pool>`."""
+
 
 def check(config: RunConfig) -> RunConfig:
     """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
@@ -20,6 +24,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_optim(config)
     _check_train(config)
     _check_resume(config)
+    _check_lustre(config)
     wanted(config.parallel)
     return config
 
@@ -90,3 +95,13 @@ def _check_resume(config: RunConfig) -> None:
     if resume in ("auto", "never") or resume.isdigit() or "/" in resume:
         return
     raise UserError(f"checkpoint.resume={resume}: must be auto, never, a step, or the path of a checkpoint")
+
+
+def _check_lustre(config: RunConfig) -> None:
+    lustre = config.checkpoint.lustre
+    if lustre.stripe_count == 0:
+        raise UserError("checkpoint.lustre.stripe_count=0: must be -1 (all OSTs) or at least 1; null lets it be chosen")
+    if lustre.pool is not None and not _POOL.fullmatch(lustre.pool):
+        raise UserError(
+            f"checkpoint.lustre.pool={lustre.pool}: is no name of a pool; `lfs pool_list <file system>` tells them"
+        )

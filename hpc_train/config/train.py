@@ -62,6 +62,22 @@ class PrecisionConfig:
 
 
 @schema
+class LustreConfig:
+    """Striping of checkpoints where they are on Lustre; elsewhere without effect."""
+
+    stripe: str = setting(default="auto", choices=("auto", "none"))
+    """auto: set for the directory of every step, before there are files in it; none: as the parent directory has it."""
+    stripe_count: int | None = setting(default=None, ge=-1, le=2000)
+    """OSTs a shard file is spread over, -1: all; None: from its size, the number of files and that of OSTs."""
+    stripe_size_mib: int = setting(default=16, ge=1, lt=4096)
+    """MiB of a stripe of a shard file."""
+    pool: str | None = None
+    """Of OSTs, by name; None: any OST."""
+    progressive: bool = True
+    """Small files of a step on the metadata server, larger ones in a progressive layout, where servers have these."""
+
+
+@schema
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -72,6 +88,18 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto: from the newest whole checkpoint if there is one; never; a step; or the path of a checkpoint."""
     keep: int = setting(default=2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; those with NaN or infinity, or marked bad, do not count."""
+    keep_every: int = setting(default=0, ge=0)
+    """Checkpoints whose step is a multiple of it are kept for good; 0: none."""
+    keep_best: int = setting(default=0, ge=0, le=1000)
+    """So many with the lowest validation loss are kept beside the newest; they need train.eval_every to meet every."""
+    weights_every: int = setting(default=0, ge=0)
+    """Steps between saves of the weights alone, into weights/ beside the checkpoints, where they stay; 0: never."""
     background: bool = True
     """Train on as soon as the state is copied in memory, and write it meanwhile; it takes as much memory again."""
+    io: str = setting(default="auto", choices=("auto", "direct", "buffered"))
+    """Writing past the page cache or through it; auto: past it where the file system can."""
+    stage_dir: str | None = None
+    """A directory on a disk of each node: a save goes there first, needs no memory any more, and is copied to the
+    shared one. Environment variables in it are those of the node, as in $SLURM_TMPDIR. None: straight from memory."""
+    lustre: LustreConfig = setting(default=LustreConfig)

@@ -46,7 +46,9 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
     ranks = local_ranks(config)
-    folder = freeze(config, ranks).folder()
+    folder = open_folder(config)
+    _refuse_a_second(folder)
+    freeze(config, ranks, folder)
     if done := finished(config, folder):
         print(done)
         return EXIT_DONE
@@ -59,6 +61,14 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
         why = explain(folder, attempt) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {why}", file=sys.stderr)
     return code
+
+
+def _refuse_a_second(folder: RunFolder) -> None:
+    """Before anything in the run directory is changed. The ranks see to it for certain, also across machines."""
+    if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
+        from hpc_train.checkpoint.lock import refuse_if_locked
+
+        refuse_if_locked(folder.checkpoints)
 
 
 def check_run(config: RunConfig, ranks: int) -> Degrees:

@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hpc_train.api import Engine, StepBatch, Sums, World
 from hpc_train.checkpoint import CheckpointError, Saved, Saver, prune
+from hpc_train.checkpoint.retention import Also
+from hpc_train.checkpoint.storage import LocalStage, Place, Striper
+from hpc_train.checkpoint.weights import WEIGHTS, marked, weights_of
 from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
@@ -60,7 +63,14 @@ class Run:
     peak_flops: float | None = field(init=False)
     """FLOP/s of this rank's device, where they are known."""
     saver: Saver = field(init=False)
+    weights_saver: Saver = field(init=False)
+    """Of checkpoint.weights_every: beside the other, so that neither waits for the other."""
     saved_at: int | None = None
+    resumed_from: int | None = None
+    """Step of this run's own checkpoint that it went on from; retention never removes it."""
+    finite: bool = True
+    """Since the last save no update was made from a loss or a gradient with NaN or infinity."""
+    validated_at: int | None = None
     last_loss: float | None = None
     last_validation: float | None = None
 
@@ -72,11 +82,42 @@ class Run:
             self.folder.checkpoints,
             self.world,
             background=checkpoint.background,
-            after=lambda _: prune(self.folder.checkpoints, checkpoint.keep),
+            after=lambda _: self.retain(),
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
+            place=Place(checkpoint.io, Striper(checkpoint.lustre)),
+            local=LocalStage.named(checkpoint.stage_dir),
+        )
+        self.weights_saver = Saver(
+            self.folder.checkpoints / WEIGHTS,
+            self.world,
+            background=checkpoint.background,
+            timeout=timedelta(seconds=self.config.launch.timeout_seconds),
+            place=Place(checkpoint.io, Striper(checkpoint.lustre)),
         )
         device = self.world.device
         self.peak_flops = peak_flops(self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+
+    def retain(self) -> None:
+        """Remove the checkpoints that are no longer wanted; on rank 0, after a commit."""
+        it = self.config.checkpoint
+        pinned = frozenset({self.resumed_from} - {None})
+        also = Also(it.keep_every, it.keep_best, cast("frozenset[int]", pinned))
+        prune(self.folder.checkpoints, it.keep, also, sole=self.saver.lock is not None)
+
+    def ended_saves(self) -> list[Saved]:
+        """The saves, of either kind, that have ended since the last call."""
+        return self.saver.ended() + self.weights_saver.ended()
+
+    def wait_for_saves(self) -> list[Saved]:
+        """The same, once none is under way."""
+        return self.saver.wait() + self.weights_saver.wait()
+
+    def close(self) -> None:
+        """End the loaders and the records."""
+        self.loader.close()
+        if self.validation is not None:
+            self.validation.close()
+        self.reporter.close()
 
     @property
     def consumed_samples(self) -> int:
@@ -85,18 +126,29 @@ class Run:
 
 
 def train(run: Run) -> int:
-    """Train to the last step or until a stop is agreed on; returns the exit code, the same on every rank."""
+    """Train to the last step or until a stop is agreed on; returns the exit code, the same on every rank.
+
+    A save that is under way when a step fails is of a sound step: it is waited for.
+    """
+    try:
+        return _train(run)
+    except Exception:
+        _tell_of_saves(run, run.wait_for_saves())
+        raise
+
+
+def _train(run: Run) -> int:
     while run.step < run.steps:
         step = train_step(run)
         validation, stopped = (None, False) if step.stop else _evaluate(run)
         report(run, step, validation)
         stopping = step.stop or stopped
         _save_if_due(run, stopping)
-        _tell_of_saves(run, run.saver.ended())
+        _tell_of_saves(run, run.ended_saves())
         if stopping and run.step < run.steps:
-            _tell_of_saves(run, run.saver.wait())
+            _tell_of_saves(run, run.wait_for_saves())
             return _stopped(run)
-    _tell_of_saves(run, run.saver.wait())
+    _tell_of_saves(run, run.wait_for_saves())
     return EXIT_DONE
 
 
@@ -116,6 +168,7 @@ def train_step(run: Run) -> Step:
         run.reporter.event("skipped", step=run.step)
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
     seconds = time.perf_counter() - started
+    run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,
@@ -135,7 +188,7 @@ def train_step(run: Run) -> Step:
 def report(run: Run, step: Step, validation: float | None) -> None:
     """One line of metrics.jsonl, and a warning where the loss is lost."""
     if validation is not None:
-        run.last_validation = validation
+        run.last_validation, run.validated_at = validation, run.step
     run.reporter.step({**step.record, "validation_loss": validation})
     if not math.isfinite(step.record["loss"]):
         log.warning("step %d: the loss is %s", run.step, step.record["loss"])
@@ -173,6 +226,9 @@ def _save_if_due(run: Run, stopping: bool) -> None:
     every = run.config.checkpoint.every
     if every and (stopping or run.step % every == 0 or run.step == run.steps):
         save_checkpoint(run)
+    weights_every = run.config.checkpoint.weights_every
+    if weights_every and run.step % weights_every == 0:
+        save_weights(run)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -183,7 +239,15 @@ def save_checkpoint(run: Run) -> None:
         "noise_scale": run.noise.state(),
         "schema_version": run.config.schema_version,
     }
-    run.saver.save(run.step, run.engine.pieces(), extra)
+    validation = run.last_validation if run.validated_at == run.step else None
+    run.saver.save(run.step, run.engine.pieces(), extra, run.finite, validation)
+    run.finite = True
+
+
+def save_weights(run: Run) -> None:
+    """The same without optimizer state, for others to use; it is kept for good."""
+    extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
+    run.weights_saver.save(run.step, weights_of(run.engine.pieces()), marked(extra), run.finite)
 
 
 def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
@@ -195,8 +259,10 @@ def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
             run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
-        run.saved_at = saved.step
-        run.reporter.event("checkpoint", step=saved.step, seconds=saved.seconds, stall=saved.stall, bytes=saved.bytes)
+        of_weights = saved.path.parent.name == WEIGHTS
+        run.saved_at = run.saved_at if of_weights else saved.step
+        kind = "weights" if of_weights else "checkpoint"
+        run.reporter.event(kind, step=saved.step, seconds=saved.seconds, stall=saved.stall, bytes=saved.bytes)
 
 
 def _stopped(run: Run) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from hpc_train.api import Engine, RankMap, Task, World
 from hpc_train.checkpoint import resume
+from hpc_train.checkpoint.lock import held
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
@@ -55,18 +57,15 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         model, said = make_model(config), list[str]()
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
-        run = assemble(config, world, folder, attempt, stop, data, engine)
-        try:
-            _announce(run, count, len(data), said)
-            code = train(run)
-            _farewell(run, data)
-            dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
-            return code
-        finally:
-            run.loader.close()
-            if run.validation is not None:
-                run.validation.close()
-            run.reporter.close()
+        with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
+            run = assemble(config, world, folder, attempt, stop, data, engine)
+            run.saver.lock = lock
+            with closing(run):
+                _announce(run, count, len(data), said)
+                code = train(run)
+                _farewell(run, data)
+                dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
+                return code
     finally:
         shut_down()
 
@@ -108,11 +107,16 @@ def assemble(
     loader, validation = _loader(config, data, world), _validation(config, world)
     run = Run(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
     resumed = resume(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
-    if resumed is not None:
+    if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
+        run.resumed_from = run.saved_at
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
+    if resumed is not None and resumed.weights_only:
+        run.reporter.say(
+            f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
+        )
     return run
 
 
@@ -122,6 +126,10 @@ def total_steps(config: RunConfig, samples: int) -> int:
         return config.train.wanted_steps
     assert config.train.epochs is not None
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
+
+
+def _saves(config: RunConfig) -> bool:
+    return config.checkpoint.every > 0 or config.checkpoint.weights_every > 0
 
 
 def _loader(config: RunConfig, data: Dataset, world: World) -> Loader:

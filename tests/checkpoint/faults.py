@@ -1,20 +1,27 @@
-"""Faults at any call of the operating system: the process is killed there, or the call fails.
+"""Faults at any call of the operating system that touches the disk: the process is killed there, or the call fails.
 
-Real processes, real files: only what the n-th call does is changed.
+Real processes, real files: only what the n-th call does is changed. Without ptrace, so that it runs anywhere.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 CALLS = ("mkdir", "open", "posix_fallocate", "pwrite", "ftruncate", "fsync", "rename")
-Fault = Callable[[str, tuple[Any, ...]], None]
+"""What a save does to make things."""
+EVERY = (*CALLS, "replace", "link", "unlink", "rmdir", "scandir", "listdir", "stat", "preadv", "io.open")
+"""All that the room does to a disk, reading and removing too."""
+_BY_DESCRIPTOR = ("posix_fallocate", "pwrite", "ftruncate", "fsync", "preadv")
+Fault = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
+"""Raises, or gives other arguments for the call; None: it is made as it is."""
 
 
 def kill(call: str, args: tuple[Any, ...]) -> NoReturn:
@@ -26,24 +33,86 @@ def kill(call: str, args: tuple[Any, ...]) -> NoReturn:
     raise AssertionError("survived")
 
 
-def disk_full(call: str, args: tuple[Any, ...]) -> NoReturn:
-    """The call fails."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def fails(number: int) -> Fault:
+    """The call fails with this errno."""
+
+    def fault(call: str, args: tuple[Any, ...]) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+disk_full = fails(errno.ENOSPC)
+
+
+def torn(call: str, args: tuple[Any, ...]) -> None:
+    """A write puts half of its bytes on the disk and fails; another call just fails."""
+    if call == "pwrite":
+        os.pwritev(args[0], [args[1][: len(args[1]) // 2]], args[2])
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def short(call: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A write or a read that does a part of what it was asked for, and says so."""
+    if call == "pwrite" and len(args[1]) > 1:
+        return (args[0], args[1][: len(args[1]) // 3 + 1], *args[2:])
+    if call == "preadv" and len(args[1][0]) > 1:
+        return (args[0], [args[1][0][: len(args[1][0]) // 3 + 1]], *args[2:])
+    return None
 
 
 @contextmanager
-def at_call(number: int, fault: Fault) -> Iterator[list[str]]:
-    """Let the `number`-th call (from 1; 0: none) of CALLS be met by `fault`; gives the calls made so far."""
+def at_call(
+    number: int, fault: Fault, calls: tuple[str, ...] = CALLS, under: Path | None = None, lasting: bool = False
+) -> Iterator[list[str]]:
+    """Let the `number`-th call (from 1; 0: none) of `calls` be met by `fault`; gives the calls made so far.
+
+    under: count only those on files below it. lasting: all later calls are met too.
+    """
     made: list[str] = []
 
-    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **named: Any) -> Any:
-            made.append(name)
-            if len(made) == number:
-                fault(name, args)
-            return real(*args, **named)
+    def meet(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        if under is not None and not path_of(name, args, named).is_relative_to(under):
+            return args
+        made.append(name)
+        if len(made) == number or (lasting and 0 < number < len(made)):
+            return fault(name, args) or args
+        return args
 
-        return call
-
-    with patch.multiple(os, **{name: wrapped(name, getattr(os, name)) for name in CALLS}):
+    with _wrapped(calls, meet):
         yield made
+
+
+@contextmanager
+def at_all(calls: tuple[str, ...], fault: Fault) -> Iterator[list[str]]:
+    """Every call of `calls` is met; `fault` may let it pass. Gives the calls that were."""
+    with at_call(1, fault, calls, lasting=True) as made:
+        yield made
+
+
+def path_of(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Path:
+    """The file or directory that a call is about."""
+    what: Any = args[0] if args else "."
+    if name in _BY_DESCRIPTOR or isinstance(what, int):
+        return of_descriptor(what)
+    at = named.get("dir_fd")
+    return Path(os.path.abspath((of_descriptor(at) if at is not None else Path()) / os.fspath(what)))  # noqa: PTH100
+
+
+def of_descriptor(descriptor: int) -> Path:
+    """Where an open file is now."""
+    return Path(f"/proc/self/fd/{descriptor}").readlink()
+
+
+@contextmanager
+def _wrapped(
+    calls: tuple[str, ...], meet: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]
+) -> Iterator[None]:
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: real(*meet(name, args, named), **named)
+
+    with ExitStack() as stack:
+        for name in calls:
+            module, attribute = (io, "open") if name == "io.open" else (os, name)
+            stack.enter_context(patch.object(module, attribute, wrap(name, getattr(module, attribute))))
+        yield

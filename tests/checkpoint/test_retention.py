@@ -76,10 +76,10 @@ def test_trash_and_what_nobody_touched_for_long_goes(tmp_path: Path, ending: str
 def test_the_temporary_directory_of_a_dead_process_goes_and_of_a_live_one_stays(tmp_path: Path) -> None:
     host = socket.gethostname().replace(".", "_")
     leave(tmp_path, f"step-9.tmp-{host}.{dead_process()}.ab")
-    leave(tmp_path, f"step-9.tmp-{host}.{os.getpid()}.ab")
+    leave(tmp_path, f"step-9.tmp-{host}.{os.getppid()}.ab")
     leave(tmp_path, "step-9.tmp-elsewhere.1.ab")
     prune(tmp_path, keep=1)
-    assert names(tmp_path) == sorted([f"step-9.tmp-{host}.{os.getpid()}.ab", "step-9.tmp-elsewhere.1.ab"])
+    assert names(tmp_path) == sorted([f"step-9.tmp-{host}.{os.getppid()}.ab", "step-9.tmp-elsewhere.1.ab"])
 
 
 def test_files_that_are_not_ours_stay(tmp_path: Path) -> None:

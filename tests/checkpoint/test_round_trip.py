@@ -80,7 +80,7 @@ def test_the_handle_tells_what_was_written(tmp_path: Path) -> None:
     saved.wait()
     assert saved.path == tmp_path / "made" / "on demand" / "step-5"
     assert saved.bytes == (saved.path / "shards/000/000000.h5").stat().st_size
-    assert names(saved.path) == ["manifest.json", "shards"]
+    assert names(saved.path) == ["index.h5", "manifest.json", "shards"]
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:

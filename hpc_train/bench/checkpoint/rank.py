@@ -1,0 +1,241 @@
+"""One rank of `bench checkpoint`: takes all operations of all sides in turn and leaves what it measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpc_train.api import World
+from hpc_train.bench.checkpoint import checkpointers, sides
+from hpc_train.bench.checkpoint.result import (
+    COLD,
+    OPERATIONS,
+    RAW_DIRECT,
+    SAVE,
+    STALL,
+    VERIFY,
+    WARM,
+    Options,
+    Samples,
+    Setting,
+    lines,
+    load_average,
+)
+from hpc_train.bench.checkpoint.sides import Side
+from hpc_train.bench.checkpoint.state import State, bytes_of, make_state
+from hpc_train.checkpoint.files import opened
+from hpc_train.checkpoint.storage.kind import file_system
+from hpc_train.errors import EXIT_DONE
+
+SETTING = "setting.json"
+_Taken = dict[str, dict[str, list[tuple[float, float]]]]
+"""(wall, CPU) seconds of this rank by operation, side and round."""
+
+
+def main(rank: int, ranks: int, options: Options, directory: Path, meeting: Path) -> int:
+    """Measure in `directory`, an empty one; rank 0 leaves the result in `meeting`."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # those of the other sides, about how they are called
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    with _together(rank, ranks, meeting) as world:
+        setting = measure(world, options, directory)
+        if rank == 0:
+            (meeting / SETTING).write_text(json.dumps(asdict(setting)))
+    return EXIT_DONE
+
+
+def measure(world: World, options: Options, directory: Path) -> Setting:
+    """All rounds; every rank calls it and gets the result."""
+    before = load_average()
+    share = int(options.gib * 2**30) // world.size
+    tensors = max(1, options.tensors // world.size) if options.tensors else None
+    state = make_state(share, tensors, world.rank)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    found, missing = _sides(directory, world, state, targets)
+    rounds = _Rounds(world, directory, found)
+    rounds.warm_up(state, targets)
+    for number in range(options.rounds):
+        rounds.take(number)
+    gib = float(_gathered(bytes_of(state)).sum()) / 2**30
+    return Setting(
+        directory=str(directory.parent),
+        file_system=file_system(directory).kind,
+        ranks=world.size,
+        tensors=len(state) * world.size,
+        gib=gib,
+        lines=lines(rounds.measured(), gib),
+        missing=missing,
+        load_average=(before, load_average()),
+    )
+
+
+class _Rounds:
+    """The sides, and what was measured so far."""
+
+    def __init__(self, world: World, directory: Path, found: list[Side]) -> None:
+        self._world, self._directory, self._sides = world, directory, found
+        self._taken: _Taken = {operation: {} for operation in OPERATIONS}
+
+    def warm_up(self, state: State, targets: State) -> None:
+        """Every side once, untimed, to see that what it loads is what was saved."""
+        for side in self._sides:
+            self._empty(side)
+            save = side.save or _both(side)
+            save()
+            self._barrier()
+            if side.load is not None:
+                side.load()
+            if side.load is not None and side.name != RAW_DIRECT:
+                for name, tensor in targets.items():
+                    assert torch.equal(tensor, state[name]), (side.name, name)
+                    tensor.zero_()
+
+    def take(self, number: int) -> None:
+        """One round: every operation of every side, each time in another order."""
+        for operation in OPERATIONS:
+            able = [side for side in self._sides if _work(side, operation) is not None]
+            random.Random(f"{number} {operation}").shuffle(able)
+            for side in able:
+                self._prepare(side, operation)
+                self._taken[operation].setdefault(side.name, []).append(self._timed(side, operation))
+
+    def measured(self) -> dict[str, dict[str, Samples]]:
+        """Wall time of the slowest rank, CPU time of all."""
+        found: dict[str, dict[str, Samples]] = {}
+        for operation, by_side in self._taken.items():
+            for side in self._sides:
+                if side.name in by_side:
+                    ranks = _gathered(by_side[side.name])
+                    samples = np.stack([ranks[..., 0].max(axis=0), ranks[..., 1].sum(axis=0)], axis=1)
+                    found.setdefault(operation, {})[side.name] = samples
+        return found
+
+    def _timed(self, side: Side, operation: str) -> tuple[float, float]:
+        """(wall, CPU) seconds on this rank. The rest of an asynchronous save is waited for, untimed."""
+        work = _work(side, operation)
+        assert work is not None
+        gc.collect()
+        self._barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        rest = work()
+        seconds = time.perf_counter() - wall, time.process_time() - cpu
+        if operation == STALL:
+            cast(Callable[[], object], rest)()
+        return seconds
+
+    def _prepare(self, side: Side, operation: str) -> None:
+        if operation in (SAVE, STALL):
+            self._empty(side)
+        elif operation in (COLD, WARM, VERIFY):
+            self._barrier()
+            for path in sorted(self._folder(side).rglob("*")) if self._world.rank == 0 else []:
+                if path.is_file():
+                    _forget(path) if operation == COLD else _touch(path)
+
+    def _empty(self, side: Side) -> None:
+        self._barrier()
+        if self._world.rank == 0:
+            shutil.rmtree(self._folder(side), ignore_errors=True)
+            self._folder(side).mkdir()
+        self._barrier()
+
+    def _folder(self, side: Side) -> Path:
+        return self._directory / side.name
+
+    def _barrier(self) -> None:
+        if self._world.size > 1:
+            dist.barrier()
+
+
+def _work(side: Side, operation: str) -> Callable[[], object] | None:
+    by_operation: dict[str, Callable[[], object] | None] = {
+        SAVE: side.save,
+        STALL: side.begin,
+        COLD: side.load,
+        WARM: None if side.name == RAW_DIRECT else side.load,  # it would read from the disk again
+        VERIFY: side.verify,
+    }
+    return by_operation[operation]
+
+
+def _both(side: Side) -> Callable[[], object]:
+    assert side.begin is not None
+    begin = side.begin
+    return lambda: begin()()
+
+
+def _sides(directory: Path, world: World, state: State, targets: State) -> tuple[list[Side], dict[str, str]]:
+    """Those that work here, and why the others do not."""
+    found, missing = [], {}
+    for name, make in (
+        ("hpc_train", lambda at: checkpointers.hpc_train(at, world, state, targets)),
+        ("raw_direct", lambda at: sides.raw_direct(at, world.rank, state, targets)),
+        ("raw_buffered", lambda at: sides.raw_buffered(at, world.rank, state, targets)),
+        ("torch_save", lambda at: sides.torch_save(at, world.rank, state, targets)),
+        ("safetensors", lambda at: sides.safetensors(at, world.rank, state, targets)),
+        ("dcp", lambda at: checkpointers.torch_dcp(at, world, state, targets)),
+        ("dcp_async", lambda at: checkpointers.torch_dcp_async(at, world, state, targets, cached=False)),
+        ("dcp_async_cached", lambda at: checkpointers.torch_dcp_async(at, world, state, targets, cached=True)),
+    ):
+        (directory / name).mkdir(exist_ok=True)
+        try:
+            found.append(make(directory / name))
+        except (OSError, ImportError) as error:
+            missing[name] = str(error)
+    return found, missing
+
+
+def _forget(path: Path) -> None:
+    """Out of the page cache."""
+    with opened(path, os.O_RDONLY) as file:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _touch(path: Path) -> None:
+    """Into the page cache."""
+    block = bytearray(sides.CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def _gathered(mine: Any) -> Samples:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [mine]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, mine)
+    return np.array(values, dtype=np.float64)
+
+
+@contextmanager
+def _together(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
+    """A job of processes of this machine; checkpoints never look at a mesh."""
+    with ExitStack() as stack:
+        if ranks > 1:
+            store = dist.FileStore(str(meeting / "store"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            stack.callback(lambda: dist.destroy_process_group())
+        yield World(rank, ranks, rank, torch.device("cpu"), cast(Any, None), rank, ranks)
+
+
+if __name__ == "__main__":
+    _rank, _ranks, _options, _directory, _meeting = sys.argv[1:]
+    sys.exit(main(int(_rank), int(_ranks), Options(**json.loads(_options)), Path(_directory), Path(_meeting)))

@@ -1,0 +1,89 @@
+"""A result of `bench checkpoint` for a person."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.bench.checkpoint.result import (
+    BASES,
+    COLD,
+    OPERATIONS,
+    OURS,
+    SAVE,
+    STALL,
+    VERIFY,
+    WARM,
+    Line,
+    Ratio,
+    Result,
+    Setting,
+)
+
+_WHAT = {
+    SAVE: "save, until it is on the disk and committed",
+    STALL: "stall of an asynchronous save, until the tensors may change",
+    COLD: "load with nothing in the page cache",
+    WARM: "load out of the page cache",
+    VERIFY: "verify, all bytes",
+}
+
+
+def show(result: Result, console: Console | None = None) -> None:
+    """Print a table for every directory and number of ranks, and ours in words."""
+    console = console or Console(width=None if Console().is_terminal else 140)
+    for setting in result.settings:
+        console.print(_table(setting, result), highlight=False)
+        for name, why in setting.missing.items():
+            console.print(f"left out: {name}: {why}", highlight=False)
+        console.print(_verdict(setting), highlight=False)
+
+
+def _table(setting: Setting, result: Result) -> Table:
+    table = Table(title=_title(setting, result), title_justify="left")
+    table.add_column("side")
+    for column in ("seconds (quartiles)", "GiB/s", "CPU s/GiB", *(f"x {base}" for base in BASES)):
+        table.add_column(column, justify="right")
+    for operation in OPERATIONS:
+        rows = [line for line in setting.lines if line.operation == operation]
+        if rows:
+            table.add_section()
+            table.add_row(_WHAT[operation], style="bold")
+        for line in rows:
+            table.add_row(*_row(line))
+    return table
+
+
+def _title(setting: Setting, result: Result) -> str:
+    before, after = setting.load_average
+    return (
+        f"{setting.directory} ({setting.file_system}), {setting.ranks} ranks, {setting.gib:.2f} GiB in "
+        f"{setting.tensors} tensors; {result.options.rounds} interleaved rounds; {result.cpus} CPUs, load "
+        f"{before:.1f} before, {after:.1f} after"
+    )
+
+
+def _row(line: Line) -> list[str]:
+    low, high = line.quartiles
+    ratios = [line.over.get(base) for base in BASES]
+    return [
+        line.side,
+        f"{line.seconds:.3f} ({low:.3f} - {high:.3f})",
+        f"{line.gib_per_second:.2f}",
+        f"{line.cpu_seconds_per_gib:.3f}",
+        *(_ratio(ratio) if ratio else "" for ratio in ratios),
+    ]
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
+
+
+def _verdict(setting: Setting) -> str:
+    """How fast ours is, in words."""
+    parts = []
+    for line in setting.lines:
+        if line.side == OURS and line.over:
+            times = ", ".join(f"{ratio.median:.2f}x {base}" for base, ratio in line.over.items())
+            parts.append(f"{line.operation} {times}")
+    return f"{OURS}: {'; '.join(parts)}."

@@ -1,0 +1,152 @@
+"""`hpc-train checkpoint inspect`: everything that is known of a step without reading its data."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint.commands.show import print_facts, print_json, print_table, size
+from hpc_train.checkpoint.commands.storage import storage_facts
+from hpc_train.checkpoint.commands.target import Step, one_step, target
+from hpc_train.checkpoint.holdings import Part, Tensor
+from hpc_train.checkpoint.index import INDEX, is_ordinary, mappings, write_index
+from hpc_train.checkpoint.weights import holds_weights_only
+from hpc_train.errors import UserError
+
+_TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command."""
+
+    tensors: bool = False
+    index: bool = False
+    force: bool = False
+
+
+def inspect(where: str, options: Options, json: bool) -> int:
+    """Print what a step holds, after writing its index where that is asked for; returns 0."""
+    step = one_step(where)
+    if options.index:
+        _write_index(step, options.force)
+    facts = facts_of(step)
+    facts["timeline"] = timeline(target(where).run, step.manifest.step)
+    if options.tensors:
+        facts["tensors"] = tensors_of(step)
+    if json:
+        print_json(facts)
+        return 0
+    _print(facts)
+    return 0
+
+
+def facts_of(step: Step) -> dict[str, Any]:
+    """What `inspect --json` prints, without the list of tensors and the timeline."""
+    manifest = step.manifest
+    return {
+        "step": manifest.step,
+        "path": str(step.path),
+        "sequence": manifest.sequence,
+        "world_size": manifest.world_size,
+        "weights_only": holds_weights_only(manifest.extra),
+        "bytes": manifest.size,
+        "elements_bytes": sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors),
+        "tensor_count": len(manifest.holdings.tensors),
+        "layouts": len(manifest.holdings.layouts),
+        "mappings": mappings(manifest),
+        "index": (step.path / INDEX).exists(),
+        "storage": storage_facts(step.path, [file.name for file in manifest.files]),
+        "files": [{"file": file.name, "bytes": file.bytes} for file in manifest.files],
+        "extra": manifest.extra,
+    }
+
+
+def tensors_of(step: Step) -> list[dict[str, Any]]:
+    """Every logical tensor, in the order in which the first file has them."""
+    parts = step.manifest.holdings.parts()
+    return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.holdings.tensors]
+
+
+def timeline(run: Path, step: int) -> list[dict[str, Any]]:
+    """What events.jsonl of a run says of its attempts and saves up to the last save of this step."""
+    told = [event for event in _events(run / "events.jsonl") if event.get("event") in _TOLD]
+    of_step = [at for at, event in enumerate(told) if (event["event"], event.get("step")) == ("checkpoint", step)]
+    return told[: of_step[-1] + 1] if of_step else told
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = json_module.loads(line)
+        except ValueError:  # the last one, of a process that died
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _tensor(tensor: Tensor, parts: list[Part]) -> dict[str, Any]:
+    cuts = [len({part.rectangle.offset[dim] for part in parts}) for dim in range(len(tensor.shape))] if parts else []
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.rectangle.volume * tensor.itemsize,
+        "files": len({part.file for part in parts}),
+        "parts": len(parts),
+        "cuts": cuts,
+    }
+
+
+def _write_index(step: Step, force: bool) -> None:
+    if not is_ordinary(step.manifest) and not force:
+        raise UserError(
+            f"{step.path}: its index would have {mappings(step.manifest):,} mappings of "
+            f"{len(step.manifest.holdings.tensors):,} tensors, with which HDF5 is slow; add --force, or make a step of "
+            "fewer files by `hpc-train checkpoint reshard`"
+        )
+    write_index(step.path, step.manifest)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    storage = facts["storage"]
+    print_facts(
+        [
+            ("path", facts["path"]),
+            ("step", f"{facts['step']}{' (weights only)' if facts['weights_only'] else ''}"),
+            ("size", f"{size(facts['bytes'])} in {len(facts['files'])} files, saved by {facts['world_size']} ranks"),
+            ("tensors", f"{facts['tensor_count']:,} of {size(facts['elements_bytes'])}, {facts['layouts']} layouts"),
+            ("index", INDEX if facts["index"] else "none; --index writes it"),
+            *((name.replace("_", " "), value) for name, value in storage.items() if value is not None),
+            *(("extra." + name, json_module.dumps(value)) for name, value in facts["extra"].items()),
+        ]
+    )
+    if facts["timeline"]:
+        print()
+        print_table(("time", "attempt", "event", "step", "seconds", "stall"), [_event(it) for it in facts["timeline"]])
+    if "tensors" in facts:
+        print()
+        rows = [
+            (it["name"], it["dtype"], _by(it["shape"]), size(it["bytes"]), it["files"], _by(it["cuts"]))
+            for it in facts["tensors"]
+        ]
+        print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
+
+
+def _event(event: dict[str, Any]) -> tuple[object, ...]:
+    time = event.get("time")
+    when = f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}" if isinstance(time, (int, float)) else ""
+    seconds = [f"{event[key]:.2f}" if isinstance(event.get(key), float) else "" for key in ("seconds", "stall")]
+    return when, event.get("attempt", ""), event["event"], event.get("step", ""), *seconds
+
+
+def _by(numbers: list[int]) -> str:
+    return " x ".join(map(str, numbers)) or "scalar"

@@ -1,0 +1,108 @@
+"""Which checkpoints a command is about, from the path that was given."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.catalogue import committed, found, step_of
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
+from hpc_train.checkpoint.weights import WEIGHTS
+from hpc_train.errors import UserError
+
+_UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A directory of checkpoints, and the step of it that was named."""
+
+    directory: Path
+    step: int | None = None
+
+    @property
+    def run(self) -> Path:
+        """The run directory that these checkpoints would be of."""
+        inside = self.directory.parent if self.directory.name == WEIGHTS else self.directory
+        return inside.parent if inside.name == "checkpoints" else inside
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a process that died left, or one that is at work now has not finished."""
+
+    path: Path
+    step: int
+    kind: str
+    """tmp: not committed; trash: on its way out; old: replaced."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step whose manifest is sound."""
+
+    directory: Path
+    path: Path
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"checkpoint step {self.manifest.step} in {self.directory}"
+
+
+def target(text: str) -> Target:
+    """Raises UserError if the path is not there or holds no checkpoint; a leftover counts as one."""
+    path = Path(text).expanduser().absolute()
+    if not path.is_dir():
+        raise UserError(f"{text}: no such directory; give that of a run, of its checkpoints or of one step")
+    step = step_of(path)
+    if step is not None and found(path.parent).get(step) == path:
+        return Target(path.parent, step)
+    places = (path, path / "checkpoints")
+    for place in (*places, *(it / WEIGHTS for it in places)):
+        if found(place) or leftovers(place):
+            return Target(place)
+    raise UserError(
+        f"{text}: there is no checkpoint in it; give the directory of a run, of its checkpoints or a step-<n>"
+    )
+
+
+def leftovers(directory: Path) -> list[Leftover]:
+    """In the order of their names."""
+    if not directory.is_dir():
+        return []
+    steps = found(directory)
+    leftover = []
+    for path in sorted(directory.iterdir()):
+        match, step = _UNCOMMITTED.fullmatch(path.name), step_of(path)
+        if match:
+            leftover.append(Leftover(path, int(match[1]), match[2]))
+        elif step is not None and path.is_dir() and steps[step] != path:
+            leftover.append(Leftover(path, step, "old"))
+    return leftover
+
+
+def one_step(text: str) -> Step:
+    """The step that a path names, or the newest one in it. Raises UserError, CheckpointError if it is damaged."""
+    place = target(text)
+    return opened(place.directory, newest(place) if place.step is None else place.step)
+
+
+def newest(place: Target) -> int:
+    """The last step that was committed."""
+    steps = committed(place.directory)
+    if not steps:
+        raise UserError(f"{place.directory}: nothing is committed in it, there are only leftovers of unfinished saves")
+    return steps[-1]
+
+
+def opened(directory: Path, step: int) -> Step:
+    """Raises CheckpointError if its manifest is damaged."""
+    path = found(directory)[step]
+    try:
+        return Step(directory, path, read(path, step))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST}: {error}") from error

@@ -1,0 +1,310 @@
+"""One job at a time writes checkpoints in a directory: the second is refused, and a dead one's lock is taken over.
+
+No clock is compared: those of nodes and file servers differ, and go back. Whether an owner on this machine lives, the
+kernel tells; whether an earlier attempt of a Slurm job is over, its restart count; and of any other the heartbeat, a
+number in the file that its owner changes again and again, which a newcomer watches for a while.
+Readers take no lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpc_train.api import World
+from hpc_train.checkpoint.agreement import on_first
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.files import make_directory, opened, write_at
+from hpc_train.errors import UserError
+
+NAME = "lock"
+BEAT = 10.0
+"""Seconds between heartbeats. Six without one: the owner is dead."""
+_BEATS = 6
+_TRIES = 20
+_log = logging.getLogger(__name__)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told from all others at any time."""
+
+    host: str
+    machine: str
+    """This boot of the machine, and the process-id namespace: process ids mean something only within."""
+    process: int
+    started: str
+    """When the process started, in ticks since the boot: its number may be another's now."""
+    job: str | None
+    """Slurm's."""
+    attempt: int
+    """How often Slurm has restarted the job."""
+    token: str
+
+    def __str__(self) -> str:
+        job = f"Slurm job {self.job} (attempt {self.attempt}), " if self.job else ""
+        return f"{job}process {self.process} on {self.host}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A lock file as it was at one look; the owner is None if it cannot be read."""
+
+    owner: Owner | None
+    text: str
+
+    def is_by(self, other: _Found) -> bool:
+        return self.owner == other.owner and (self.owner is not None or self.text == other.text)
+
+
+@dataclass
+class Lock:
+    """A lock that this process has, until `release`; its heart beats in a thread."""
+
+    path: Path
+    owner: Owner
+    beat: float
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raise CheckpointError if somebody has taken the lock: whoever finds that out must write no more."""
+        found = _look(self.path)
+        if found is None or found.owner != self.owner:
+            who = f"{found.owner} has taken it over" if found and found.owner else "it was removed"
+            raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
+
+    def release(self) -> None:
+        """Give it back, if it is still ours."""
+        self._stop.set()
+        with suppress(OSError, CheckpointError):
+            self.check()
+            self.path.unlink()
+
+    def start_beating(self) -> None:
+        """Until `release`, or the end of the process."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True).start()
+
+    def _beat(self, descriptor: int) -> None:
+        """Into the file that was opened, wherever it is now: a lock that replaced it is not touched."""
+        count = 0
+        while not self._stop.wait(self.beat):
+            count += 1
+            with suppress(OSError):  # one beat is lost; if all are, `check` tells
+                write_at(descriptor, memoryview(_line(count)), len(_first_line(self.owner)))
+                os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def held(directory: Path, world: World, beat: float = BEAT) -> Iterator[Lock | None]:
+    """Hold the lock of a directory of checkpoints, on rank 0 (None on the others); every rank enters.
+
+    Raises UserError, on all ranks, while another job writes there.
+    """
+    mine: list[Lock] = []
+    on_first(world, lambda: mine.append(take_lock(directory, beat=beat)))
+    try:
+        yield mine[0] if mine else None
+    finally:
+        for lock in mine:
+            lock.release()
+
+
+def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float = BEAT) -> Lock:
+    """Take the lock of a directory, which is made if it is missing. May watch a stale-looking lock for 6 beats.
+
+    Raises UserError, one line, if another job has it or if nothing can be written there; CheckpointError if the file
+    system fails.
+    """
+    lock = Lock(directory / NAME, this_process(env), beat)
+    try:
+        make_directory(directory)
+        _take(lock.path, lock.owner, beat)
+        lock.start_beating()
+    except OSError as error:
+        lock.release()
+        if error.errno in _NOT_OURS:
+            raise UserError(
+                f"checkpoint.dir={directory}: {error.strerror}; choose a directory that can be written"
+            ) from error
+        raise CheckpointError(f"the lock {lock.path} could not be taken: {error.strerror}") from error
+    return lock
+
+
+def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError if a job of this machine is certainly writing there; a quick look before anything is started."""
+    with suppress(OSError):
+        found = _look(directory / NAME)
+        if found and _is_dead(found, this_process(env)) is False:
+            raise _refusal(directory / NAME, found)
+
+
+def this_process(env: Mapping[str, str] = os.environ) -> Owner:
+    """What this process writes into a lock."""
+    restarts = env.get("SLURM_RESTART_COUNT", "0")
+    return Owner(
+        socket.gethostname(),
+        _machine(),
+        os.getpid(),
+        _start_of(os.getpid()) or "",
+        env.get("SLURM_JOB_ID"),
+        int(restarts) if restarts.isdecimal() else 0,
+        secrets.token_hex(8),
+    )
+
+
+def _take(path: Path, me: Owner, beat: float) -> None:
+    for _ in range(_TRIES):
+        if _create(path, me):
+            _tidy(path.parent)
+            return
+        found = _look(path)
+        if found is None:
+            continue
+        dead = _is_dead(found, me)
+        if dead is None:
+            dead = _is_silent(path, found, beat)
+        if not dead:
+            raise _refusal(path, found)
+        _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, found.owner)
+        _remove(path, found, me)
+    raise UserError(f"{path}: several jobs want it at once; let one of them write there")
+
+
+def _refusal(path: Path, found: _Found) -> UserError:
+    return UserError(
+        f"checkpoint.dir={path.parent}: {found.owner or 'another job'} is writing checkpoints there; wait for its end,"
+        " cancel it, or use another run_dir"
+    )
+
+
+def _create(path: Path, me: Owner) -> bool:
+    """A lock with its content, at once; whether there was none. By a hard link, else by an exclusive creation."""
+    text, private = _first_line(me) + _line(0), path.with_name(f".{NAME}-{me.token}")
+    try:
+        _write(private, text)
+        os.link(private, path)
+    except FileExistsError:
+        return _is_linked(private)  # a network may repeat the request that has worked
+    except FileNotFoundError:
+        return False  # taken for a leftover
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_exclusively(path, text)
+    finally:
+        with suppress(OSError):
+            private.unlink()
+    return True
+
+
+def _tidy(directory: Path) -> None:
+    """Remove what died on its way to a lock left; whoever is on that way now begins again."""
+    with suppress(OSError):
+        for leftover in directory.glob(f".{NAME}-*"):
+            leftover.unlink(missing_ok=True)
+
+
+def _create_exclusively(path: Path, text: bytes) -> bool:
+    try:
+        _write(path, text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(path: Path, text: bytes) -> None:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        write_at(descriptor, memoryview(text), 0)
+        os.fsync(descriptor)
+
+
+def _is_linked(private: Path) -> bool:
+    with suppress(OSError):
+        return private.stat().st_nlink == 2
+    return False
+
+
+def _remove(path: Path, found: _Found, me: Owner) -> None:
+    """Take away the lock that was found dead; one that has come since is put back."""
+    aside = path.with_name(f".{NAME}-{me.token}-old")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        now = _look(aside)
+        if now and not now.is_by(found):
+            with suppress(OSError):  # its owner finds out before it commits anything
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+
+
+def _is_dead(found: _Found, me: Owner) -> bool | None:
+    """Whether the owner of a lock is gone; None where only its heartbeat can tell."""
+    owner = found.owner
+    if owner is None:
+        return None
+    if owner.machine == me.machine and owner.host == me.host:
+        return _start_of(owner.process) != owner.started
+    if owner.job is not None and owner.job == me.job and owner.attempt < me.attempt:
+        return True
+    return None
+
+
+def _is_silent(path: Path, found: _Found, beat: float) -> bool:
+    """Watch a lock: whether its heart does not beat."""
+    _log.info("checkpoint: %s has the lock %s; up to %g s to see whether it lives", found.owner, path, _BEATS * beat)
+    until = time.monotonic() + _BEATS * beat
+    while time.monotonic() < until:
+        time.sleep(beat / 4)
+        now = _look(path)
+        if now is None or not now.is_by(found):
+            return True  # nobody has it, or somebody new: the next round looks at that
+        if now.text != found.text:
+            return False
+    return True
+
+
+def _look(path: Path) -> _Found | None:
+    """The lock there is; None if there is none. Raises OSError."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    try:
+        return _Found(Owner(**json.loads(text.partition("\n")[0])), text)
+    except (ValueError, TypeError):
+        return _Found(None, text)
+
+
+def _first_line(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode() + b"\n"
+
+
+def _line(count: int) -> bytes:
+    return b"%020d\n" % count
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _start_of(process: int) -> str | None:
+    """Field 22 of proc_pid_stat(5); None if there is no such process, or only what its parent has not yet heard of."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,134 @@
+"""Checkpoints that are sound and still no good: NaN or infinity in the state, or marked bad by somebody.
+
+They can be loaded by their step, are passed over by checkpoint.resume=auto, and retention does not count them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.catalogue import locate
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.files import sync_directory, write_file
+from hpc_train.checkpoint.holdings import Held
+from hpc_train.checkpoint.manifest import Manifest
+
+MARK = "bad"
+"""File in the directory of a step that is marked; its text is the reason."""
+_PADDING = 4096
+
+
+def mark_bad(directory: Path, step: int, why: str) -> None:
+    """Mark a committed step: checkpoint.resume=auto no longer takes it. A mark that is there is replaced.
+
+    Raises UserError if the step is not there, CheckpointError if the mark cannot be written.
+    """
+    path = locate(directory, step)
+    beside = path / f".{MARK}-{os.getpid()}"
+    try:
+        beside.unlink(missing_ok=True)
+        write_file(beside, (" ".join(why.split()) + "\n").encode())
+        beside.replace(path / MARK)
+        sync_directory(path)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint step {step} in {directory} was not marked: {error.strerror}") from error
+
+
+def unmark(directory: Path, step: int) -> None:
+    """Take the mark away, if there is one. Raises as `mark_bad`."""
+    path = locate(directory, step)
+    try:
+        (path / MARK).unlink(missing_ok=True)
+        sync_directory(path)
+    except OSError as error:
+        raise CheckpointError(f"the mark of step {step} in {directory} was not removed: {error.strerror}") from error
+
+
+def poison_of(path: Path, manifest: Manifest | None) -> str | None:
+    """Why a step is not to be gone on from; None if nothing speaks against it.
+
+    path: of the directory of the step. Raises OSError if it cannot be seen whether there is a mark.
+    """
+    try:
+        return f"is marked bad: {(path / MARK).read_text('utf-8', errors='replace').strip()}"
+    except FileNotFoundError:
+        return None if manifest is None or manifest.finite else "has NaN or infinity in it, or in the loss"
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Adjacent tensors of one dtype; `rows` are (byte, elements) of each."""
+
+    dtype: torch.dtype
+    begin: int
+    rows: list[tuple[int, int]]
+
+    @property
+    def end(self) -> int:
+        at, count = self.rows[-1]
+        return at + count * self.dtype.itemsize
+
+
+def all_finite(memory: memoryview, held: Held) -> bool:
+    """Whether no tensor of a shard's image has a NaN or an infinity.
+
+    A mask, of nothing above zero and -inf, is none. One pass at the speed of memory: the least and the greatest element
+    are NaN if any is, and infinite if one is; neighbours of one dtype are looked at together.
+    """
+    return all(_is_finite(memory, span) for span in _spans(memory, held))
+
+
+def _spans(memory: memoryview, held: Held) -> Iterator[_Span]:
+    span: _Span | None = None
+    for dtype, begin, count in _floating(held):
+        if span is not None and span.dtype is dtype and _joins(memory, span, begin):
+            span.rows.append((begin, count))
+            continue
+        if span is not None:
+            yield span
+        span = _Span(dtype, begin, [(begin, count)])
+    if span is not None:
+        yield span
+
+
+def _floating(held: Held) -> list[tuple[torch.dtype, int, int]]:
+    """(dtype, byte, elements) of every tensor that can have a NaN, in the order of the file."""
+    found = [
+        (row.dtype, place, torch.Size(row.local_shape).numel())
+        for row, place in zip(held.rows, held.places, strict=True)
+        if row.dtype.is_floating_point or row.dtype.is_complex
+    ]
+    return sorted((it for it in found if it[2]), key=lambda it: it[1])
+
+
+def _joins(memory: memoryview, span: _Span, begin: int) -> bool:
+    """Nothing but a little padding lies between."""
+    gap = begin - span.end
+    whole = (begin - span.begin) % span.dtype.itemsize == 0
+    return whole and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
+
+
+def _is_finite(memory: memoryview, span: _Span) -> bool:
+    if _is_harmless(_tensor(memory, span.dtype, span.begin, (span.end - span.begin) // span.dtype.itemsize), False):
+        return True
+    return all(_is_harmless(_tensor(memory, span.dtype, at, count), True) for at, count in span.rows)
+
+
+def _is_harmless(values: Tensor, mask: bool) -> bool:
+    least, greatest = (float(it) for it in values.aminmax())
+    if mask and least == -torch.inf and greatest <= 0:
+        return True
+    return abs(least) < torch.inf and abs(greatest) < torch.inf  # false for NaN
+
+
+def _tensor(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
+    values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+    if dtype.is_complex:
+        return torch.view_as_real(values)
+    return values.float() if dtype.itemsize == 1 else values

@@ -1,0 +1,175 @@
+"""The shard files of a step as verified bytes: whole blocks, read past the page cache or out of it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.checkpoint.digests import BLOCK, Digests, first_wrong
+from hpc_train.checkpoint.digests import from_bytes as digests_from
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.files import checksum_of
+from hpc_train.checkpoint.image import ALIGNMENT
+from hpc_train.checkpoint.manifest import ShardFile
+from hpc_train.checkpoint.shard import beside
+
+_HOT = 1 << 20
+"""Bytes that are verified while they are still in the processor's cache."""
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Damaged(CheckpointError):
+    """A block that is not what was committed."""
+
+    def __init__(self, name: str, at: int, tensor: str | None = None) -> None:
+        where = f": tensor {tensor!r}" if tensor else ""
+        super().__init__(f"{name}{where}: its content is not what was committed (block at byte {at})")
+        self.name, self.at = name, at
+
+
+class Source:
+    """Open shard files of one step. Any number of threads may read."""
+
+    def __init__(self, directory: Path, files: Sequence[ShardFile]) -> None:
+        self._directory, self._files = directory, files
+        self._open: dict[int, _Opened] = {}
+        self._lock, self._local = threading.Lock(), threading.local()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for it in self._open.values():
+            os.close(it.descriptor)
+
+    def read(self, file: int, begin: int, size: int, memory: memoryview) -> None:
+        """Put `size` bytes, from `begin` on, at the beginning of `memory`, and verify them.
+
+        They are whole blocks: `begin` is the first byte of one, and the last ends with them or with the file. Where the
+        page cache is passed by, memory begins at a page and has room for whole pages.
+        Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
+        """
+        it = self._opened(file)
+        if it.direct:
+            _read(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
+            _verify(it, begin, memory[:size])
+            return
+        for at in range(0, size, _HOT):
+            part = memory[at : min(at + _HOT, size)]
+            _read(it, begin + at, part, len(part))
+            _verify(it, begin + at, part)
+
+    def is_direct(self, file: int) -> bool:
+        """Whether the page cache is passed by: then it reads pages into pages."""
+        return self._opened(file).direct
+
+    def size(self, file: int) -> int:
+        """Bytes of a file."""
+        return self._files[file].bytes
+
+    def scratch(self, size: int) -> memoryview:
+        """Whole pages, of this thread; what they held is lost with the next call."""
+        have: mmap.mmap | None = getattr(self._local, "pages", None)
+        if have is None or len(have) < size:
+            have = self._local.pages = pages(size)
+        return memoryview(have)
+
+    def _opened(self, file: int) -> _Opened:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = _Opened(self._directory, self._files[file])
+            return self._open[file]
+
+
+class _Opened:
+    """One shard file with its digests."""
+
+    def __init__(self, directory: Path, known: ShardFile) -> None:
+        self.name, self.digests = known.name, table_of(directory, known)
+        try:
+            self.descriptor, self.direct = _descriptor(directory / known.name)
+        except OSError as error:
+            raise CheckpointError(f"{known.name}: it cannot be read: {error.strerror}") from error
+        size = os.fstat(self.descriptor).st_size
+        if size != known.bytes:
+            os.close(self.descriptor)
+            raise CheckpointError(f"{known.name}: it has {size} bytes, {known.bytes} were committed")
+
+
+def _verify(it: _Opened, begin: int, data: memoryview) -> None:
+    first = begin // BLOCK
+    wrong = first_wrong(data, it.digests[first : first + -(-len(data) // BLOCK)])
+    if wrong is not None:
+        raise Damaged(it.name, (first + wrong) * BLOCK)
+
+
+def table_of(directory: Path, file: ShardFile) -> Digests:
+    """The digests of a shard file. Raises CheckpointError if they are not those that were committed."""
+    name = beside(Path(file.name)).as_posix()
+    try:
+        data = beside(directory / file.name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
+    if checksum_of(data) != file.digests:
+        raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
+    try:
+        return digests_from(data, file.bytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def pages(size: int) -> mmap.mmap:
+    """Memory that direct I/O takes, in huge pages where the kernel has them."""
+    memory = mmap.mmap(-1, max(1, -(-size // ALIGNMENT)) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _read(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
+    """At least `size` bytes, as direct I/O wants whole pages also where a file ends."""
+    at = 0
+    while at < size:
+        count = os.preadv(it.descriptor, [memory[at:]], begin + at)
+        if count == 0:
+            raise CheckpointError(f"{it.name}: it ends at byte {begin + at}, before what was committed")
+        at += count
+        if it.direct and at < size:
+            at -= at % ALIGNMENT
+
+
+def _descriptor(path: Path) -> tuple[int, bool]:
+    """(descriptor, whether it passes the page cache by): it does where little of the file is in there."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    plain = os.open(path, flags)
+    if _is_cached(plain):
+        return plain, False
+    try:
+        direct = os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            os.close(plain)
+            raise
+        return plain, False
+    os.close(plain)
+    return direct, True
+
+
+def _is_cached(descriptor: int) -> bool:
+    """Whether a look at some pages finds them in memory (preadv2(2), RWF_NOWAIT)."""
+    size = os.fstat(descriptor).st_size
+    page = bytearray(1)
+    spots = [size * k // 8 for k in range(8)]
+    return sum(_is_there(descriptor, page, at) for at in spots) > len(spots) // 2
+
+
+def _is_there(descriptor: int, page: bytearray, at: int) -> bool:
+    try:
+        return os.preadv(descriptor, [page], at, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False

@@ -1,0 +1,125 @@
+"""Errors while a checkpoint is looked for and loaded: the newest, an older one, or a loud error; never nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
+from faults import EVERY, Fault, at_call, fails, kill
+
+from hpc_train.api import World
+from hpc_train.checkpoint import CheckpointError, committed, newest, prune, resume, save
+from hpc_train.checkpoint.manifest import read
+from hpc_train.testing import run_ranks
+
+STATES = {1: state(1), 2: state(2)}
+ERRORS = ("EIO", "ESTALE", "ENOENT", "EACCES")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for step, tensors in STATES.items():
+        save_alone(tmp_path, step, tensors)
+    return tmp_path
+
+
+def loaded(directory: Path, world: World, number: int, fault: Fault) -> tuple[int | str, int]:
+    """(step or the error of resume=auto, calls made). What is loaded is what was saved at that step, bit for bit."""
+    pieces = blank(sharded(STATES[1], 0, world.rank, world.size))
+    with at_call(number, fault, EVERY, directory) as made:
+        try:
+            resumed = resume(directory, "auto", pieces, world)
+        except CheckpointError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            return str(error), len(made)
+    assert resumed is not None, "that there is nothing to go on from must not be a guess"
+    assert same_pieces(pieces, sharded(STATES[resumed.step], 0, world.rank, world.size))
+    return resumed.step, len(made)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_any_call_that_fails_alone(directory: Path, name: str) -> None:
+    outcomes, number, made = [], 0, 1
+    while made >= number:
+        number += 1
+        outcome, made = loaded(directory, alone(), number, fails(getattr(errno, name)))
+        outcomes.append(outcome)
+    assert {1, 2} <= set(outcomes)
+    assert number > 15
+
+
+def test_any_call_that_fails_on_one_of_two_ranks(directory: Path) -> None:
+    def load_everywhere(world: World, failing: int) -> list[int | str]:
+        outcomes: list[int | str] = []
+        number, name = 0, random.Random(failing)
+        while number < 40:
+            number += 1
+            fault = fails(getattr(errno, name.choice(ERRORS)))
+            outcomes.append(loaded(directory, world, number if world.rank == failing else 0, fault)[0])
+        return outcomes
+
+    for failing in (0, 1):
+        first, second = run_ranks(load_everywhere, 2, failing)
+        assert first == second, "all ranks load the same step"
+        assert {1, 2} <= set(first)
+
+
+def test_a_directory_that_is_not_there_for_a_moment_is_no_empty_one(directory: Path) -> None:
+    with (
+        at_call(1, fails(errno.ENOENT), ("scandir",), directory),
+        pytest.raises(CheckpointError, match="No such file"),
+    ):
+        resume(directory, "auto", blank(whole(STATES[1])), alone())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_any_call_that_fails_while_old_ones_are_removed(tmp_path: Path, name: str) -> None:
+    """What cannot be read just now is neither counted nor removed."""
+    number, made = 0, [""]
+    while len(made) >= number:
+        number += 2
+        directory = tmp_path / str(number)
+        for step in (1, 2, 3):
+            save_alone(directory, step, STATES[1 + step % 2])
+        with at_call(number, fails(getattr(errno, name)), EVERY, directory) as made:
+            try:
+                prune(directory, keep=1)
+            except OSError as error:
+                assert error.errno == getattr(errno, name)  # noqa: PT017
+        steps = committed(directory)
+        assert len(steps) >= 1
+        assert newest(directory) == steps[-1]
+        assert name == "ENOENT" or steps[-1] == 3, "an error that may pass costs no checkpoint"
+        save_alone(directory, 4, STATES[1])
+        assert prune(directory, keep=1) == steps
+        assert names(directory) == ["step-4"]
+
+
+def test_a_manifest_that_cannot_be_read_just_now_keeps_its_place_in_the_order(directory: Path) -> None:
+    """After a rollback the order of commits is not that of steps: the number of what cannot be read is not reused."""
+    for step in (9, 5):
+        save_alone(directory, step, STATES[1])
+    hidden = directory / "step-9" / "manifest.json"
+
+    def no_nine(call: str, args: tuple[object, ...]) -> None:
+        if str(args[0]) == str(hidden):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (directory / "step-5").rename(directory / "away")
+    with at_call(1, no_nine, ("io.open",), directory, lasting=True):
+        save(directory, 4, whole(STATES[2]), {}, alone()).wait()
+    assert committed(directory)[-2:] == [9, 4]
+    assert read(directory / "step-4", 4).sequence > read(directory / "step-9", 9).sequence
+
+
+@pytest.mark.parametrize("content", [b"", b"step-9", b"1\n", b"../../etc"])
+def test_latest_is_derived_whatever_a_file_of_that_name_says(directory: Path, content: bytes) -> None:
+    for name in ("LATEST", "latest", "latest_checkpointed_iteration.txt"):
+        (directory / name).write_bytes(content)
+    assert newest(directory) == 2
+    assert loaded(directory, alone(), 0, kill)[0] == 2
+    assert holds(directory, 2, STATES[2])

@@ -1,0 +1,62 @@
+"""Tensors that are odd in any way: shared, empty, scalar, strided, very many, of any name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pieces, save_alone, sharded, whole
+
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint import load, save, verify
+from hpc_train.testing import run_ranks
+
+NAMES = ("ünïcödé.重み.вес", "emoji 🔥.weight", "a" * 3000, "deep." * 400 + "w", "with/slash", "..", "  ", "%2F", "w@1")
+
+
+def test_two_names_of_one_storage(tmp_path: Path) -> None:
+    """Tied weights: each name has the values, and a load may tie them or not."""
+    shared = random_bits((6, 4), torch.float32)
+    tied: State = {"embed.weight": shared, "out.weight": shared, "row": shared[2], "transposed": shared.t()}
+    pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tied.items()]
+    save(tmp_path, 1, pieces, {}, alone()).wait()
+    assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in tied.items()})
+    into = torch.zeros(6, 4)
+    load(tmp_path, 1, [Piece(name, (6, 4), into.dtype, (0, 0), into) for name in ("embed.weight", "out.weight")], alone())
+    assert same_pieces(whole({"w": into}), whole({"w": shared}))
+
+
+def test_locals_that_are_views(tmp_path: Path) -> None:
+    base = random_bits((8, 10), torch.float64)
+    views = {"columns": base[:, 2:5], "every second": base[::2], "transposed": base.t(), "expanded": base[:1].expand(5, 10)}
+    pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in views.items()]
+    save(tmp_path, 1, pieces, {}, alone()).wait()
+    assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in views.items()})
+    target = torch.zeros(10, 8, dtype=torch.float64)
+    load(tmp_path, 1, [Piece("columns", (8, 3), base.dtype, (0, 0), target.t()[:, :3])], alone())
+    assert torch.equal(target.t()[:, :3].contiguous().view(torch.int64), base[:, 2:5].contiguous().view(torch.int64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_empty_and_scalar_ones_and_all_names(tmp_path: Path, ranks: int) -> None:
+    tensors: State = {name: random_bits((3, 2), torch.bfloat16, n) for n, name in enumerate(NAMES)}
+    tensors |= {"none": torch.zeros(0), "no rows": torch.zeros(0, 5), "no columns": torch.zeros(4, 0)}
+    tensors |= {"scalar": random_bits((), torch.float64), "one": random_bits((1, 1, 1), torch.int8)}
+
+    def save_and_load(world: World) -> bool:
+        pieces = sharded(tensors, 0, world.rank, world.size)
+        save(tmp_path, 1, pieces, {}, world).wait()
+        other = blank(sharded(tensors, 1, world.rank, world.size))
+        load(tmp_path, 1, other, world)
+        return same_pieces(other, sharded(tensors, 1, world.rank, world.size))
+
+    assert run_ranks(save_and_load, ranks) == [True] * ranks
+    assert verify(tmp_path, 1) == []
+    assert holds(tmp_path, 1, tensors)
+
+
+def test_very_many_tiny_ones(tmp_path: Path) -> None:
+    many = {f"layers.{n // 100}.w{n % 100}": torch.full((n % 4,), float(n)) for n in range(20_000)}
+    save_alone(tmp_path, 1, many)
+    assert holds(tmp_path, 1, many)

@@ -1,0 +1,149 @@
+"""The power fails at any moment of a save: what the disk may hold then is the old state or the new, never a mixture.
+
+Also shown: the model sees a protocol that leaves out any one fsync.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from checkpoint_helpers import alone, holds, save_alone, sharded, state
+from power_loss import Disk, Operation, put, recorded
+
+from hpc_train.api import World
+from hpc_train.checkpoint import committed, prune, save, verify
+from hpc_train.testing import run_ranks
+
+OLD, NEW = state(1), state(2)
+MOST = 60
+"""States a moment, where there are more."""
+STEPS = pytest.mark.parametrize("step", [2, 1], ids=["next step", "the same step again"])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_alone(tmp_path / "checkpoints", 1, OLD)
+    return tmp_path / "checkpoints"
+
+
+def operations_of_a_save(directory: Path, step: int, ranks: int = 1) -> list[Operation]:
+    def save_new(world: World) -> list[Operation]:
+        with recorded(directory) as seen:
+            save(directory, step, sharded(NEW, 0, world.rank, world.size), {}, world).wait()
+        return seen
+
+    every = [save_new(alone())] if ranks == 1 else run_ranks(save_new, ranks)
+    return sorted((it for of_rank in every for it in of_rank), key=lambda it: it.at)
+
+
+def violations(before: Disk, operations: Sequence[Operation], step: int, scratch: Path, last: int = 1000) -> list[str]:
+    """Whatever is wrong with any state that the disk may be found in, after any of the `last` operations."""
+    drawn = random.Random(len(operations))
+    wrong, seen = [], set()
+    for number, operation in enumerate(operations, start=1):
+        before.apply(operation)
+        for found in before.states(MOST, drawn) if number > len(operations) - last else ():
+            returned = number == len(operations)
+            key = hash((returned, tuple(sorted(found.items()))))
+            if key not in seen:
+                seen.add(key)
+                why = problem(put(found, scratch / "found"), step, returned)
+                wrong += [f"after {number} ({operation.name} {operation.path.name}): {why}"] if why else []
+                shutil.rmtree(scratch / "found")
+    return wrong
+
+
+def problem(directory: Path, step: int, returned: bool) -> str | None:
+    """Why this is neither the old state nor the new one; after the save has returned it must be the new one."""
+    steps = committed(directory)
+    damaged = [it for it in steps if verify(directory, it)]
+    if damaged:
+        return f"step {damaged} is there and damaged"
+    is_new = steps[-1:] == [step] and holds(directory, step, NEW)
+    if returned and not is_new:
+        return "the save has returned, and its step is not there"
+    return None if is_new or (steps == [1] and holds(directory, 1, OLD)) else f"neither old nor new: {steps}"
+
+
+@STEPS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_power_fails_while_a_step_is_saved(directory: Path, step: int, ranks: int) -> None:
+    before = Disk.holding(directory)
+    operations = operations_of_a_save(directory, step, ranks)
+    assert sum(it.name == "fsync" for it in operations) >= 6 + 2 * ranks
+    assert violations(before, operations, step, directory.parent) == []
+
+
+def without_fsync(operations: Iterable[Operation], of: str) -> list[Operation]:
+    """A protocol that leaves one out."""
+    return [it for it in operations if not (it.name == "fsync" and it.path.name.partition(".tmp")[0] == of)]
+
+
+@pytest.mark.parametrize(
+    "of", ["000000.h5", "000000.h5.digests", "manifest.json", "000", "shards", "step-2", "checkpoints"]
+)
+def test_the_model_sees_a_missing_fsync(directory: Path, of: str) -> None:
+    before = Disk.holding(directory)
+    operations = operations_of_a_save(directory, 2)
+    mutant = without_fsync(operations, of)
+    assert len(mutant) < len(operations)
+    assert violations(before, mutant, 2, directory.parent, last=2)
+
+
+def test_the_model_sees_a_manifest_that_is_synchronised_before_it_is_written(directory: Path) -> None:
+    """As torch.distributed.checkpoint does it: fsync while the bytes are still in the library's buffer."""
+    before = Disk.holding(directory)
+    operations = operations_of_a_save(directory, 2)
+    late = [it for it in operations if it.path.name == "manifest.json" and it.name == "pwrite"]
+    at = next(n for n, it in enumerate(operations) if it.path.name == "manifest.json" and it.name == "fsync")
+    mutant = [it for it in operations if it not in late]
+    mutant[at - len(late) + 1 : at - len(late) + 1] = late
+    assert violations(before, mutant, 2, directory.parent, last=2)
+
+
+def test_the_power_fails_while_old_steps_are_removed(directory: Path) -> None:
+    for step in (2, 3):
+        save_alone(directory, step, NEW)
+    before = Disk.holding(directory)
+    with recorded(directory) as operations:
+        assert prune(directory, keep=1) == [1, 2]
+    drawn, number = random.Random(1), 0
+    for operation in operations:
+        before.apply(operation)
+        for found in before.states(MOST, drawn):
+            at = put(found, directory.parent / f"found-{number}")
+            number += 1
+            assert committed(at)[-1] == 3
+            assert holds(at, 3, NEW)
+            assert [step for step in committed(at) if verify(at, step)] == [], "what has its name has its files"
+    assert number > 50
+
+
+def test_the_first_save_makes_its_directory_last(tmp_path: Path) -> None:
+    """Directories above that are missing are on the disk as well, when the save returns."""
+    before = Disk.holding(tmp_path)
+    with recorded(tmp_path) as operations:
+        save_alone(tmp_path / "run" / "checkpoints", 1, NEW)
+    for operation in operations:
+        before.apply(operation)
+    (found,) = {tuple(sorted(it.items())) for it in before.states(MOST, random.Random(1))}
+    there = put(dict(found), tmp_path / "found")
+    assert holds(there / "run" / "checkpoints", 1, NEW)
+
+
+def test_what_is_found_can_be_loaded_and_saved_over(directory: Path) -> None:
+    """The next run, after the power is back: it goes on, and takes away what was left."""
+    before = Disk.holding(directory)
+    operations = operations_of_a_save(directory, 2)
+    for number, operation in enumerate(operations):
+        before.apply(operation)
+        if number % 4 == 0:
+            found = random.Random(number).choice(list(before.states(MOST, random.Random(number))))
+            at = put(found, directory.parent / f"found-{number}")
+            save_alone(at, 3, NEW)
+            assert holds(at, 3, NEW)
+            assert committed(at)[-1] == 3
