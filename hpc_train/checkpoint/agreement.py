@@ -86,7 +86,7 @@ def _to_first(world: World | None, mine: T, group: ProcessGroup | None) -> list[
     if world is None or world.size == 1:
         return [mine]
     gathered: list[T | None] | None = [None] * world.size if world.rank == 0 else None
-    with _together():
+    with together():
         dist.gather_object(mine, gathered, dst=0, group=group)
     return cast(list[T], gathered or [])
 
@@ -95,13 +95,13 @@ def _from_first(world: World | None, value: Any, group: ProcessGroup | None) -> 
     if world is None or world.size == 1:
         return value
     box = [value]
-    with _together():
+    with together():
         dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def together() -> Iterator[None]:
     """A collective; gloo tells of a lost rank by a RuntimeError of several lines."""
     try:
         yield

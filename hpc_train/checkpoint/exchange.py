@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from hpc_train.api import World
+from hpc_train.checkpoint.agreement import together
 from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.source import Source, pages
 from hpc_train.checkpoint.strips import CELL, Strips, sizes
@@ -71,7 +72,7 @@ def agree(
 ) -> tuple[Strips, Exchange | None]:
     """(what this rank reads for itself, what the ranks read for each other if there is any). Every rank calls it.
 
-    strips: what this rank wants, cut by cells, in file order. bytes_of: the size of each file.
+    strips: what this rank wants, cut by cells, in file order. bytes_of: the size of each file. Raises LostRanksError.
     """
     if world.size == 1 or not len(bytes_of):
         return strips, None
@@ -139,9 +140,8 @@ class Exchange:
 
     def _has_failed(self, coming: Future[None]) -> bool:
         """Whether any rank's reading has."""
-        failed = torch.tensor([int(coming.exception() is not None)])
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(failed.item())
+        failed = np.array([coming.exception() is not None], dtype=np.int64)
+        return bool(_reduced(failed, dist.ReduceOp.MAX, self.group)[0])
 
     def _read(self, it: Round, source: Source, memory: memoryview) -> None:
         """The wanted blocks of this rank's cells, each cell at its place in the row of them."""
@@ -167,7 +167,7 @@ class Exchange:
         packed, lengths = self._packed(it, requests, of_ranks, memory)
         expected = np.bincount(owners, sizes(strips), self.world.size).astype(np.int64)
         came = torch.empty(int(expected.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(came, packed, expected.tolist(), lengths.tolist(), group=self.group)
+        self._to_all(came, packed, expected.tolist(), lengths.tolist())
         data, first = came.numpy(), 0
         for _, _, count, _, run, piece, at, step in strips.tolist():
             targets[piece].put(at, step, view(data, first, count, run, run))
@@ -182,10 +182,14 @@ class Exchange:
         asked = np.stack([cells, strips["begin"] % CELL, strips["count"], strips["stride"], strips["run"]], axis=1)
         number = np.bincount(owners, minlength=self.world.size)
         of_ranks = torch.empty(self.world.size, dtype=torch.int64)
-        dist.all_to_all_single(of_ranks, torch.from_numpy(number), group=self.group)
+        self._to_all(of_ranks, torch.from_numpy(number), [1] * self.world.size, [1] * self.world.size)
         requests = torch.empty(int(of_ranks.sum()), 5, dtype=torch.int64)
-        dist.all_to_all_single(requests, torch.from_numpy(asked), of_ranks.tolist(), number.tolist(), group=self.group)
+        self._to_all(requests, torch.from_numpy(asked), of_ranks.tolist(), number.tolist())
         return requests.numpy(), of_ranks.numpy()
+
+    def _to_all(self, came: torch.Tensor, sent: torch.Tensor, of: list[int], to: list[int]) -> None:
+        with together():
+            dist.all_to_all_single(came, sent, of, to, group=self.group)
 
     def _packed(
         self, it: Round, requests: Integers, of_ranks: Integers, memory: memoryview
@@ -222,7 +226,8 @@ def _demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | None)
 
 def _reduced(mine: Integers, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Integers:
     tensor = torch.from_numpy(mine.copy())
-    dist.all_reduce(tensor, op=op, group=group)
+    with together():
+        dist.all_reduce(tensor, op=op, group=group)
     return tensor.numpy()
 
 

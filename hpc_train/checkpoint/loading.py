@@ -59,8 +59,7 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> d
 def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
     path = locate(directory, step)
     try:
-        with uncollected():
-            return path, read(path, step)
+        return path, read(path, step)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST}: {error}") from error
 

@@ -193,7 +193,7 @@ def _refusal(path: Path, found: _Found) -> UserError:
 
 def _create(path: Path, me: Owner) -> bool:
     """A lock with its content, at once; whether there was none. By a hard link, else by an exclusive creation."""
-    text, private = _first_line(me) + _line(0), path.with_name(f".{NAME}-{me.token}")
+    text, private = content(me), path.with_name(f".{NAME}-{me.token}")
     try:
         _write(private, text)
         os.link(private, path)
@@ -286,6 +286,11 @@ def _look(path: Path) -> _Found | None:
         return _Found(Owner(**json.loads(text.partition("\n")[0])), text)
     except (ValueError, TypeError):
         return _Found(None, text)
+
+
+def content(owner: Owner) -> bytes:
+    """Of a lock whose heart has not beaten yet: who has it, and in the second line the number of beats."""
+    return _first_line(owner) + _line(0)
 
 
 def _first_line(owner: Owner) -> bytes:

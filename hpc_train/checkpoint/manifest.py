@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import checksum_of
@@ -51,6 +52,7 @@ class Manifest:
         """Bytes of all shard files."""
         return sum(file.bytes for file in self.files)
 
+    @uncollected()
     def to_bytes(self) -> bytes:
         """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON."""
         body = {
@@ -70,6 +72,7 @@ class Manifest:
         return json.dumps({**body, "checksum": _checksum(body)}, separators=(",", ":")).encode() + b"\n"
 
 
+@uncollected()
 def from_bytes(data: bytes) -> Manifest:
     """Raises CheckpointError if the text is not exactly what `to_bytes` made, or is of another format."""
     body = _parsed(data)

@@ -14,8 +14,8 @@ from hpc_train.checkpoint.strips import ends
 from hpc_train.checkpoint.targets import Target, view
 from hpc_train.checkpoint.transfer import Read
 
-THREADS = 3
-"""While one waits for the disk the others verify and copy."""
+THREADS = 4
+"""While some wait for the disk the others verify and copy."""
 _LONG = 4 * BLOCK
 """Bytes of a run from which on it is read into the tensor itself."""
 

@@ -51,6 +51,8 @@ def is_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[
     offsets, shapes: [rectangles, dimensions], none of them empty. It takes n log n, and no loop; that of other
     coverings is for `uncovered` to find out.
     """
+    if len(offsets) == 1:
+        return tuple(shapes[0].tolist()) == whole and not offsets.any()
     cell = np.zeros(len(offsets), dtype=np.int64)
     cells = 1
     for dim, size in enumerate(whole):

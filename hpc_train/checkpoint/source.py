@@ -138,9 +138,11 @@ def _read(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
         count = os.preadv(it.descriptor, [memory[at:]], begin + at)
         if count == 0:
             raise CheckpointError(f"{it.name}: it ends at byte {begin + at}, before what was committed")
+        if it.direct and at + count < size:
+            count -= count % ALIGNMENT
+            if count == 0:  # less than a page, as at the end of a file that was cut off meanwhile
+                raise CheckpointError(f"{it.name}: a part of what was committed cannot be read at byte {begin + at}")
         at += count
-        if it.direct and at < size:
-            at -= at % ALIGNMENT
 
 
 def _descriptor(path: Path) -> tuple[int, bool]:

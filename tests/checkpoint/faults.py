@@ -57,7 +57,7 @@ def short(call: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if call == "pwrite" and len(args[1]) > 1:
         return (args[0], args[1][: len(args[1]) // 3 + 1], *args[2:])
     if call == "preadv" and len(args[1][0]) > 1:
-        return (args[0], [args[1][0][: len(args[1][0]) // 3 + 1]], *args[2:])
+        return (args[0], [args[1][0][: max(4097, len(args[1][0]) // 3 + 1)]], *args[2:])
     return None
 
 

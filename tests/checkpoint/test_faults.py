@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,7 +50,11 @@ def save_and_die(world: World, directory: Path, step: int, number: int, rank: in
 
 
 def holding_old(directory: Path) -> Path:
-    save_alone(directory, 1, OLD)
+    """A directory of checkpoints with OLD as step 1; the first one beside it is saved, the others are its copies."""
+    first = directory.with_name("old")
+    if not first.exists():
+        save_alone(first, 1, OLD)
+    shutil.copytree(first, directory, dirs_exist_ok=True)
     return directory
 
 
@@ -87,9 +92,10 @@ def test_killed_at_any_call_alone(tmp_path: Path, step: int) -> None:
 
 @STEPS
 def test_killed_at_any_call_of_two(tmp_path: Path, step: int) -> None:
-    """All calls at the next step; some of them, others each time the code changes, where the step is replaced."""
+    """All calls of rank 1, every other one of rank 0 (all of them: above); some where the step is replaced."""
     calls = calls_of_a_save(tmp_path / "trial", 2, step)
-    places = every_call(calls) if step == 2 else random.Random(str(calls)).sample(every_call(calls), 8)
+    places = [(rank, number) for rank, number in every_call(calls) if rank == 1 or number % 2]
+    places = places if step == 2 else random.Random(str(calls)).sample(places, 8)
     outcomes = []
     for rank, number in places:
         directory = holding_old(tmp_path / f"{rank}-{number}")
@@ -121,7 +127,7 @@ def test_any_call_that_fails_alone(tmp_path: Path, kind: str, step: int, every: 
     fails_alone(tmp_path, kind, step, 1, every)
 
 
-@pytest.mark.parametrize(("number", "kind"), enumerate(["EDQUOT", "ESTALE", "EROFS", "ENOTCONN"], start=1))
+@pytest.mark.parametrize(("number", "kind"), [(1, "EDQUOT"), (2, "ESTALE"), (3, "EROFS"), (4, "ENOTCONN")])
 def test_some_calls_that_fail_alone(tmp_path: Path, number: int, kind: str) -> None:
     """Of each kind other calls, together all: what is done about an error does not depend on its number."""
     fails_alone(tmp_path, kind, 1 + number % 2, number, 4)
@@ -144,7 +150,7 @@ def fails_alone(tmp_path: Path, kind: str, step: int, number: int, every: int) -
 @pytest.mark.parametrize("kind", ["EIO", "EROFS"])
 def test_a_file_system_that_fails_from_some_call_on_and_recovers(tmp_path: Path, kind: str) -> None:
     """An evicted Lustre client, or a file system that was mounted anew for reading only."""
-    numbers = range(1, len(calls_of_a_save(tmp_path / "trial", 1, 1)[0]), 2)
+    numbers = range(1, len(calls_of_a_save(tmp_path / "trial", 1, 1)[0]), 3)
     for step, number in ((1 + number % 2, number) for number in numbers):
         directory = holding_old(tmp_path / str(number))
         with at_call(number, ERRORS[kind], EVERY, directory, lasting=True), suppress(CheckpointError):
@@ -156,7 +162,8 @@ def test_a_file_system_that_fails_from_some_call_on_and_recovers(tmp_path: Path,
 @pytest.mark.parametrize(("step", "kind"), [(2, "ENOSPC"), (1, "EIO")])
 def test_a_call_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, step: int, kind: str) -> None:
     calls = calls_of_a_save(tmp_path / "trial", 2, step)
-    places = {place: holding_old(tmp_path / "{}-{}".format(*place)) for place in every_call(calls)}
+    some = [(rank, number) for rank, number in every_call(calls) if rank == 1 or number % 2 == step % 2]
+    places = {place: holding_old(tmp_path / "{}-{}".format(*place)) for place in some}
 
     def save_everywhere(world: World) -> list[str]:
         return [save_new(world, at, step, number, rank, ERRORS[kind])[0] for (rank, number), at in places.items()]
@@ -167,7 +174,7 @@ def test_a_call_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, ste
         assert old_or_new(directory, step) == ("old" if error else "new")
         assert "\n" not in error
         still_usable(directory)
-    assert sum(os.strerror(getattr(errno, kind)) in error for error in of_first) >= 20
+    assert sum(os.strerror(getattr(errno, kind)) in error for error in of_first) >= 15
 
 
 @pytest.mark.parametrize("fault", [disk_full, fails(errno.EIO), torn], ids=["ENOSPC", "EIO", "torn"])
@@ -213,7 +220,7 @@ def save_error(directory: Path, step: int, tensors: dict[str, torch.Tensor]) -> 
 
 def test_an_error_of_fsync_alone_is_an_error(tmp_path: Path) -> None:
     """The kernel may have dropped the pages: another fsync would succeed and mean nothing, so there is no second."""
-    holding_old(tmp_path)
+    save_alone(tmp_path, 1, OLD)
     with at_call(1, fails(errno.EIO), ("fsync",), tmp_path) as made:
         assert "Input/output error" in save_error(tmp_path, 2, NEW)
     assert made == ["fsync"]
@@ -308,7 +315,7 @@ def test_everything_is_on_the_disk_before_its_name_is(tmp_path: Path) -> None:
 
 def test_a_file_system_that_really_refuses_the_data(tmp_path: Path) -> None:
     """A limit on the size of files, met by rank 1 only, in the middle of its file."""
-    holding_old(tmp_path)
+    save_alone(tmp_path, 1, OLD)
 
     def save_large(world: World) -> str:
         if world.rank == 1:

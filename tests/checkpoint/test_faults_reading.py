@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,12 @@ def test_a_directory_that_is_not_there_for_a_moment_is_no_empty_one(directory: P
 @pytest.mark.parametrize("name", ERRORS)
 def test_any_call_that_fails_while_old_ones_are_removed(tmp_path: Path, name: str) -> None:
     """What cannot be read just now is neither counted nor removed."""
-    number, made = 0, [""]
+    for step in (1, 2, 3):
+        save_alone(tmp_path / "first", step, STATES[1 + step % 2])
+    number, made = -ERRORS.index(name), [""] * 3
     while len(made) >= number:
-        number += 2
-        directory = tmp_path / str(number)
-        for step in (1, 2, 3):
-            save_alone(directory, step, STATES[1 + step % 2])
+        number += 3
+        directory = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         with at_call(number, fails(getattr(errno, name)), EVERY, directory) as made:
             try:
                 prune(directory, keep=1)
@@ -123,3 +124,23 @@ def test_latest_is_derived_whatever_a_file_of_that_name_says(directory: Path, co
     assert newest(directory) == 2
     assert loaded(directory, alone(), 0, kill)[0] == 2
     assert holds(directory, 2, STATES[2])
+
+
+def test_shards_of_two_ranks_that_changed_places(tmp_path: Path) -> None:
+    """Equal in size and layout: only their content tells."""
+
+    def save_both(world: World) -> None:
+        for step in (1, 2):
+            pieces = sharded({"w": state(step)["blocks.0.weight"][:6]}, 0, world.rank, world.size)
+            save(tmp_path, step, pieces, {}, world).wait()
+
+    run_ranks(save_both, 2)
+    one, other = (tmp_path / "step-2" / "shards/000" / name for name in ("000000.h5", "000001.h5"))
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    assert newest(tmp_path) == 1
+    for suffix in ("", ".digests"):  # and with their digests
+        (one.parent / f"{one.name}{suffix}").write_bytes((other.parent / f"{other.name}{suffix}").read_bytes())
+    assert newest(tmp_path) == 1

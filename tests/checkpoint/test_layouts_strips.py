@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import numpy as np
+import torch
+from checkpoint_helpers import random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_train.api import Piece
 from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 from hpc_train.checkpoint.strips import CELL, GAP, Strips, between, cut, ends, strips
+from hpc_train.checkpoint.targets import Target, view
 from hpc_train.checkpoint.transfer import blocks_of, in_file_order, reads
 
 Run = tuple[int, int, int, int, int]
@@ -38,7 +43,8 @@ def runs(of: Strips) -> list[Run]:
 def strip_rows(draw: st.DrawFn) -> list[tuple[int, ...]]:
     """Rows of several pieces one after the other in two files, with lengths from a byte to more than a cell."""
     lengths = st.one_of(st.integers(1, 9), st.integers(BLOCK - 9, BLOCK + 9), st.integers(1, 3 * CELL))
-    free, found = [0, 0], []
+    free = [0, 0]
+    found: list[tuple[int, ...]] = []
     for piece in range(draw(st.integers(1, 6))):
         file, count, run = draw(st.integers(0, 1)), draw(st.integers(1, 12)), draw(lengths)
         stride = run + draw(st.one_of(st.just(0), lengths))
@@ -118,7 +124,8 @@ def test_strips_copy_the_common_part_of_two_rectangles(case: tuple[Rectangle, Re
 def test_a_grid_is_known_and_any_change_of_it_is_not_one(lengths: list[list[int]]) -> None:
     begins = [np.cumsum([0, *of_dim[:-1]]).tolist() for of_dim in lengths]
     offsets, shapes = (
-        np.array(list(product(*of_dims)), dtype=np.int64).reshape(-1, len(lengths)) for of_dims in (begins, lengths)
+        np.array(list(product(*of_dims)), dtype=np.int64).reshape(prod(map(len, lengths)), len(lengths))
+        for of_dims in (begins, lengths)
     )
     whole = tuple(sum(of_dim) for of_dim in lengths)
     assert is_grid(whole, offsets, shapes)
@@ -134,3 +141,23 @@ def test_what_is_no_grid_may_cover_all_the_same() -> None:
     offsets, shapes = (np.array([getattr(p, of) for p in parts]) for of in ("offset", "shape"))
     assert is_grid((2, 3), offsets, shapes) is False
     assert uncovered(Rectangle((0, 0), (2, 3)), parts) is None
+
+
+@given(boxes(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
+@settings(max_examples=60, deadline=None)
+def test_memory_of_a_device_is_filled_as_that_of_the_host(
+    case: tuple[Rectangle, Rectangle, Rectangle], dtype: torch.dtype
+) -> None:
+    """By the way that GPUs take, on a tensor that is a part of a storage."""
+    saved, held, common = case
+    data = random_bits(saved.shape, dtype).reshape(-1).view(torch.uint8).numpy()
+    found = []
+    for on_device in (False, True):
+        local = torch.zeros(held.volume + 3, dtype=dtype)[3:].reshape(held.shape)
+        target = Target(Piece("w", held.shape, dtype, held.offset, local))
+        if on_device:
+            target.memory = None
+        for _, begin, count, stride, run, _, at, step in between(0, 0, saved, 0, held, common, dtype.itemsize):
+            target.put(at, step, view(data, begin, count, stride, run))
+        found.append(local.reshape(-1).view(torch.uint8))
+    assert torch.equal(*found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pie
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint import load, save, verify
+from hpc_train.checkpoint.saving import finish, take
+from hpc_train.checkpoint.shard import Stage
 from hpc_train.testing import run_ranks
 
 NAMES = ("ünïcödé.重み.вес", "emoji 🔥.weight", "a" * 3000, "deep." * 400 + "w", "with/slash", "..", "  ", "%2F", "w@1")
@@ -23,13 +26,14 @@ def test_two_names_of_one_storage(tmp_path: Path) -> None:
     save(tmp_path, 1, pieces, {}, alone()).wait()
     assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in tied.items()})
     into = torch.zeros(6, 4)
-    load(tmp_path, 1, [Piece(name, (6, 4), into.dtype, (0, 0), into) for name in ("embed.weight", "out.weight")], alone())
+    both = [Piece(name, (6, 4), into.dtype, (0, 0), into) for name in ("embed.weight", "out.weight")]
+    load(tmp_path, 1, both, alone())
     assert same_pieces(whole({"w": into}), whole({"w": shared}))
 
 
 def test_locals_that_are_views(tmp_path: Path) -> None:
     base = random_bits((8, 10), torch.float64)
-    views = {"columns": base[:, 2:5], "every second": base[::2], "transposed": base.t(), "expanded": base[:1].expand(5, 10)}
+    views = {"columns": base[:, 2:5], "rows": base[::2], "transposed": base.t(), "expanded": base[:1].expand(5, 10)}
     pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in views.items()]
     save(tmp_path, 1, pieces, {}, alone()).wait()
     assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in views.items()})
@@ -57,6 +61,34 @@ def test_empty_and_scalar_ones_and_all_names(tmp_path: Path, ranks: int) -> None
 
 
 def test_very_many_tiny_ones(tmp_path: Path) -> None:
-    many = {f"layers.{n // 100}.w{n % 100}": torch.full((n % 4,), float(n)) for n in range(20_000)}
+    many = {f"layers.{n // 100}.w{n % 100}": torch.full((n % 4,), float(n)) for n in range(5_000)}
     save_alone(tmp_path, 1, many)
     assert holds(tmp_path, 1, many)
+
+
+def test_no_memory_for_the_copy_on_one_rank(tmp_path: Path) -> None:
+    """The training has its memory and goes on; the save fails on all ranks, and the next one works."""
+    weight = torch.zeros(32 << 20, dtype=torch.uint8)
+
+    def save_both(world: World) -> list[str | None]:
+        stage, told = Stage(), []
+        for step in (1, 2):
+            pieces = sharded({"w": weight}, 0, world.rank, world.size)
+            limits = resource.getrlimit(resource.RLIMIT_AS)
+            if world.rank == 1 and step == 1:
+                resource.setrlimit(resource.RLIMIT_AS, (virtual_memory() + (10 << 20), limits[1]))
+            taken = take(stage, step, pieces, {})
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            told.append(finish(tmp_path, taken, world).error)
+        return [str(error) if error else None for error in told]
+
+    first, second = run_ranks(save_both, 2)
+    assert first == second
+    assert "rank 1: no memory for a copy of" in str(first[0])
+    assert first[1] is None
+    assert holds(tmp_path, 2, {"w": weight})
+
+
+def virtual_memory() -> int:
+    """Bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -19,7 +19,7 @@ from faults import EVERY, at_all, at_call, fails, kill
 
 from hpc_train.api import World
 from hpc_train.checkpoint import CheckpointError, Saver, committed, newest
-from hpc_train.checkpoint.lock import Lock, Owner, held, take_lock, this_process
+from hpc_train.checkpoint.lock import Lock, Owner, content, held, take_lock, this_process
 from hpc_train.errors import UserError
 from hpc_train.testing import run_ranks
 
@@ -51,9 +51,7 @@ def elsewhere(directory: Path, **fields: str | int | None) -> Lock:
     take_lock(directory).release()
     owner = replace(this_process({}), host="node7", machine="another boot", **fields)  # type: ignore[arg-type]
     lock = Lock(directory / "lock", owner, BEAT)
-    from hpc_train.checkpoint import lock as module
-
-    lock.path.write_bytes(module._first_line(owner) + module._line(0))
+    lock.path.write_bytes(content(owner))
     return lock
 
 
@@ -235,9 +233,8 @@ def test_any_call_that_fails(tmp_path: Path, number: int) -> None:
     made, at = [""], 0
     while len(made) >= at:
         at += 1
-        with at_call(at, fails(number), EVERY, tmp_path) as made:
-            with suppress(UserError, CheckpointError):
-                take_lock(tmp_path, {}, beat=BEAT).release()
+        with at_call(at, fails(number), EVERY, tmp_path) as made, suppress(UserError, CheckpointError):
+            take_lock(tmp_path, {}, beat=BEAT).release()
         if (tmp_path / "lock").exists():  # that it could not be removed, or not be seen to be ours
             (tmp_path / "lock").unlink()
         assert is_free(tmp_path)

@@ -63,6 +63,7 @@ def test_a_job_killed_between_checkpoints_does_the_lost_steps_again(workshop: Wo
     fault = "1:train:7:hold"
     job = workshop.start("run", *LONG, faults=fault)
     workshop.wait_for_fault(fault, job)
+    wait_for((job.run_dir / "checkpoints" / "step-4").exists, job)  # it is written in the background
     for process in processes(job.run_dir):
         process.send(signal.SIGKILL)
     job.ended()

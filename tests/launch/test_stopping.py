@@ -30,8 +30,8 @@ def stopped(workshop: Workshop, job: Job, step: int) -> None:
 def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stopped(
     workshop: Workshop, uninterrupted: Path
 ) -> None:
-    def begin(fault: str = "", wait: bool = True) -> Job:
-        job = workshop.start("run", *LONG, faults=fault)
+    def begin(fault: str = "", *more: str, wait: bool = True) -> Job:
+        job = workshop.start("run", *LONG, *more, faults=fault)
         if fault and wait:
             workshop.wait_for_fault(fault, job)
         return job
@@ -60,7 +60,7 @@ def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stoppe
     stopped(workshop, job, step=6)
 
     # While the checkpoint of step 8 is being written.
-    job = begin("1:save:1:listen")
+    job = begin("1:save:1:listen", "checkpoint.background=false")
     job.controller().send(TERM)
     stopped(workshop, job, step=9)
 
@@ -75,6 +75,17 @@ def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stoppe
     workshop.go()
     assert job.ended().code == EXIT_DONE
     assert_same_run(job.run_dir, uninterrupted)
+
+
+def test_a_stop_while_a_save_is_under_way_in_the_background(workshop: Workshop) -> None:
+    """It is waited for, and so is the one that the stop asks for."""
+    job = workshop.start("run", *LONG, faults="1:save:1:hold 0:train:6:hold")
+    workshop.wait_for_fault("1:save:1:hold", job)
+    workshop.wait_for_fault("0:train:6:hold", job)
+    job.task(0).send(TERM)
+    workshop.go()
+    stopped(workshop, job, step=6)
+    assert saved_steps(job.run_dir) == [4, 6]
 
 
 def test_a_run_that_never_saves_says_so_and_is_not_to_be_requeued(workshop: Workshop) -> None:

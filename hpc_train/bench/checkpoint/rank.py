@@ -53,6 +53,7 @@ def main(rank: int, ranks: int, options: Options, directory: Path, meeting: Path
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # those of the other sides, about how they are called
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    gc.freeze()  # so that collecting before each operation does not look at all modules
     with _together(rank, ranks, meeting) as world:
         setting = measure(world, options, directory)
         if rank == 0:
@@ -133,10 +134,10 @@ class _Rounds:
         gc.collect()
         self._barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        rest = work()
+        rest: Any = work()
         seconds = time.perf_counter() - wall, time.process_time() - cpu
         if operation == STALL:
-            cast(Callable[[], object], rest)()
+            rest()
         return seconds
 
     def _prepare(self, side: Side, operation: str) -> None:
@@ -183,7 +184,7 @@ def _both(side: Side) -> Callable[[], object]:
 def _sides(directory: Path, world: World, state: State, targets: State) -> tuple[list[Side], dict[str, str]]:
     """Those that work here, and why the others do not."""
     found, missing = [], {}
-    for name, make in (
+    ways: list[tuple[str, Callable[[Path], Side]]] = [
         ("hpc_train", lambda at: checkpointers.hpc_train(at, world, state, targets)),
         ("raw_direct", lambda at: sides.raw_direct(at, world.rank, state, targets)),
         ("raw_buffered", lambda at: sides.raw_buffered(at, world.rank, state, targets)),
@@ -192,7 +193,8 @@ def _sides(directory: Path, world: World, state: State, targets: State) -> tuple
         ("dcp", lambda at: checkpointers.torch_dcp(at, world, state, targets)),
         ("dcp_async", lambda at: checkpointers.torch_dcp_async(at, world, state, targets, cached=False)),
         ("dcp_async_cached", lambda at: checkpointers.torch_dcp_async(at, world, state, targets, cached=True)),
-    ):
+    ]
+    for name, make in ways:
         (directory / name).mkdir(exist_ok=True)
         try:
             found.append(make(directory / name))
@@ -232,7 +234,7 @@ def _together(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
         if ranks > 1:
             store = dist.FileStore(str(meeting / "store"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-            stack.callback(lambda: dist.destroy_process_group())
+            stack.callback(dist.destroy_process_group)
         yield World(rank, ranks, rank, torch.device("cpu"), cast(Any, None), rank, ranks)
 
 

@@ -68,4 +68,4 @@ def bytes_of(state: State) -> int:
 def flat(tensor: Tensor) -> memoryview:
     """The memory of a tensor."""
     memory: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(memory)
+    return memory.data

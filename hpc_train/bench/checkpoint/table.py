@@ -21,11 +21,11 @@ from hpc_train.bench.checkpoint.result import (
 )
 
 _WHAT = {
-    SAVE: "save, until it is on the disk and committed",
-    STALL: "stall of an asynchronous save, until the tensors may change",
-    COLD: "load with nothing in the page cache",
-    WARM: "load out of the page cache",
-    VERIFY: "verify, all bytes",
+    SAVE: "save, until on the disk",
+    STALL: "stall of a background save",
+    COLD: "load, page cache cold",
+    WARM: "load, page cache warm",
+    VERIFY: "verify",
 }
 
 
@@ -41,7 +41,7 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def _table(setting: Setting, result: Result) -> Table:
     table = Table(title=_title(setting, result), title_justify="left")
-    table.add_column("side")
+    table.add_column("side", no_wrap=True)
     for column in ("seconds (quartiles)", "GiB/s", "CPU s/GiB", *(f"x {base}" for base in BASES)):
         table.add_column(column, justify="right")
     for operation in OPERATIONS:

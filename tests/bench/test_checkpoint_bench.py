@@ -1,0 +1,128 @@
+"""That every side loads what it saved is asserted by the ranks of the bench itself, before anything is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_processes import assert_they_end
+
+from hpc_train.bench.checkpoint.command import checkpoint_command
+from hpc_train.bench.checkpoint.result import OPERATIONS, Options, Result, Setting, lines
+from hpc_train.bench.checkpoint.table import show
+from hpc_train.errors import EXIT_USER_ERROR, UserError
+
+COMMAND = [sys.executable, "-m", "hpc_train", "bench", "checkpoint"]
+SIDES = {
+    "save": {"hpc_train", "raw_direct", "raw_buffered", "torch_save", "safetensors", "dcp"},
+    "stall": {"hpc_train", "dcp_async", "dcp_async_cached"},
+    "load_cold": {"hpc_train", "raw_direct", "raw_buffered", "torch_save", "safetensors", "dcp"},
+    "load_warm": {"hpc_train", "raw_buffered", "torch_save", "safetensors", "dcp"},
+    "verify": {"hpc_train"},
+}
+
+
+def test_json_has_every_operation_of_every_side_and_nothing_is_left(tmp_path: Path) -> None:
+    small = ["--gib", "0.004", "--rounds", "1", "--ranks", "1", "2", "--directory", str(tmp_path)]
+    done = subprocess.run([*COMMAND, *small, "--json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [setting["ranks"] for setting in result["settings"]] == [1, 2]
+    for setting in result["settings"]:
+        assert setting["directory"] == str(tmp_path)
+        assert setting["gib"] == pytest.approx(0.004, rel=0.1)
+        assert setting["tensors"] == 112 * setting["ranks"]
+        measured = {(line["operation"], line["side"]) for line in setting["lines"]}
+        expected = {(operation, side) for operation, sides in SIDES.items() for side in sides}
+        assert measured == {(operation, side) for operation, side in expected if side not in setting["missing"]}
+        for line in setting["lines"]:
+            low, high = line["quartiles"]
+            assert 0 < low <= line["seconds"] <= high
+            assert line["gib_per_second"] == pytest.approx(setting["gib"] / line["seconds"])
+            assert line["cpu_seconds_per_gib"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_tensors_as_a_table_and_a_plot(tmp_path: Path) -> None:
+    where = tmp_path / "disk"
+    where.mkdir()
+    options = ["--gib", "0.002", "--tensors", "64", "--rounds", "1", "--ranks", "1", "--directory", str(where)]
+    plot = tmp_path / "plot.svg"
+    done = subprocess.run([*COMMAND, *options, "--plot", str(plot)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for words in ("64 tensors", "dcp_async_cached", "load, page cache warm", "hpc_train: save "):
+        assert words in done.stdout
+    assert "load_cold" in plot.read_text()
+    assert list(where.iterdir()) == []
+
+
+def test_a_stopped_bench_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
+    command = [*COMMAND, "--gib", "0.004", "--rounds", "100000", "--ranks", "2", "--directory", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(ranks := children.read_text().split()) < 2 or not list(tmp_path.glob("*/dcp/*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + 15
+    finally:
+        process.kill()
+    assert_they_end(ranks, seconds=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    ours, direct, dcp = ([[wall, 1.0] for wall in walls] for walls in ([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], [4.0] * 3))
+    sides = {"dcp": np.array(dcp), "hpc_train": np.array(ours), "raw_direct": np.array(direct)}
+    rows = {row.side: row for row in lines({"save": sides}, gib=2.0)}
+    assert rows["hpc_train"].seconds == 2.0
+    assert rows["hpc_train"].quartiles == (1.5, 3.0)
+    assert (rows["hpc_train"].gib_per_second, rows["hpc_train"].cpu_seconds_per_gib) == (1.0, 0.5)
+    assert rows["hpc_train"].over["raw_direct"].median == 1.0  # of 1, 1.5 and 0.5
+    assert rows["hpc_train"].over["dcp"].median == 2.0  # of 4, 2 and 1
+    assert set(rows["dcp"].over) == {"raw_direct"}
+
+
+def test_what_cannot_be_measured_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = {"save": {"hpc_train": np.ones((1, 2))}}
+    setting = Setting("/d", "tmpfs", 1, 3, 2.0, lines(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0))
+    show(Result(USUAL, [setting], 2))
+    assert "left out: raw_direct: Invalid argument" in capsys.readouterr().out
+    assert set(SIDES) == set(OPERATIONS)
+
+
+USUAL = Options(0.001, (1,), None, (".",), 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"gib": 0.0}, "--gib 0"),
+        ({"gib": float("nan")}, "--gib nan"),
+        ({"ranks": (1, 0)}, "--ranks 0"),
+        ({"rounds": 0}, "--rounds 0"),
+        ({"tensors": 0}, "--tensors 0"),
+        ({"directories": ("absent",)}, "--directory absent"),
+        ({"gib": 1e9}, "GiB are needed"),
+    ],
+)
+def test_what_cannot_be_is_one_line(changed: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        checkpoint_command(replace(USUAL, **changed), as_json=False)  # type: ignore[arg-type]
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plot_that_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    command = [*COMMAND, "--directory", str(tmp_path), "--gib", "0.001", "--plot", str(tmp_path / "none" / "plot.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_USER_ERROR
+    assert len(done.stderr.splitlines()) == 1
+    assert "--plot" in done.stderr
