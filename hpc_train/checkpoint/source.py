@@ -20,6 +20,8 @@ from hpc_train.checkpoint.shard import beside
 
 _HOT = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
+_WORKING = 2
+"""Threads that use a processor at once; any number waits for the disk."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -39,6 +41,7 @@ class Source:
         self._directory, self._files = directory, files
         self._open: dict[int, _Opened] = {}
         self._lock, self._local = threading.Lock(), threading.local()
+        self._working = threading.Semaphore(_WORKING)
 
     def __enter__(self) -> Source:
         return self
@@ -57,12 +60,14 @@ class Source:
         it = self._opened(file)
         if it.direct:
             _read(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
-            _verify(it, begin, memory[:size])
+            with self._working:
+                _verify(it, begin, memory[:size])
             return
-        for at in range(0, size, _HOT):
-            part = memory[at : min(at + _HOT, size)]
-            _read(it, begin + at, part, len(part))
-            _verify(it, begin + at, part)
+        with self._working:
+            for at in range(0, size, _HOT):
+                part = memory[at : min(at + _HOT, size)]
+                _read(it, begin + at, part, len(part))
+                _verify(it, begin + at, part)
 
     def is_direct(self, file: int) -> bool:
         """Whether the page cache is passed by: then it reads pages into pages."""
