@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch._dynamo  # once here and not in every forked rank: torch loads it at the first optimizer step
 
 from hpc_train.api import Engine, MicroBatch, StepBatch, World
 from hpc_train.config.compose import compose
