@@ -43,9 +43,9 @@ def _from_file(file: Path, heads: Sequence[Facts]) -> Paths:
 
 
 def _by_name(cluster: Cluster) -> Paths:
-    from hpc_train.cluster.tree import paths
+    from hpc_train.cluster import tree
 
-    return paths(cluster)
+    return tree.paths_of(cluster)
 
 
 def _complete(found: Paths, heads: Sequence[Facts], source: str) -> Paths:

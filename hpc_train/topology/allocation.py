@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hpc_train.cluster.reading import read_file
 from hpc_train.cluster.spec import Cluster
+from hpc_train.cluster.tree import paths_of
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.degrees import wanted
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.from_config import described_nodes, described_places, node_count
-from hpc_train.placement.units import paths_of
 
 Paths = Mapping[str, Sequence[str]]
 
@@ -83,7 +83,7 @@ def _expanded(what: str, text: str) -> tuple[str, ...]:
 
 def _on_file(config: RunConfig, nodes: tuple[str, ...] | None, path: Path) -> Allocation:
     cluster = read_file(path)
-    paths = paths_of(cluster)
+    paths = _known_paths(cluster)
     if not paths:
         raise UserError(f"{path}: cluster.topology needs switches with nodes on them; this file tells of none")
     if nodes is None:
@@ -106,7 +106,11 @@ def _in_job(config: RunConfig, nodes: tuple[str, ...]) -> Allocation:
     cluster = show_topology()
     if cluster is None:
         return Allocation(nodes, {}, {}, "Slurm, which tells of no switches", nodes)
-    return _known(nodes, paths_of(cluster), domains_of(cluster, config.cluster), "Slurm")
+    return _known(nodes, _known_paths(cluster), domains_of(cluster, config.cluster), "Slurm")
+
+
+def _known_paths(cluster: Cluster) -> Paths:
+    return {node: path for node, path in paths_of(cluster).items() if path}
 
 
 def _known(nodes: tuple[str, ...], paths: Paths, domains: Mapping[str, str], source: str) -> Allocation:

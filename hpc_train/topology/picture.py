@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cluster.spec import Cluster
+from hpc_train.cluster.tree import paths_of
 from hpc_train.errors import UserError
 from hpc_train.placement.levels import levels_of
-from hpc_train.placement.units import paths_of
 from hpc_train.topology import columns, rows
 from hpc_train.topology.canvas import FAINT, Canvas, text_width
 from hpc_train.topology.colours import load_colour, seconds
@@ -21,7 +21,7 @@ _CAPTION, _LINE = 8.0, 14.0
 
 def draw_cluster(cluster: Cluster, path: Path) -> None:
     """The switches, nodes and GPUs of a cluster. Raises UserError where there is no node, and as `draw` does."""
-    paths = paths_of(cluster)
+    paths = {node: path for node, path in paths_of(cluster).items() if path}
     names = list(dict.fromkeys([*(node.name for node in cluster.nodes), *paths]))
     if not names:
         raise UserError(f"--picture {path}: there is no node to draw")

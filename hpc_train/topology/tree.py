@@ -8,7 +8,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hpc_train.cluster.spec import Cluster, Link, Node
-from hpc_train.placement.units import Unit, nodes_under, units_of
+from hpc_train.cluster.tree import Unit, nodes_under, rails, scalable_units, units_of
 from hpc_train.topology.folding import fold, heading, printable
 from hpc_train.topology.hardware import details, headline
 
@@ -20,6 +20,7 @@ def tree_of(cluster: Cluster) -> Tree:
     """The tree to print."""
     forest = units_of(cluster)
     tree = Tree(_text(_summary(cluster), "bold"))
+    _add_rails(tree, cluster)
     _add_units(tree, forest)
     _add_domains(tree, cluster.nodes)
     _add_nodes(tree, cluster, {node for unit in forest for node in nodes_under(unit)})
@@ -63,6 +64,15 @@ def _add_unit(tree: Tree, unit: Unit) -> None:
 
 def _name(unit: Unit) -> str:
     return fold(unit.switches)
+
+
+def _add_rails(tree: Tree, cluster: Cluster) -> None:
+    """Whether the fabric is one of rails, where the source tells which NIC is on which leaf."""
+    of_leaf = rails(cluster)
+    units = [unit for unit in scalable_units(cluster) if len(unit) > 1]
+    if len(units) > 1 and len(of_leaf) > len(units):
+        pure = sum(len(names) == 1 for names in of_leaf.values())
+        tree.add(_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
 
 
 def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:

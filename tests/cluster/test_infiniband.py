@@ -9,7 +9,7 @@ from hpc_train.cluster.infiniband.names import host_and_device
 from hpc_train.cluster.infiniband.rates import gbit_s
 from hpc_train.cluster.infiniband.reader import matches, read
 from hpc_train.cluster.spec import Cluster, Switch
-from hpc_train.cluster.units import rails, scalable_units, units_as_switches
+from hpc_train.cluster.tree import paths_of, rails, scalable_units, units_of
 from hpc_train.errors import UserError
 
 
@@ -51,12 +51,10 @@ def test_units_and_rails_of_a_rail_optimised_fabric() -> None:
     cluster = read(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(), "dump")
     assert scalable_units(cluster) == tuple(tuple(f"gpu{u}-{h}" for h in range(4)) for u in range(3))
     assert rails(cluster) == {f"leaf{u}-{n}": (f"mlx5_{n}",) for u in range(3) for n in range(8)}
-    units = units_as_switches(cluster)
-    assert units.nodes == cluster.nodes
-    assert [(it.name, it.level, it.nodes) for it in units.switches[:3]] == [
-        (f"leaf{u}-0+7", 0, tuple(f"gpu{u}-{h}" for h in range(4))) for u in range(3)
-    ]
-    assert units.switches[3:] == (Switch("spine0+4", 1, (), ("leaf0-0+7", "leaf1-0+7", "leaf2-0+7")),)
+    (top,) = units_of(cluster)
+    assert top.switches == tuple(f"spine{n}" for n in range(5))
+    assert [(it.level, it.nodes) for it in top.units] == [(0, [f"gpu{u}-{h}" for h in range(4)]) for u in range(3)]
+    assert paths_of(cluster)["gpu1-2"] == ("spine[0-4]", "leaf1-[0-7]")
 
 
 def test_three_levels_and_their_units() -> None:
@@ -68,10 +66,8 @@ def test_three_levels_and_their_units() -> None:
     assert levels["spine2-1"] == 1
     assert levels["core0"] == 2
     assert by_name(cluster)["core1"].switches == tuple(f"spine{p}-{n}" for p in range(3) for n in range(2))
-    units = by_name(units_as_switches(cluster))
-    assert units["spine1-0+1"] == Switch("spine1-0+1", 1, (), ("leaf1-0", "leaf1-1"))
-    assert units["core0+1"] == Switch("core0+1", 2, (), ("spine0-0+1", "spine1-0+1", "spine2-0+1"))
-    assert len(units) == 6 + 3 + 1
+    assert len(scalable_units(cluster)) == 6
+    assert paths_of(cluster)[scalable_units(cluster)[2][0]] == ("core[0-1]", "spine1-[0-1]", "leaf1-0")
 
 
 def test_hosts_that_share_a_leaf_only_through_others_are_one_unit() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_train.cluster.infiniband.reader import matches, read
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.units import rails, scalable_units, units_as_switches
+from hpc_train.cluster.tree import nodes_under, rails, scalable_units, units_of
 from hpc_train.errors import UserError
 
 LINES = ['Switch 8 "a"', 'Ca 1 "b"', '[1] "a"[1]', '[1]"b"[1]', '[2] "a"', "#", "", "x=", '"']
@@ -70,7 +70,7 @@ def test_what_is_read_is_what_was_written(fabric: FakeFabric) -> None:
     assert {it.name for unit in scalable_units(cluster) for it in cluster.nodes if it.name in unit} == {
         it.name for it in cluster.nodes
     }
-    held = [node for unit in units_as_switches(cluster).switches for node in unit.nodes]
+    held = [node for unit in units_of(cluster) for node in nodes_under(unit)]
     assert len(held) == len(set(held))
     assert set(held) == {node for it in cluster.switches for node in it.nodes}
     assert set(rails(cluster)) == {it.name for it in cluster.switches if it.nodes}

@@ -13,7 +13,7 @@ from hpc_train.cluster.machine import this_node
 from hpc_train.cluster.reading import formats, read_file
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.sysfs import numa_nodes
-from hpc_train.cluster.units import rails, scalable_units, units_as_switches
+from hpc_train.cluster.tree import paths_of, rails, scalable_units
 from hpc_train.errors import UserError
 
 FOLDER = Path(__file__).parents[2].parent / "shared/data/topology"
@@ -102,7 +102,7 @@ def test_dumps() -> None:
             cluster = read_file(path)
             assert facts_of(cluster, facts.holds) == facts, name
             assert set(rails(cluster)) <= set(facts.levels)
-            assert units_as_switches(cluster).nodes == cluster.nodes
+            assert list(paths_of(cluster)) == [node.name for node in cluster.nodes]
 
 
 def test_adapters() -> None:

@@ -8,7 +8,7 @@ from slurm_specs import trees
 from slurm_texts import Spec
 
 from hpc_train.cluster.slurm.address import cluster_of_paths, path
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 from hpc_train.errors import UserError
 
 TREE2, TREE3 = "switch.switch.node", "switch.switch.switch.node"

@@ -7,7 +7,7 @@ import pytest
 from hpc_train.cluster.reading import read_text
 from hpc_train.cluster.slurm.environment import tasks_per_node
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 from hpc_train.errors import UserError
 
 

@@ -10,7 +10,7 @@ from slurm_texts import shown_blocks, shown_tree, topograph_model, topology_conf
 
 from hpc_train.cluster import reading
 from hpc_train.cluster.spec import as_json
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 from hpc_train.errors import UserError
 
 OWN = {

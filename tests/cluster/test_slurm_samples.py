@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.reading import read_file
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 
 SAMPLES = Path(__file__).parents[2].parent / "shared/data/topology/slurm"
 

@@ -10,7 +10,7 @@ from slurm_texts import Spec, topograph_model, topology_conf, tree_yaml
 from hpc_train.cluster.reading import read_text
 from hpc_train.cluster.slurm.topology_yaml import read_all
 from hpc_train.cluster.spec import Cluster, Switch
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 from hpc_train.errors import UserError
 
 OTHERS = """\

@@ -15,7 +15,7 @@ from hpc_train.cluster.slurm.address import cluster_of_paths, path
 from hpc_train.cluster.slurm.hostlist import compress, expand
 from hpc_train.cluster.slurm.scontrol import show_topology
 from hpc_train.cluster.spec import Switch
-from hpc_train.cluster.tree import paths
+from hpc_train.cluster.tree import paths_of as paths
 
 LEAVES = {
     "node1": ("spine", "leaf1"),

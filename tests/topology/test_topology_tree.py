@@ -9,7 +9,7 @@ from rich.console import Console
 from small_clusters import gpu_node, rails, two_leaves
 
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node, Switch
-from hpc_train.placement.units import nodes_under, paths_of, units_of
+from hpc_train.cluster.tree import nodes_under, paths_of, units_of
 from hpc_train.topology.tree import MOST_CHILDREN, tree_of
 
 
