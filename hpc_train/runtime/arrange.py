@@ -50,7 +50,7 @@ def arrange(
     plan, hashed = agree(task, mine, timeout, lambda facts: _decide(config, task, facts, needs_mpi, env, find))
     _check(plan, task, config)
     here = hear_node(task)
-    held = hold(config.launch, [fact.seat for fact in here], task.local, env)
+    held = hold(config.launch, [fact.seat for fact in here], task.local, env, mpi=needs_mpi is not None)
     wanted = [Setting(*it) for it in plan.settings]
     sockets = socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
     done, kept = apply([*sockets, *wanted], env)

@@ -41,13 +41,18 @@ class Held:
         return {"cpus": format_cpus(cpus), "memory": memory, "threads": self.threads, "binding": self.binding.reason}
 
 
-def hold(launch: LaunchConfig, seats: Sequence[Seat], local: int, env: MutableMapping[str, str]) -> Held:
+def hold(
+    launch: LaunchConfig, seats: Sequence[Seat], local: int, env: MutableMapping[str, str], mpi: bool = False
+) -> Held:
     """Bind this process as the local-th of the ranks of its node, and give torch as many threads as it has cores.
 
-    A number of threads that the user has set stays; where it is more than a rank's share, no rank is bound.
+    A number of threads that the user has set stays; where it is more than a rank's share, no rank is bound. mpi: MPI
+    moves data in this run; its launcher binds, as its library waits by spinning and needs to know of it.
     """
     chosen = launch.threads or users_threads(env, seats)
     binding = _binding(launch, seats, local, chosen)
+    if mpi and binding.cpus:
+        binding = Binding((), 0, None, "not bound: MPI's own launcher does that (mpirun --bind-to, srun --cpu-bind)")
     try:
         problem = bind(binding)
     except OSError as error:
