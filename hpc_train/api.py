@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,14 @@ class RankMap:
 
     process_to_rank: tuple[int, ...]
     reason: str = "launcher order"
+    warning: str | None = None
+    """Why it is the launcher's order, where it should not be."""
+    lines: tuple[str, ...] = ()
+    """What a person should know of it, of the binding and of the environment; for rank 0 to print."""
+    shared: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What rankmap.json has beside the ranks: hash, costs before and after, straddling groups, environment."""
+    own: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What rankmap.json has of this process: processors, memory, threads, GPU, NIC."""
 
 
 @dataclass

@@ -77,7 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_data(commands)
     _add_checkpoint(commands)
+    _add_topology(commands)
     _add_bench(commands)
+    _add_doctor(commands)
     _add_completion(commands)
     return parser
 
@@ -122,6 +124,13 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add_arguments(command)
 
 
+def _add_topology(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.topology.cli import add_arguments
+
+    command = _command(commands, "topology", "what a machine is made of, and where ranks go on it")
+    add_arguments(command)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _command(commands, "bench", "measure this machine")
     kinds = command.add_subparsers(dest="bench", required=True, metavar="kind")
@@ -136,6 +145,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     step.set_defaults(run=_bench_step)
     _add_bench_overlap(kinds)
     _add_bench_bubble(kinds)
+    _add_bench_collectives(kinds)
+    _add_bench_placement(kinds)
     _add_bench_checkpoint(kinds)
 
 
@@ -166,6 +177,28 @@ def _add_bench_bubble(kinds: argparse._SubParsersAction[argparse.ArgumentParser]
     bubble.set_defaults(run=_bench_bubble)
 
 
+def _add_bench_collectives(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.bench.collectives.options import add_arguments
+
+    summary = "collectives of every mesh axis, by nccl-tests' definitions; latency and bandwidth of the fabric's levels"
+    collectives = kinds.add_parser("collectives", help=summary, description=summary)
+    collectives.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    add_arguments(collectives)
+    collectives.set_defaults(run=_bench_collectives)
+
+
+def _add_bench_placement(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "in a Slurm allocation: step times of good, bad, random and placed orders of its nodes, and predictions"
+    placement = kinds.add_parser("placement", help=summary, description=summary)
+    placement.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    placement.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
+    placement.add_argument("--steps", type=int, default=8, help="of each training, 2 of them to warm up (default 8)")
+    placement.add_argument("--seed", type=int, default=1, help="of the random order (default 1)")
+    placement.add_argument("--directory", metavar="DIR", help="shared folder for the runs, removed (default: here)")
+    placement.add_argument("--json", action="store_true", help="print the result as JSON")
+    placement.set_defaults(run=_bench_placement)
+
+
 def _add_bench_checkpoint(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "save, stall, load and verify against the disk itself, torch.save, DCP and safetensors"
     bench = kinds.add_parser("checkpoint", help=summary, description=summary)
@@ -177,6 +210,14 @@ def _add_bench_checkpoint(kinds: argparse._SubParsersAction[argparse.ArgumentPar
     bench.add_argument("--json", action="store_true", help="print the result as JSON")
     bench.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
     bench.set_defaults(run=_bench_checkpoint)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(commands, "doctor", "what works here or in this job, what does not, and what to do")
+    command.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    command.add_argument("--config-dir", metavar="DIR", help="a folder laid out as conf/, whose options are added")
+    command.add_argument("--json", action="store_true", help="print what was found as JSON")
+    command.set_defaults(run=_doctor)
 
 
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -223,6 +264,20 @@ def _bench_overlap(arguments: argparse.Namespace) -> int:
     return overlap_command(Options(**{name: getattr(arguments, name) for name in sizes}), arguments.json)
 
 
+def _bench_collectives(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.collectives.command import collectives_command
+    from hpc_train.bench.collectives.options import from_arguments
+
+    return collectives_command(arguments.overrides, from_arguments(arguments))
+
+
+def _bench_placement(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.placement.command import Options, placement_command
+
+    options = Options(*(getattr(arguments, name) for name in ("rounds", "steps", "seed", "directory", "json")))
+    return placement_command(arguments.overrides, options)
+
+
 def _bench_bubble(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.pipeline import Options, bubble_command
     from hpc_train.config.techniques import SCHEDULES
@@ -241,6 +296,12 @@ def _bench_checkpoint(arguments: argparse.Namespace) -> int:
     a = arguments
     options = Options(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds)
     return checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from hpc_train.doctor.command import doctor_command
+
+    return doctor_command(arguments.overrides, arguments.config_dir, not arguments.json)
 
 
 def _completion(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Every private torch API that this project uses, each with its reason. Checked on torch 2.11 to 2.13."""
+"""Every private torch API that this project uses, each with its reason. Checked on torch 2.12 and 2.13."""
 
 from __future__ import annotations
 

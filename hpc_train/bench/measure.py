@@ -24,11 +24,11 @@ from hpc_train.data.order import samples
 from hpc_train.errors import UserError
 from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.precision import keep_parameters
-from hpc_train.runtime.start import identity_map, join, shut_down, start
+from hpc_train.runtime.start import join, shut_down, start
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder
 from hpc_train.training.loop import Run, train_step
-from hpc_train.training.rank import assemble, make_engine, make_model, open_data
+from hpc_train.training.rank import assemble, make_engine, make_model, open_data, place
 from hpc_train.training.seeds import be_deterministic
 
 _ALIKE = 0.05
@@ -44,7 +44,7 @@ def started(config: RunConfig, startup: StartUp) -> Iterator[tuple[World, RunFol
         be_deterministic()
     task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
     startup.mark("join")
-    world = start(task, identity_map(task), config)
+    world = start(task, place(config, task), config)
     startup.mark("process group")
     try:
         with tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:

@@ -42,7 +42,9 @@ class Nic:
     gbit_s: float | None = None
     """Line rate of all its ports that are up, one direction, 10^9 bit/s."""
     layer: str | None = None
-    """infiniband, ethernet or slingshot."""
+    """infiniband, ethernet, slingshot or efa."""
+    switches: tuple[str, ...] | None = None
+    """Names of the switches that its ports hang on, where the source tells."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 _GPU = ("name", "pci", "nvlinks", "clique")
-_NIC = ("numa", "pci", "guid", "active", "gbit_s", "layer")
+_NIC = ("numa", "pci", "guid", "active", "gbit_s", "layer", "switches")
 
 
 def _known(device: Gpu | Nic, names: tuple[str, ...]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpc_train.cluster.calibration import read_calibration
+from hpc_train.cluster.reading import read_file
 from hpc_train.config.data import ImageDataConfig, TokenDataConfig
 from hpc_train.config.model import CustomModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
@@ -40,12 +42,16 @@ def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:
 
 
 def check_files(config: RunConfig, folder: RunFolder) -> None:
-    """Raise UserError for data or a checkpoint to resume from that is not there.
+    """Raise UserError for data or a checkpoint to resume from that is not there, and for a topology that is none.
 
     Data is not looked for where the batch script has set-up lines: they may be what brings it to the node.
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data)
+    if config.cluster.topology is not None:
+        read_file(Path(config.cluster.topology).expanduser())
+    if config.cluster.calibration is not None:
+        read_calibration(Path(config.cluster.calibration).expanduser())
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
         raise UserError(f"parallel.offload.dir={offload}: no such folder on this node; make it, or leave it out")

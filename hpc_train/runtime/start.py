@@ -15,6 +15,7 @@ from hpc_train.api import RankMap, Task, World
 from hpc_train.config.degrees import AXES, Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.placement.environment import apply, socket_settings
 from hpc_train.runtime.identity import alone, identify
 from hpc_train.runtime.network import own_address
 from hpc_train.runtime.rendezvous import open_store
@@ -60,9 +61,7 @@ def pick_device(task: Task, config: RunConfig) -> torch.device:
 def _use_interface(task: Task, interface: str | None) -> None:
     """Tell gloo and NCCL which network to open their sockets on, unless the user has."""
     _, name = own_address(task.host, task.nodes, interface)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if task.nodes > 1 or interface is not None:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    apply(socket_settings(name, task.nodes, interface is not None), os.environ)
 
 
 def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -24,7 +25,10 @@ from hpc_train.models.init import Initialised, initialise
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import Say, build
 from hpc_train.parallel.materialise import is_meta
-from hpc_train.runtime.start import identity_map, shut_down, start
+from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.runtime.arrange import arrange
+from hpc_train.runtime.search import search
+from hpc_train.runtime.start import shut_down, start
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder, write_private
 from hpc_train.training.loop import Run, train
@@ -49,8 +53,9 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
         be_deterministic()
-    rank_map = identity_map(task)
+    rank_map = place(config, task)
     world = start(task, rank_map, config)
+    _let_rank_0_speak(world, task, rank_map)
     try:
         _write_rank_map(world, task, rank_map, folder)
         data = open_data(config, world)
@@ -61,13 +66,26 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
             run = assemble(config, world, folder, attempt, stop, data, engine)
             run.saver.lock = lock
             with closing(run):
-                _announce(run, count, len(data), said)
+                if rank_map.warning:
+                    run.reporter.event("warning", about="placement", why=rank_map.warning)
+                _announce(run, count, len(data), [*rank_map.lines, *said])
                 code = train(run)
                 _farewell(run, data)
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
                 return code
     finally:
         shut_down()
+
+
+def place(config: RunConfig, task: Task) -> RankMap:
+    """Which rank every process takes; this one is bound and has its environment. Every process of the job calls it."""
+    return arrange(task, config, needs_mpi(config), find=partial(search, parameters=partial(_parameters, config)))
+
+
+def _parameters(config: RunConfig) -> int:
+    with torch.device("meta"):
+        model = build_model(config.model, config.train.seed)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def open_data(config: RunConfig, world: World) -> Dataset:
@@ -172,14 +190,27 @@ def _rank_0_first(world: World, action: Callable[[], T]) -> T:
     return action() if mine is None else mine
 
 
+def _let_rank_0_speak(world: World, task: Task, rank_map: RankMap) -> None:
+    """Where a placement made another process rank 0 than the one that launchers and people look at first."""
+    if world.rank == task.process:
+        return
+    logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
+    if task.process == 0:
+        print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_task_of(0, rank_map)}")
+
+
+def _task_of(rank: int, rank_map: RankMap) -> int:
+    return rank_map.process_to_rank.index(rank)
+
+
 def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder) -> None:
-    mine = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
-    everybody: list[dict[str, object] | None] = [None] * world.size
-    dist.all_gather_object(everybody, mine)
+    at = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
+    everybody: list[object] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object({**at, **rank_map.own}, everybody)
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-        text = json.dumps({"reason": rank_map.reason, "mesh": mesh, "ranks": everybody}, indent=1)
-        write_private(folder.rank_map, text + "\n")
+        found = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
+        write_private(folder.rank_map, json.dumps(found, indent=1) + "\n")
 
 
 def _announce(run: Run, count: int, samples: int, techniques: list[str]) -> None:

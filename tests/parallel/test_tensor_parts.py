@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpc_train.api import IGNORED_TARGET, World
 from hpc_train.compat import shard_offset
 from hpc_train.config.parallel import ParallelConfig
-from hpc_train.parallel.tensor.layers import attended
+from hpc_train.parallel.tensor.heads import attended
 from hpc_train.parallel.tensor.local_parameters import Holding, distribute
 from hpc_train.parallel.tensor.vocab_loss import split_cross_entropy_sum
 from hpc_train.testing import run_ranks

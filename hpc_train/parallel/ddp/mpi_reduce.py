@@ -61,4 +61,5 @@ def make_mpi(world: World) -> MpiReduce:
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UserError("parallel.reduce_with=mpi: this MPI library is built without threads; use reduce_with=torch")
-    return MpiReduce(MPI.COMM_WORLD.Dup())
+    # In the order of our ranks, which the launcher of the MPI processes need not have.
+    return MpiReduce(MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank)))

@@ -21,6 +21,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
         return None
     blocks = blocks_of(part, "parallel.compile=true")
     check_compiler(world.device)
+    check_precision(config, world.device)
     for block in blocks:
         replace_forward(block, _compiled)
     return f"compile: {len(blocks)} blocks"
@@ -29,6 +30,19 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
 def _compiled(forward: Forward) -> Forward:
     compiled: Forward = torch.compile(forward)
     return compiled
+
+
+def check_precision(config: RunConfig, device: torch.device) -> None:
+    """Raise UserError where the code that torch makes is known to fail in the first backward."""
+    if (
+        config.precision.name == "fp64"
+        and device.type == "cpu"
+        and torch.__version__ < torch.torch_version.TorchVersion("2.13")
+    ):
+        raise UserError(
+            f"parallel.compile=true: torch {torch.__version__} compiles attention in float64 wrongly on CPUs; use "
+            "torch 2.13, another precision, or parallel.compile=false"
+        )
 
 
 def check_compiler(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpc_train.compat import check_later
 from hpc_train.errors import UserError
 from hpc_train.parallel.tensor.axis import Axis
+from hpc_train.parallel.tensor.heads import attended
 from hpc_train.parallel.tensor.local_parameters import Holding, Holdings
 from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul, matmul_scatter
 
@@ -107,19 +108,6 @@ def _check_columns(name: str, units: int, heads: int, axis: Axis, unit: int) -> 
         raise UserError(
             f"parallel.tp={axis.size}: {name} has {units} {what}, which do not divide; use a divisor of {units}"
         )
-
-
-def attended(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """The key and value heads that the query heads of a rank attend to, each for equally many of them in turn.
-
-    One is listed again where that is the only way.
-    """
-    own = heads // ranks
-    wanted = [(rank * own + head) * kv_heads // heads for head in range(own)]
-    distinct = sorted(set(wanted))
-    each = own // len(distinct)
-    even = [head for head in distinct for _ in range(each)]
-    return tuple(distinct if even == wanted else wanted)
 
 
 def split_rows(name: str, layer: nn.Linear, axis: Axis, asynchronous: bool, holdings: Holdings) -> None:

@@ -1,0 +1,101 @@
+"""What is measured, in the words of nccl-tests: sizes, counts, algorithm bandwidth and bus bandwidth.
+
+Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("Bandwidth"). The bus bandwidth is the algorithm bandwidth times a factor
+that makes it the speed of the links whatever the number of ranks, so that it compares with what the hardware can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.traffic.flow import Collective
+
+DTYPE_BYTES = 4
+"""Everything is float32."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective."""
+
+    name: Collective
+    sums: bool
+    """Whether values of several ranks are added up."""
+    sends_parts: bool = False
+    """Whether what a rank sends is cut into a part for each rank."""
+    receives_parts: bool = False
+    """Whether what a rank receives is a part from each rank."""
+
+
+OPERATIONS = (
+    Operation("all_reduce", sums=True),
+    Operation("all_gather", sums=False, receives_parts=True),
+    Operation("reduce_scatter", sums=True, sends_parts=True),
+    Operation("broadcast", sums=False),
+    Operation("reduce", sums=True),
+    Operation("all_to_all", sums=False, sends_parts=True, receives_parts=True),
+    Operation("send_recv", sums=False),
+)
+"""broadcast and reduce: from and to the first rank of the group; send_recv: to the next rank, from the one before."""
+
+ALGORITHMS = ("library", "ring", "tree")
+"""library: what the backend chooses. ring and tree: ours, over its point to point messages; for all_reduce only."""
+
+
+def operation(name: str) -> Operation:
+    """The operation of this name, which must be one of OPERATIONS."""
+    return next(it for it in OPERATIONS if it.name == name)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An operation on buffers of one size in groups of `ranks`."""
+
+    operation: Operation
+    ranks: int
+    count: int
+    """Elements that a rank contributes to each part: of the whole buffer where it is not cut into parts."""
+
+    @property
+    def elements(self) -> int:
+        """Of the larger of the two buffers."""
+        parts = self.operation.sends_parts or self.operation.receives_parts
+        return self.count * self.ranks if parts else self.count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the larger of the two buffers: the `size` of nccl-tests, and of traffic.Flow."""
+        return self.elements * DTYPE_BYTES
+
+    @property
+    def sent(self) -> int:
+        """Elements that a rank sends."""
+        return self.elements if self.operation.sends_parts else self.count
+
+    @property
+    def received(self) -> int:
+        """Elements that a rank receives."""
+        return self.elements if self.operation.receives_parts else self.count
+
+
+def shape_of(operation: Operation, ranks: int, size: int) -> Shape:
+    """The largest of at most `size` bytes whose parts are whole elements; of one element a part if there is none."""
+    parts = ranks if operation.sends_parts or operation.receives_parts else 1
+    return Shape(operation, ranks, max(1, size // (DTYPE_BYTES * parts)))
+
+
+def algorithm_bandwidth(size: int, seconds: float) -> float:
+    """Bytes/s: the size over the time."""
+    return size / seconds
+
+
+def bus_factor(name: Collective, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: the share of the size that every link carries at least.
+
+    all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all (n - 1) / n; broadcast, reduce, send_recv 1.
+    """
+    if name == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if name in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0

@@ -1,0 +1,89 @@
+"""Which ranks probe which level of the fabric: pairs whose messages leave one group of it, and no higher one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.placement.levels import NamedLevel
+
+INSIDE = "inside"
+Groups = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankLevel:
+    """One level as ranks see it."""
+
+    name: str
+    group: Groups
+    """[ranks]: the group of each."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ranks that exchange messages at the same time."""
+
+    level: str
+    partner: tuple[int, ...]
+    """[ranks]: whom each sends to and receives from; itself: nobody."""
+    pairs: int
+    """Messages that leave a group at once."""
+
+
+def levels_of_ranks(hosts: Sequence[str], nodes: Sequence[str], levels: Sequence[NamedLevel]) -> list[RankLevel]:
+    """Innermost first: every rank by itself (inside), then the given levels, the first of which is the node.
+
+    hosts: [ranks], the node of each. nodes: those whose groups the levels tell; they must be all of the job's.
+    """
+    index = {name: at for at, name in enumerate(nodes)}
+    where = np.array([index[host] for host in hosts], dtype=np.int64)
+    alone = RankLevel(INSIDE, np.arange(len(hosts), dtype=np.int64))
+    return [alone, *(RankLevel(level.name, level.group[where]) for level in levels)]
+
+
+def probes(levels: Sequence[RankLevel]) -> list[Probe]:
+    """Of every level that has two groups within one of the next; two of a level where their number is odd."""
+    everything = np.zeros_like(levels[0].group)
+    above = [*(level.group for level in levels[1:]), everything]
+    return [probe for level, parent in zip(levels, above, strict=True) for probe in _of_level(level, parent)]
+
+
+def unprobed(levels: Sequence[RankLevel], probes: Sequence[Probe]) -> list[str]:
+    """A line for each level that this job cannot probe; one node has nothing above it."""
+    found = {probe.level for probe in probes}
+    if len(np.unique(levels[1].group)) == 1:
+        return []
+    why = "not measured: it takes two of its groups within one of the next level"
+    return [f"level {level.name}: {why}" for level in levels if level.name not in found]
+
+
+def _of_level(level: RankLevel, parent: Groups) -> list[Probe]:
+    """Neighbouring groups in pairs; a last one that is left over meets the first of its parent by itself."""
+    first, second = [], []
+    for above in dict.fromkeys(parent.tolist()):
+        members = _members(level.group, parent == above)
+        first += list(zip(members[0::2], members[1::2], strict=False))
+        if len(members) % 2 and len(members) > 1:
+            second.append((members[-1], members[0]))
+    pairs = max((min(len(a), len(b)) for a, b in first), default=0)
+    # Groups with fewer ranks in the job than others would tell what these ranks can send, not what their group can.
+    matchings = [[(a, b) for a, b in matching if min(len(a), len(b)) == pairs] for matching in (first, second)]
+    return [Probe(level.name, _partners(matching, len(parent)), pairs) for matching in matchings if matching]
+
+
+def _members(group: Groups, chosen: NDArray[np.bool_]) -> list[list[int]]:
+    """Ranks of every group among the chosen ones, the groups with most ranks first."""
+    members = {int(index): np.flatnonzero(chosen & (group == index)).tolist() for index in np.unique(group[chosen])}
+    return sorted(members.values(), key=lambda ranks: (-len(ranks), ranks))
+
+
+def _partners(matching: list[tuple[list[int], list[int]]], ranks: int) -> tuple[int, ...]:
+    partner = list(range(ranks))
+    for some, others in matching:
+        for a, b in zip(some, others, strict=False):
+            partner[a], partner[b] = b, a
+    return tuple(partner)

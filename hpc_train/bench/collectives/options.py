@@ -1,0 +1,147 @@
+"""The options of `bench collectives`, and how they are told to ranks that are started here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc_train.bench.collectives.definitions import ALGORITHMS, DTYPE_BYTES, OPERATIONS
+from hpc_train.errors import UserError
+
+BACKENDS = ("torch", "mpi")
+Output = Literal["table", "plain", "json"]
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST = 1 << 40
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and where the answer goes."""
+
+    smallest: str = "1K"
+    """Bytes, with K, M, G for powers of 1024."""
+    largest: str = "64M"
+    factor: int = 4
+    rounds: int = 5
+    iterations: int = 20
+    """Of a round, at most: fewer where they would take long."""
+    operations: tuple[str, ...] = tuple(it.name for it in OPERATIONS)
+    algorithms: tuple[str, ...] = ALGORITHMS
+    backends: tuple[str, ...] = ()
+    """Of BACKENDS; empty: torch, and mpi where an MPI launcher started the ranks."""
+    output: Output = "table"
+    plot: str | None = None
+    out: str | None = None
+    """The calibration file to write."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes, rising."""
+        size, largest = parse_size("--min", self.smallest), parse_size("--max", self.largest)
+        sizes = []
+        while size <= largest:
+            sizes.append(size)
+            size *= self.factor
+        return sizes
+
+    def check(self) -> None:
+        """Raises UserError, one line, for what cannot be measured or written."""
+        for name, value, least in (
+            ("factor", self.factor, 2),
+            ("rounds", self.rounds, 2),
+            ("iterations", self.iterations, 1),
+        ):
+            if value < least:
+                raise UserError(f"--{name} {value}: must be at least {least}")
+        if not self.sizes:
+            raise UserError(f"--min {self.smallest} is above --max {self.largest}")
+        if self.out is not None:
+            _check_fit(self.sizes)
+        for option, path in (("--plot", self.plot), ("--out", self.out)):
+            if path is not None:
+                _check_writable(option, Path(path))
+        if self.plot is not None:
+            _check_plot(Path(self.plot))
+
+    def words(self) -> list[str]:
+        """The command line that gives these options."""
+        words = ["--min", self.smallest, "--max", self.largest, "--factor", str(self.factor)]
+        words += ["--rounds", str(self.rounds), "--iterations", str(self.iterations)]
+        for option, names in (
+            ("--operation", self.operations),
+            ("--algorithm", self.algorithms),
+            ("--backend", self.backends),
+        ):
+            words += [word for name in names for word in (option, name)]
+        words += [] if self.output == "table" else [f"--{self.output}"]
+        for option, path in (("--plot", self.plot), ("--out", self.out)):
+            words += [option, path] if path is not None else []
+        return words
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of the command line."""
+    usual, add = Options(), command.add_argument
+    add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest, in bytes (default {usual.smallest})")
+    add("--max", default=usual.largest, metavar="SIZE", help=f"largest (default {usual.largest})")
+    add("--factor", type=int, default=usual.factor, help=f"from size to size (default {usual.factor})")
+    add("--rounds", type=int, default=usual.rounds, help=f"interleaved rounds (default {usual.rounds})")
+    add("--iterations", type=int, default=usual.iterations, help=f"of a round, at most (default {usual.iterations})")
+    add("--operation", action="append", choices=usual.operations, help="only this one; repeatable")
+    add("--algorithm", action="append", choices=ALGORITHMS, help="only this one; repeatable (ring and tree are ours)")
+    add("--backend", action="append", choices=BACKENDS, help="only this one; repeatable (default: all there are)")
+    add("--out", metavar="FILE", help="write the levels' constants, for cluster.calibration=FILE")
+    add("--plot", metavar="FILE", help="draw bus bandwidth against size (.png or .svg)")
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--plain", action="store_true", help="print lines like those of nccl-tests")
+    output.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def from_arguments(arguments: argparse.Namespace) -> Options:
+    """What `add_arguments` has parsed."""
+    usual = Options()
+    return Options(
+        smallest=arguments.min,
+        largest=arguments.max,
+        factor=arguments.factor,
+        rounds=arguments.rounds,
+        iterations=arguments.iterations,
+        operations=tuple(dict.fromkeys(arguments.operation or usual.operations)),
+        algorithms=tuple(dict.fromkeys(arguments.algorithm or usual.algorithms)),
+        backends=tuple(dict.fromkeys(arguments.backend or ())),
+        output="json" if arguments.json else "plain" if arguments.plain else "table",
+        plot=arguments.plot,
+        out=arguments.out,
+    )
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes of 512, 1K, 64M or 1G. Raises UserError, also below one element."""
+    match = re.fullmatch(r"(\d{1,12})([KMG]?)", text.upper().removesuffix("B"), re.ASCII)
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not DTYPE_BYTES <= size <= _MOST:
+        raise UserError(f"{option} {text}: must be a size of at least {DTYPE_BYTES} bytes, such as 4K, 64M or 1G")
+    return size
+
+
+def _check_fit(sizes: list[int]) -> None:
+    if len(sizes) < 2:
+        raise UserError("--out: latency and bandwidth need two sizes or more; set --max above --min")
+
+
+def _check_writable(option: str, path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UserError(f"{option} {path}: {what}; name a file in a folder that exists")
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"--plot {path}: must end in .png or .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--plot: needs matplotlib; pip install 'hpc_train[plot]'") from None

@@ -1,0 +1,63 @@
+"""Which file system a path is on, by the mount table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_SAME = {"nfs4": "nfs", "fhgfs": "beegfs", "fuse.beegfs": "beegfs", "fuse.glusterfs": "glusterfs", "fuse.ceph": "ceph"}
+_SHARED = frozenset(
+    {"lustre", "gpfs", "nfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "pvfs2", "orangefs", "cifs", "smb3"}
+    | {"afs", "dvs", "ocfs2", "gfs2", "fuse.dfuse", "fuse.juicefs", "vast"}
+)
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """One line of the mount table."""
+
+    kind: str
+    """lustre, gpfs, nfs, beegfs, ext4, xfs, tmpfs, ...: one word for all versions of it."""
+    mount: str
+    """Where it is mounted."""
+    source: str
+    """What is mounted: a device, or the server and its directory."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other hosts see the same files."""
+        return self.kind in _SHARED
+
+
+def filesystem_of(path: Path, mounts: str | None = None) -> FileSystem | None:
+    """The file system that a path is on, or would be on if it existed; None if no mount holds it.
+
+    mounts: a mount table as /proc/self/mounts has it; this process's own by default.
+    """
+    if mounts is None:
+        mounts = _own_mounts()
+    place, best = path.resolve(), None
+    for found in mount_table(mounts):
+        longer = best is None or len(Path(found.mount).parts) >= len(Path(best.mount).parts)
+        if longer and place.is_relative_to(found.mount):
+            best = found
+    return best
+
+
+def mount_table(mounts: str) -> list[FileSystem]:
+    """Every mount, in the order in which they were made; lines that are no mounts are left out."""
+    rows = [line.split() for line in mounts.split("\n")]
+    return [FileSystem(_SAME.get(it[2], it[2]), _plain(it[1]), _plain(it[0])) for it in rows if len(it) >= 3]
+
+
+def _own_mounts() -> str:
+    try:
+        return Path("/proc/self/mounts").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _plain(text: str) -> str:
+    r"""The kernel writes a space as \040."""
+    return re.sub(r"\\([0-3][0-7]{2})", lambda it: chr(int(it[1], 8)), text)

@@ -1,0 +1,146 @@
+"""What one step's communication costs on a fabric, with the ranks on given nodes.
+
+For every flow, all groups of its axes run at once, and flows one after the other:
+
+    seconds of a flow = calls x sum over the phases of the collective of
+                        (hops x latency of a hop + bytes of an edge x messages on the busiest link / its bandwidth)
+
+The busiest link is the largest, over every group of every level, of the messages that leave it (or enter it, whichever
+are more: links are full duplex) over its uplink; and inside a node, of what a rank sends (or receives) there over
+`inside_bandwidth`. What leaves an NVLink domain that spans nodes leaves it by the NICs of the node that sends it, so of
+the level `domain` every node has an equal share of the uplink, and no more. Which messages there are is said in
+placement.algorithm, what a hop takes in placement.pattern. This is Hockney's model with shared links; it knows no
+overlap, no congestion by other jobs and no hashing of flows onto parallel links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.placement.algorithm import Backend, Phase, phases
+from hpc_train.placement.fabric import Fabric
+from hpc_train.placement.mesh import Rows, check_world, label, rows
+from hpc_train.placement.pattern import Measured, Pattern, loads, measure, pattern
+from hpc_train.placement.result import Cost
+from hpc_train.traffic.flow import Flow
+
+_ELEMENTS = 1 << 21
+"""Orders measured at a time times nodes: what keeps the arrays in memory small."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One phase of one flow."""
+
+    flow: Flow
+    phase: Phase
+    pattern: int
+    """Index of its pattern."""
+
+    @property
+    def moved(self) -> float:
+        """Bytes of a step on each edge."""
+        return self.flow.calls * self.phase.fraction * self.flow.bytes
+
+    def seconds(self, measured: Measured) -> NDArray[np.float64]:
+        """[orders] seconds of a step."""
+        return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
+
+
+@dataclass(frozen=True)
+class Model:
+    """Fabric, mesh and flows, prepared so that many orders of nodes can be costed."""
+
+    fabric: Fabric
+    groups: dict[str, Rows]
+    """Label of a flow's axes -> their groups; axes of degree 1 are left out."""
+    patterns: tuple[Pattern, ...]
+    terms: tuple[Term, ...]
+    labels: tuple[str, ...]
+    """Of all flows, those of degree 1 too."""
+
+    def totals(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[orders] seconds; orders: [orders, positions], node at each position."""
+        return self.totals_and_crossings(orders)[0]
+
+    def totals_and_crossings(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Two arrays [orders]: seconds; bytes of a step times levels above the node that they cross."""
+        step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
+        parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def cost(self, order: Sequence[int]) -> Cost:
+        """Of one order."""
+        measured = self._measure(np.asarray(order, np.int64)[None])
+        per_axis = dict.fromkeys(self.labels, 0.0)
+        for term in self.terms:
+            per_axis[label(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
+        return Cost(sum(per_axis.values()), per_axis)
+
+    def link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+        """Level -> [groups] bytes of a step that leave a group, or enter it, whichever are more."""
+        orders = np.asarray(order, np.int64)[None]
+        return {level.name: self._level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)}
+
+    def _level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+        level = self.fabric.levels[number]
+        both = np.zeros((2, len(level.uplink)))
+        for term in self.terms:
+            both += term.moved * np.concatenate(loads(self.patterns[term.pattern], level, orders))
+        larger: NDArray[np.float64] = both.max(axis=0)
+        return larger
+
+    def _measure(self, orders: NDArray[np.int64]) -> list[Measured]:
+        return [measure(it, self.fabric, orders) for it in self.patterns]
+
+    def _sums(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        measured = self._measure(orders)
+        seconds, crossed = np.zeros(len(orders)), np.zeros(len(orders))
+        for term in self.terms:
+            seconds += term.seconds(measured[term.pattern])
+            crossed += term.moved * measured[term.pattern].crossings
+        return seconds, crossed
+
+
+def model(
+    fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], nodes: int, backend: Backend = "nccl"
+) -> Model:
+    """The model of a mesh on `nodes` of the fabric's nodes. Raises UserError where the degrees do not fill them."""
+    check_world(fabric, sizes, nodes)
+    groups = {label(flow.axes): rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
+    groups = {name: it for name, it in groups.items() if it.position.shape[1] > 1}
+    index: dict[tuple[object, ...], int] = {}
+    patterns: list[Pattern] = []
+    terms = []
+    for flow in flows:
+        name = label(flow.axes)
+        for phase in phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
+            key = (name, phase.edges, phase.round, phase.hops == 1)
+            if key not in index:
+                index[key] = len(patterns)
+                patterns.append(pattern(groups[name], phase))
+            terms.append(Term(flow, phase, index[key]))
+    labels = tuple(dict.fromkeys(label(flow.axes) for flow in flows))
+    return Model(fabric, groups, tuple(patterns), tuple(terms), labels)
+
+
+def cost(
+    fabric: Fabric,
+    sizes: Mapping[str, int],
+    flows: Sequence[Flow],
+    nodes: Sequence[int] | None = None,
+    backend: Backend = "nccl",
+) -> Cost:
+    """Seconds of a step's communication, in all and by axis, with the ranks on `nodes`.
+
+    sizes: mesh axis -> degree; ranks are row-major over AXES. nodes: index of the fabric's node that holds each next
+    `ranks_per_node` ranks (default: the launcher's order); fewer than the fabric has leave spares.
+    Raises UserError where the degrees do not fill the nodes.
+    """
+    order = range(len(fabric.nodes)) if nodes is None else nodes
+    assert len(set(order)) == len(order), "a node holds two places"
+    return model(fabric, sizes, flows, len(order), backend).cost(order)

@@ -1,0 +1,35 @@
+"""Facts of a fabric's tree that the search needs."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.placement.fabric import Fabric
+
+_EQUAL = 1e-6
+"""Relative: sums of the same bandwidths in another order."""
+
+
+def parents(fabric: Fabric, number: int) -> NDArray[np.int64]:
+    """[groups of level `number`]: the group of the next level that each lies in."""
+    group, above = fabric.levels[number].group, fabric.levels[number + 1].group
+    result = np.zeros(group.max() + 1, np.int64)
+    result[group] = above
+    return result
+
+
+def tapered(fabric: Fabric) -> tuple[int, ...]:
+    """Numbers of the levels above the node with a group that less can leave than its own parts can send."""
+    return tuple(number for number in range(1, len(fabric.levels)) if _tapers(fabric, number))
+
+
+def _tapers(fabric: Fabric, number: int) -> bool:
+    within = np.bincount(parents(fabric, number - 1), fabric.levels[number - 1].uplink)
+    return bool((fabric.levels[number].uplink < within * (1 - _EQUAL)).any())
+
+
+def uniform(fabric: Fabric) -> bool:
+    """Whether no order of nodes differs from another: one level, and all nodes alike."""
+    node = fabric.levels[0]
+    return len(fabric.levels) == 1 and bool((node.uplink == node.uplink[0]).all())

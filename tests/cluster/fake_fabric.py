@@ -1,0 +1,128 @@
+"""Fabrics of our own, written as ibnetdiscover and ibsim write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FakeDevice:
+    """A switch (S), an adapter (H) or a router (R)."""
+
+    letter: str
+    guid: int
+    name: str
+    ports: int
+    system: int
+    cables: dict[int, tuple[FakeDevice, int, str]] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.letter}-{self.guid:016x}"
+
+
+@dataclass
+class FakeFabric:
+    """Devices and cables; GUIDs are given out in order."""
+
+    devices: list[FakeDevice] = field(default_factory=list)
+    next_guid: int = 0x0002C90000000100
+
+    def add(self, letter: str, name: str, ports: int, system: int | None = None) -> FakeDevice:
+        self.next_guid += 16
+        device = FakeDevice(letter, self.next_guid, name, ports, self.next_guid if system is None else system)
+        self.devices.append(device)
+        return device
+
+    def switch(self, name: str, ports: int = 40) -> FakeDevice:
+        return self.add("S", name, ports)
+
+    def adapter(self, name: str, ports: int = 1, system: int | None = None) -> FakeDevice:
+        return self.add("H", name, ports, system)
+
+    def cable(self, a: FakeDevice, b: FakeDevice, rate: str = "4xHDR", ports: tuple[int, int] | None = None) -> None:
+        """Into the first free port of each, unless told."""
+        own, far = ports or (_free(a), _free(b, taken=_free(a) if a is b else None))
+        a.cables[own] = (b, far, rate)
+        b.cables[far] = (a, own, rate)
+
+    def dump(self, full: bool = False, node_map: dict[int, str] | None = None) -> str:
+        """As ibnetdiscover prints it, with -f if full; node_map: names that the site gave to GUIDs."""
+        given = node_map or {}
+        lines = [
+            "#",
+            "# Topology file: generated on Sat Nov 21 10:00:00 2026",
+            "#",
+            "# Initiated from node 0002c9 port 1",
+        ]
+        for device in sorted(self.devices, key=lambda it: "SHR".index(it.letter)):
+            lines += ["", *_heading(device, given), *(_port(device, p, full, given) for p in sorted(device.cables))]
+        return "\n".join(lines) + "\n"
+
+    def net(self) -> str:
+        """As a net file of ibsim: names for ids, no GUIDs, no rates."""
+        lines = ["# a net", ""]
+        for device in self.devices:
+            word = {"S": "Switch", "H": "Hca", "R": "Rt"}[device.letter]
+            lines += [f'{word}\t{device.ports} "{device.name}"']
+            lines += [f'[{p}]\t"{far.name}"[{q}]' for p, (far, q, _) in sorted(device.cables.items())]
+            lines += [""]
+        return "\n".join(lines)
+
+
+def _free(device: FakeDevice, taken: int | None = None) -> int:
+    return next(p for p in range(1, device.ports + 1) if p not in device.cables and p != taken)
+
+
+def _heading(device: FakeDevice, given: dict[int, str]) -> Iterable[str]:
+    kind, word = {"S": ("switch", "Switch"), "H": ("ca", "Ca"), "R": ("rt", "Rt")}[device.letter]
+    tail = " enhanced port 0 lid 5 lmc 0" if kind == "switch" else ""
+    name = given.get(device.guid, device.name) if kind == "switch" else device.name
+    own = f"({device.guid:x})" if kind == "switch" else ""
+    yield from ("vendid=0x2c9", "devid=0xd2f0", f"sysimgguid=0x{device.system:x}", f"{kind}guid=0x{device.guid:x}{own}")
+    yield f'{word}\t{device.ports} "{device.id}"\t\t# "{name}"{tail}'
+
+
+def _port(device: FakeDevice, port: int, full: bool, given: dict[int, str]) -> str:
+    far, far_port, rate = device.cables[port]
+    name, own = given.get(far.guid, far.name), f"({device.guid:x}) " if device.letter != "S" else ""
+    port_guid = f"({far.guid:x}) " if far.letter != "S" else ""
+    lid = "" if device.letter == "S" else "lid 7 lmc 0 "
+    more = " s=4 w=2 v=4 e=4" if full else ""
+    name_first = f'"{name}" lid 9 {rate}{more}'
+    return f'[{port}]{own}\t"{far.id}"[{far_port}]{port_guid}\t\t# {lid}{name_first}'
+
+
+def rail_fabric(units: int, hosts: int, nics: int, spines: int, rate: str = "4xNDR") -> FakeFabric:
+    """`units` scalable units of `hosts` hosts, NIC n of each on leaf n of its unit; every leaf on every spine."""
+    fabric = FakeFabric()
+    tops = [fabric.switch(f"MF0;spine{n}:MQM9700/U1", 255) for n in range(spines)]
+    for unit in range(units):
+        leaves = [fabric.switch(f"MF0;leaf{unit}-{n}:MQM9700/U1", 255) for n in range(nics)]
+        for leaf in leaves:
+            for top in tops:
+                fabric.cable(leaf, top, rate)
+            fabric.cable(leaf, fabric.adapter("Mellanox Technologies Aggregation Node"), rate)
+        for host in range(hosts):
+            for n, leaf in enumerate(leaves):
+                fabric.cable(leaf, fabric.adapter(f"gpu{unit}-{host} mlx5_{n}"), rate)
+    return fabric
+
+
+def three_levels(pods: int = 2, leaves: int = 2, hosts: int = 2, spines: int = 2, cores: int = 2) -> FakeFabric:
+    """Hosts with one NIC on leaves, leaves on the spines of their pod, spines on the cores."""
+    fabric = FakeFabric()
+    tops = [fabric.switch(f"MF0;core{n}:MQM8790/U1") for n in range(cores)]
+    for pod in range(pods):
+        middle = [fabric.switch(f"MF0;spine{pod}-{n}:MQM8790/U1") for n in range(spines)]
+        for spine in middle:
+            for top in tops:
+                fabric.cable(spine, top)
+        for n in range(leaves):
+            leaf = fabric.switch(f"MF0;leaf{pod}-{n}:MQM8790/U1")
+            for host in range(hosts):
+                fabric.cable(leaf, fabric.adapter(f"node{pod}{n}{host} HCA-1"))
+            for spine in middle:
+                fabric.cable(leaf, spine)
+    return fabric

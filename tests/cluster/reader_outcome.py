@@ -1,0 +1,30 @@
+"""What a reader makes of a text: a Cluster, or the one line of its refusal; anything else is an error of the reader."""
+
+from collections.abc import Callable
+
+from hpc_train.cluster.spec import Cluster
+from hpc_train.errors import UserError
+
+NAME = "topo.txt"
+
+
+def outcome(read: Callable[[str, str], Cluster], text: str) -> Cluster | str:
+    try:
+        return read(text, NAME)
+    except UserError as error:
+        return str(error)
+
+
+def check(result: Cluster | str) -> Cluster | None:
+    """The cluster, if it is one, which then refers to nothing that it does not hold."""
+    if isinstance(result, str):
+        assert "\n" not in result
+        assert result.startswith(NAME + ":")
+        return None
+    for node in result.nodes:
+        ids = [it.id for it in (*node.gpus, *node.nics)]
+        pairs = [(it.a, it.b) for it in result.links if it.node == node.name]
+        assert len(set(ids)) == len(ids)
+        assert len(set(pairs)) == len(pairs)
+        assert all(ids.index(a) < ids.index(b) for a, b in pairs)
+    return result

@@ -1,0 +1,26 @@
+"""`hpc-train` whose search for a placement always turns the launcher's order of nodes round."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from fact_helpers import backwards
+
+from hpc_train.cli import main
+from hpc_train.config.run import RunConfig
+from hpc_train.placement.result import Placement
+from hpc_train.runtime.facts import Facts
+from hpc_train.training import rank
+
+
+def search(
+    config: RunConfig, nodes: Sequence[Sequence[Facts]], parameters: Callable[[], int] | None = None
+) -> Placement:
+    return backwards(config, nodes)
+
+
+vars(rank)["search"] = search
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

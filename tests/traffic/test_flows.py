@@ -1,0 +1,103 @@
+"""flows against the collectives that real ranks run in a step: the same axes, calls and bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+from traffic_ledger import Key, Ledger
+from traffic_steps import GPT2, VIT, Layout, engine_after_setup, share_of
+
+from hpc_train.api import World
+from hpc_train.config.degrees import Degrees, resolve
+from hpc_train.testing import run_ranks
+from hpc_train.traffic.flow import Flow
+from hpc_train.traffic.flows import flows
+
+TP, CP, PP = ("parallel=tp",), ("parallel=cp",), ("parallel=pp",)
+HYBRID = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
+FULL, ULYSSES = "parallel.recompute.mode=full", "parallel.context.method=ulysses"
+ZERO1, ZERO3 = "parallel.strategy=zero1", "parallel.strategy=zero3"
+LAYOUTS = {
+    "ddp": Layout(2, ("parallel=ddp",)),
+    "zero1": Layout(2, ("parallel=zero1",)),
+    "zero1-groups": Layout(2, ("parallel=zero1", "parallel.bucket_mib=0.07")),
+    "zero2-accumulated": Layout(2, ("parallel=zero2", "train.micro_batch=2")),
+    "zero3-bf16": Layout(2, ("parallel=fsdp", "precision=bf16")),
+    "zero3-gpt2-short-last": Layout(2, ("parallel=fsdp", "train.micro_batch=3"), GPT2),
+    "zero3-vit": Layout(2, ("parallel=fsdp",), VIT),
+    "hsdp": Layout(4, HYBRID),
+    "tp": Layout(2, TP),
+    "tp-whole-positions": Layout(2, (*TP, "parallel.tensor.sequence=false", FULL)),
+    "tp-whole-vocabulary": Layout(2, (*TP, "parallel.tensor.vocabulary=false")),
+    "tp-more-ranks-than-kv-heads": Layout(4, TP),
+    "tp-gpt2": Layout(2, TP, GPT2),
+    "tp-vit": Layout(2, TP, VIT),
+    "tp-asynchronous-recomputed": Layout(2, (*TP, "parallel.tensor.asynchronous=true", FULL)),
+    "tp-recomputed": Layout(2, (*TP, FULL, "parallel.recompute.every=3")),
+    "tp-zero1-bf16-accumulated": Layout(4, (*TP, ZERO1, "precision=bf16")),
+    "cp-ring-bf16": Layout(2, (*CP, "precision=bf16")),
+    "cp-ring-4-recomputed": Layout(4, (*CP, "parallel.cp=4", FULL, "train.sequence_length=16")),
+    "cp-ulysses": Layout(2, (*CP, ULYSSES)),
+    "cp-ulysses-more-ranks-than-kv-heads": Layout(4, (*CP, ULYSSES, "parallel.cp=4", FULL)),
+    "pp-1f1b": Layout(2, PP),
+    "pp-1f1b-3": Layout(3, (*PP, "parallel.pp=3")),
+    "pp-gpt2-tied": Layout(2, PP, GPT2),
+    "pp-interleaved": Layout(2, (*PP, "parallel.pipeline.schedule=interleaved_1f1b")),
+    "pp-zbv": Layout(2, (*PP, "parallel.pipeline.schedule=zbv")),
+    "pp-zero3": Layout(4, (*PP, ZERO3, "train.micro_batch=2")),
+    "pp-zero3-zbv": Layout(4, (*PP, ZERO3, "train.micro_batch=2", "parallel.pipeline.schedule=zbv")),
+    "pp-tp-bf16-short-last": Layout(4, (*PP, "parallel.tp=2", "precision=bf16", "train.micro_batch=6")),
+    "3d": Layout(8, ("parallel=3d", "parallel.dp_shard=2", "train.micro_batch=2")),
+    "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_flows_are_what_ranks_exchange(name: str) -> None:
+    layout = LAYOUTS[name]
+    config = layout.config()
+    degrees = resolve(config.parallel, layout.ranks)
+    ranks = run_ranks(_third_step, layout.ranks, layout, parallel=config.parallel)
+    assert _predicted(flows(config, layout.ranks), degrees) == _seen(ranks, degrees)
+
+
+def _third_step(world: World, layout: Layout) -> dict[Key, list[int]]:
+    """Every collective of it; the first two also set up, and in the second ddp makes its buckets anew."""
+    config = layout.config()
+    engine = engine_after_setup(config, world)
+    with Ledger(resolve(config.parallel, world.size)) as ledger:
+        engine.forward_backward(share_of(config, world))
+        engine.clip(1.0)
+        engine.update(0.0)
+    return dict(ledger.calls)
+
+
+Total = dict[Key, tuple[float, float]]
+"""Bytes and calls: of messages over all ranks together, else of the rank that has most."""
+
+
+def _predicted(found: Sequence[Flow], degrees: Degrees) -> Total:
+    totals: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for flow in found:
+        times = 1.0
+        if flow.collective == "send_recv":
+            (axis,) = flow.axes
+            size = getattr(degrees, axis)
+            times = degrees.world / size * (size if flow.ring else size - 1)
+        total = totals[flow.axes, flow.collective]
+        total[0] += flow.bytes * flow.calls * times
+        total[1] += flow.calls * times
+    return {key: (round(size, 3), round(calls, 3)) for key, (size, calls) in totals.items()}
+
+
+def _seen(ranks: Sequence[dict[Key, list[int]]], degrees: Degrees) -> Total:
+    totals = {}
+    for key in {key for rank in ranks for key in rank}:
+        each = [(float(sum(rank.get(key, []))), float(len(rank.get(key, [])))) for rank in ranks]
+        if key[1] == "send_recv":
+            totals[key] = (sum(size for size, _ in each), sum(calls for _, calls in each))
+        else:
+            totals[key] = max(each)
+    return totals

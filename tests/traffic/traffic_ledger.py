@@ -1,0 +1,77 @@
+"""Which collectives a step of training really runs: on which mesh axes, how many bytes by nccl-tests' definitions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpc_train.config.degrees import AXES, Degrees
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "send": "send_recv",
+}
+IGNORED = ("recv_", "wait_tensor", "barrier", "_wrap_tensor_autograd")
+Key = tuple[tuple[str, ...], str]
+"""Axes of the group, and the collective."""
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes and calls of every collective of this rank."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._degrees = degrees
+        self.calls: dict[Key, list[int]] = defaultdict(list)
+        """Bytes of each call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in IGNORED:
+            self.calls[axes(_ranks(args), self._degrees), KINDS[name]].append(_bytes(name, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(name: str, args: Any) -> int:
+    """Of the buffer that the definitions mean: the largest one, but for a list of gathered parts their sum."""
+    if name == "allgather_":
+        return sum(tensor.nbytes for tensor in tree_leaves(args[0]))
+    return max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+
+
+def _ranks(args: Any) -> list[int]:
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
+    return dist.get_process_group_ranks(_resolve_process_group(args[-1]))
+
+
+def axes(ranks: Iterable[int], degrees: Degrees) -> tuple[str, ...]:
+    """The mesh axes over which the ranks of a group differ."""
+    places = [coordinates(rank, degrees) for rank in ranks]
+    return tuple(axis for index, axis in enumerate(AXES) if len({place[index] for place in places}) > 1)
+
+
+def coordinates(rank: int, degrees: Degrees) -> tuple[int, ...]:
+    """Of a rank on the mesh; the last axis varies fastest."""
+    found = []
+    for size in reversed(degrees.sizes):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))
