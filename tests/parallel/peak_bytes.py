@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -20,6 +21,13 @@ class PeakBytes(TorchDispatchMode):
         self.largest = 0
         """Of one tensor."""
         self._known: set[int] = set()
+
+    def settled(self, at_most: float, seconds: float = 10.0) -> int:
+        """`now`, waited for until it is not above `at_most`: the threads of collectives drop theirs a little after."""
+        deadline = time.monotonic() + seconds
+        while self.now > at_most and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
