@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class _Shard(NamedTuple):
+class Written(NamedTuple):
     """What one rank has written."""
 
-    file: ShardFile
-    held: Held
-    finite: bool
+    files: tuple[tuple[ShardFile, Held], ...] = ()
+    """With what each holds; a file is named by one rank only."""
+    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def finish(
         written = on_all(
             world,
             lambda: _write(temporary, world.rank, taken, how),
-            lambda shards: commit(temporary, path, _manifest(directory, taken, shards), lock),
+            lambda ranks: commit(temporary, path, _manifest(directory, taken, ranks), lock),
             group,
         )
     except (CheckpointError, LostRanksError) as error:
@@ -184,27 +184,26 @@ def prepare(path: Path, needs: list[int], place: Place, lock: Lock | None = None
     return token, how
 
 
-def _write(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> _Shard | None:
-    """This rank's file; None if it has nothing to write."""
+def _write(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> Written:
+    """This rank's file, if it has anything to write."""
     staged = taken.staged
     if staged is None:
-        return None
+        return Written()
     with ThreadPoolExecutor(1) as pool:
         finite = pool.submit(staged.is_finite)
-        file, held = write_shard(temporary, shard_name(rank), staged, how)
-        return _Shard(file, held, finite.result())
+        return Written((write_shard(temporary, shard_name(rank), staged, how),), finite.result())
 
 
-def _manifest(directory: Path, taken: Taken, shards: list[_Shard | None]) -> Manifest:
-    present = [shard for shard in shards if shard is not None]
-    holdings = gather([shard.held for shard in present])
+def _manifest(directory: Path, taken: Taken, ranks: list[Written]) -> Manifest:
+    files = [it for written in ranks for it in written.files]
+    holdings = gather([held for _, held in files])
     wrong = incomplete(holdings)
     if wrong:
         raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
-    files = tuple(shard.file for shard in present)
-    finite = taken.finite and all(shard.finite for shard in present)
+    finite = taken.finite and all(written.finite for written in ranks)
     score = taken.validation_loss if taken.validation_loss is not None and isfinite(taken.validation_loss) else None
-    return Manifest(taken.step, next_sequence(directory), len(shards), holdings, files, taken.extra, finite, score)
+    names = tuple(file for file, _ in files)
+    return Manifest(taken.step, next_sequence(directory), len(ranks), holdings, names, taken.extra, finite, score)
 
 
 def commit(temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None) -> int:
