@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hpc_train import __version__
 from hpc_train.errors import EXIT_USER_ERROR, UserError
+from hpc_train.planner.cli import joined
 
 EXIT_INTERRUPTED = 130
 _OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
@@ -55,7 +56,7 @@ def _plain(text: str) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand before and after options; argparse takes the first row of them only."""
     parser = make_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
     if unknown:
         command = f"`hpc-train {arguments.command} --help`"
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_train(commands)
     _add_submit(commands)
+    _add_plan(commands)
     _add_data(commands)
     _add_checkpoint(commands)
     _add_topology(commands)
@@ -108,6 +110,12 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     command.add_argument("--json", action="store_true", help="print the answer as JSON")
     command.set_defaults(run=_submit)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.planner.cli import add_commands
+
+    add_commands(commands)
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -311,7 +319,7 @@ def _completion(arguments: argparse.Namespace) -> int:
         print(script(arguments.shell), end="")
         return 0
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    for candidate in completions(make_parser(), words):
+    for candidate in completions(make_parser(), joined(words)):
         print(candidate)
     return 0
 

@@ -1,4 +1,7 @@
-"""Every private torch API that this project uses, each with its reason. Checked on torch 2.12 and 2.13."""
+"""Every private torch API that this project uses, each with its reason. Checked on torch 2.12 and 2.13.
+
+Those of `plan rehearse` are in compat_rehearsal.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
@@ -45,6 +49,11 @@ def rectangle(tensor: DTensor, at: tuple[int, ...]) -> tuple[tuple[int, ...], tu
         offset[how.dim] += begin
         size[how.dim] = min(chunk, size[how.dim] - begin)
     return tuple(size), tuple(offset)
+
+
+def cut_dimension(how: Placement) -> int | None:
+    """The dimension of a DTensor that a mesh axis cuts; None: none. Private because a _StridedShard is."""
+    return how.dim if isinstance(how, (Shard, _StridedShard)) else None
 
 
 def pretend_group(rank: int, ranks: int) -> None:
@@ -190,3 +199,8 @@ def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
             assert isinstance(shard, DTensor)
             held._sharded_param_data = flat
             set_local(shard, flat.as_strided(held.sharded_size, held.contiguous_sharded_stride))
+
+
+def is_pretended(tensor: Tensor) -> bool:
+    """Whether a tensor, or what a DTensor holds here, has no memory as in a rehearsal (compat_rehearsal.Pretending)."""
+    return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, FakeTensor)

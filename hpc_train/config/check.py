@@ -25,6 +25,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_train(config)
     _check_resume(config)
     _check_lustre(config)
+    _check_plan(config)
     wanted(config.parallel)
     return config
 
@@ -104,4 +105,31 @@ def _check_lustre(config: RunConfig) -> None:
     if lustre.pool is not None and not _POOL.fullmatch(lustre.pool):
         raise UserError(
             f"checkpoint.lustre.pool={lustre.pool}: is no name of a pool; `lfs pool_list <file system>` tells them"
+        )
+
+
+def _check_plan(config: RunConfig) -> None:
+    plan, energy = config.plan, config.plan.energy
+    for name in ("nodes", "global_batches"):
+        for value in getattr(plan, name):
+            if value < 1:
+                raise UserError(f"plan.{name}=[{value}]: must be >= 1")
+    if plan.budget is not None and plan.price_per_gpu_hour is None and plan.spot_price_per_gpu_hour is None:
+        raise UserError(f"plan.budget={plan.budget:g}: needs plan.price_per_gpu_hour or plan.spot_price_per_gpu_hour")
+    if plan.spot_price_per_gpu_hour is not None and plan.spot_interruptions_per_1000_node_days is None:
+        raise UserError(
+            f"plan.spot_price_per_gpu_hour={plan.spot_price_per_gpu_hour:g}: needs "
+            "plan.spot_interruptions_per_1000_node_days, without which the price says little"
+        )
+    if energy.watts_per_gpu is None and (energy.pue, energy.price_per_kwh, energy.co2_grams_per_kwh) != (None,) * 3:
+        raise UserError("plan.energy: needs watts_per_gpu, the mean draw of a GPU with its share of the node")
+    if (plan.checkpoint_stall_seconds or 0.0) > (plan.checkpoint_seconds or math.inf):
+        raise UserError(
+            f"plan.checkpoint_stall_seconds={plan.checkpoint_stall_seconds:g}: longer than the whole save, "
+            f"plan.checkpoint_seconds={plan.checkpoint_seconds:g}"
+        )
+    if plan.failures_per_1000_node_days is not None and plan.failure_logs:
+        raise UserError(
+            f"plan.failures_per_1000_node_days={plan.failures_per_1000_node_days:g}: there are plan.failure_logs too; "
+            "give one of them"
         )

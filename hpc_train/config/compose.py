@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config import suggest
 from hpc_train.config.check import check
 from hpc_train.config.explain import COMPOSITION_ERRORS, explain
+from hpc_train.config.given import given
 from hpc_train.config.hybrid import fill_hybrid
 from hpc_train.config.options import SCHEMAS, option_files
 from hpc_train.config.run import RunConfig
@@ -113,5 +114,8 @@ def _typed(composed: DictConfig, overrides: Sequence[str], config_dir: str | Non
     assert isinstance(config, RunConfig)
     if wrong := suggest.unknown_field(config):
         raise UserError(wrong)
-    fill_hybrid(check(config))
+    check(config)
+    if config.parallel.auto and config.parallel.fixed is None:
+        config.parallel.fixed = given(config, overrides)
+    fill_hybrid(config)
     return seal(config)

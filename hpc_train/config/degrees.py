@@ -63,8 +63,12 @@ def wanted(config: ParallelConfig) -> dict[str, int]:
 def resolve(config: ParallelConfig, world: int) -> Degrees:
     """Fill in -1 so that the degrees multiply to `world`.
 
-    Raises UserError with the equation when they cannot.
+    Raises UserError with the equation when they cannot, and for parallel=auto, which plan, train and submit decide.
     """
+    if config.auto:
+        raise UserError(
+            "parallel=auto: is decided by `hpc-train plan`, `train` and `submit`; give here the degrees `plan` tells"
+        )
     degrees = wanted(config)
     fixed = math.prod(value for value in degrees.values() if value != -1)
     equation = " x ".join(f"{axis} {'?' if value == -1 else value}" for axis, value in degrees.items())

@@ -20,6 +20,10 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 class ParallelConfig:
     """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
 
+    auto: bool = False
+    """The planner chooses all of `parallel`, and train.micro_batch, but what `fixed` names, before any rank starts."""
+    fixed: list[str] | None = None
+    """auto: keys that stay as they are, such as parallel.tp; None: those that overrides or files set."""
     strategy: str = setting(default="ddp", choices=STRATEGIES)
     """ddp replicates everything. zero1 shards optimizer state, zero2 also gradients, zero3 also parameters (FSDP2)."""
     pp: int = setting(default=1, ge=-1)

@@ -10,13 +10,14 @@ from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.model import ModelConfig
 from hpc_train.config.optim import OptimConfig
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.plan import PlanConfig
 from hpc_train.config.schema import schema, setting
 from hpc_train.config.train import CheckpointConfig, PrecisionConfig, TrainConfig
 
 
 @schema
 class RunConfig:
-    """One run: a group of conf/ for each field but `train`, `run_dir` and `schema_version`."""
+    """One run: a group of conf/ for each field but `train`, `plan`, `run_dir` and `schema_version`."""
 
     cluster: ClusterConfig = setting(default=ClusterConfig)
     model: ModelConfig = MISSING
@@ -27,6 +28,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = setting(default=CheckpointConfig)
     launch: LaunchConfig = setting(default=LaunchConfig)
     train: TrainConfig = setting(default=TrainConfig)
+    plan: PlanConfig = setting(default=PlanConfig)
     run_dir: str | None = None
     """None: runs/<date>/<time>. A directory that holds a run continues it."""
     schema_version: int = setting(default=1, ge=1, le=1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm import make_request, nodes_of, render, submit
-from hpc_train.launch.train import check_run, freeze
+from hpc_train.launch.train import check_run, freeze, planned
 from hpc_train.training.folder import open_folder
 from hpc_train.training.records import add_event
 
@@ -27,6 +27,8 @@ def submit_command(overrides: Sequence[str], config_dir: str | None, dry_run: bo
         raise UserError(
             f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train` to run here"
         )
+    nodes = config.cluster.nodes
+    config, why = planned(config, nodes * config.cluster.ranks_per_node if nodes else None)
     ranks = nodes_of(config) * config.cluster.ranks_per_node
     folder = open_folder(config)
     request = make_request(config, folder)
@@ -36,7 +38,7 @@ def submit_command(overrides: Sequence[str], config_dir: str | None, dry_run: bo
         print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
         return 0
     new = not folder.path.exists()
-    freeze(config, ranks, folder)
+    freeze(config, ranks, folder, why)
     try:
         job_id = submit(folder, request)
     except UserError:

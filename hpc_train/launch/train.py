@@ -81,8 +81,13 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
     return degrees
 
 
-def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None) -> JobSpec:
-    """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again."""
+def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None, why: str | None = None) -> JobSpec:
+    """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
+
+    why: of `planned`, where that was asked before.
+    """
+    config, told = planned(config, ranks)
+    why = why or told
     degrees = check_run(config, ranks)
     folder = folder or open_folder(config)
     check_files(config, folder)
@@ -91,8 +96,24 @@ def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None) -> Jo
     prepare(folder, spec.run_config())
     if schedule is not None:
         write_private(folder.schedule, schedule)
+    if why is not None:
+        write_private(folder.plan, why)
     spec.write(folder.job)
     return spec
+
+
+def planned(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None]:
+    """(the run with parallel=auto decided, why at length); a run that says all itself stays, and there is no why.
+
+    ranks: of the job; None where the planner may say how many nodes it takes.
+    """
+    if not config.parallel.auto:
+        return config, None
+    from hpc_train.planner.auto import decide
+
+    decision = decide(config, ranks)
+    print(f"hpc-train: {decision.line}", file=sys.stderr)
+    return decision.config, decision.text
 
 
 def _schedule(config: RunConfig) -> str | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.compat import shard_offset
+from hpc_train.compat import is_pretended, shard_offset
 from hpc_train.models.init import Region, initialise, whole
 
 
@@ -22,11 +22,13 @@ def materialise(part: nn.Module, source: nn.Module, seed: int, device: torch.dev
     """
     if not is_meta(part):
         return
-    if is_meta(source):
-        part.to_empty(device=device)
+    drawn = is_meta(source)  # asked first, because `source` may be `part`
+    part.to_empty(device=device)
+    if any(is_pretended(parameter) for parameter in part.parameters()):
+        return  # a rehearsal: shapes without memory, so without values
+    if drawn:
         initialise(part, seed, region)
         return
-    part.to_empty(device=device)
     values = dict(source.named_parameters())
     with torch.no_grad():
         for name, parameter in part.named_parameters():

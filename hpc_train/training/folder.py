@@ -16,8 +16,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 
 _MAY_DIFFER = re.compile(
-    r"run_dir$|(cluster|parallel|launch|checkpoint)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every|tensorboard"
-    r"|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
+    r"run_dir$|(cluster|parallel|launch|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
+    r"|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
 
@@ -36,6 +36,11 @@ class RunFolder:
     @property
     def job(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        """Why parallel=auto chose what it did."""
+        return self.path / "plan.json"
 
     @property
     def schedule(self) -> Path:

@@ -106,7 +106,12 @@ def _average(buffer: Tensor) -> torch.futures.Future[Tensor]:
     buffer.div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+
+    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        future.value()  # raises what went wrong; what it holds is the backend's choice
+        return buffer
+
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(done)
     return reduced
 
 

@@ -1,0 +1,212 @@
+"""Lints of how a model is spread: degrees, stages, micro-batches, recomputation, offload."""
+
+from __future__ import annotations
+
+import math
+
+from hpc_train.config.model import VisionTransformerConfig
+from hpc_train.models.shape import kv_heads
+from hpc_train.parallel.pipeline.stages import costs, given
+from hpc_train.placement.from_config import ranks_per_node
+from hpc_train.planner.advice.facts import Facts
+from hpc_train.planner.advice.result import Advice
+from hpc_train.planner.batch import least_batch
+from hpc_train.traffic.work import parts_of
+
+_UNEVEN = 0.05
+"""Time of the slowest stage over the mean of all, less 1, from which a pipeline counts as uneven."""
+_BUBBLE = 0.10
+"""Share of a step that a pipeline may idle without a word: what 1F1B has with m = 9 (p - 1)."""
+_LAUNCH_SECONDS = 8e-6
+"""An elementwise operation that takes less time than this on the GPU takes longer to launch. From measured rows: GPTs
+of hidden 2048 on A100 with one sequence of 2048 (16.8 MB read and written at 2,039 GB/s), which a roofline without
+launches makes 55 % too fast (vTrain, arXiv:2312.12391, single node)."""
+
+
+def tensor_divides(facts: Facts) -> Advice | None:
+    """heads, kv_heads and feed_forward % tp."""
+    model, tp = facts.transformer, facts.degrees.tp
+    if model is None or tp == 1:
+        return None
+    widths = {"heads": model.heads, "kv_heads": kv_heads(model), "feed_forward": model.feed_forward}
+    broken = [f"{name} {width}" for name, width in widths.items() if width % tp]
+    if not broken:
+        return None
+    legal = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
+    why = f"tp={tp} does not divide {' and '.join(broken)}"
+    return Advice("parallel.tp", why, f"parallel.tp={max(n for n in legal if n <= tp)} (legal: {legal})", "error")
+
+
+def tensor_domain(facts: Facts) -> Advice | None:
+    """tp within the NVLink domain."""
+    tp, per_node = facts.degrees.tp, ranks_per_node(facts.config)
+    node = facts.config.cluster.node
+    domain = max(node.nvlink_domain_gpus, per_node)
+    where = "NVLink domain" if node.nvlink_domain_gpus > per_node else "node"
+    if tp == 1 or not node.gpus or (tp <= domain and domain % tp == 0):
+        return None
+    inside = max(n for n in range(1, min(tp, domain) + 1) if domain % n == 0 and tp % n == 0)
+    what = (
+        f"is more than the {domain} GPUs of a {where}" if tp > domain else f"does not divide the {domain} of a {where}"
+    )
+    slower = _slower(facts)
+    why = f"tp={tp} {what}: groups reduce activations over the network, twice in every layer each way{slower}"
+    fix = f"parallel.tp={inside}, and parallel.pp or a zero strategy for the rest of the memory"
+    return Advice("parallel.tp", why, fix, "warning")
+
+
+def _slower(facts: Facts) -> str:
+    node = facts.config.cluster.node
+    network = node.nics * node.nic_gbit_s / 8 / max(node.gpus, 1)
+    if not network or node.gpu_link_gb_s <= network:
+        return ""
+    return f", where a GPU has {network:.0f} GB/s in place of {node.gpu_link_gb_s:.0f}"
+
+
+def uneven_stages(facts: Facts) -> Advice | None:
+    """layers % (pp x v), and what embedding and head do to the balance: by FLOPs, as the layers will be split."""
+    model, degrees = facts.config.model, facts.degrees
+    layers = getattr(model, "layers", None)
+    stages = degrees.pp * facts.virtual_stages
+    if degrees.pp == 1 or layers is None or layers < stages:
+        return None
+    pipeline = facts.config.parallel.pipeline
+    told = given(pipeline.costs) if pipeline.costs else costs(model, facts.config.train.sequence_length, layers)
+    parts = [part for rank in parts_of(facts.config, degrees.pp, layers) for part in rank]
+    block = sum(told.blocks) / layers
+    times = [part.blocks * block + part.first * told.before + part.last * told.after for part in parts]
+    slowest = max(times) * len(times) / sum(times) - 1
+    if slowest <= _UNEVEN:
+        return None
+    ends = (told.before / block, told.after / block) if block else (0.0, 0.0)
+    head = f"; the head weighs {ends[1]:.1f} layers" if ends[1] > 0.5 else ""
+    why = f"{layers} layers over {stages} stages: the slowest has {slowest:.0%} more work than the mean{head}"
+    return Advice("parallel.pp", why, _more_even(facts, layers, ends), "warning")
+
+
+def _more_even(facts: Facts, layers: int, ends: tuple[float, float]) -> str:
+    """Numbers of layers near this one, and fewer stages, that are even enough."""
+    pp, virtual = facts.degrees.pp, facts.virtual_stages
+    stages = pp * virtual
+    near = [n for n in range(stages, layers + stages + 1) if imbalance(n, stages, ends) <= _UNEVEN]
+    below, above = [n for n in near if n < layers][-1:], [n for n in near if n > layers][:1]
+    ways = [f"model.layers={' or '.join(map(str, below + above))}"] if below or above else []
+    fewer = [n for n in range(2, pp) if imbalance(layers, n * virtual, ends) <= _UNEVEN]
+    return ", or ".join([*ways, f"parallel.pp={fewer[-1]}" if fewer else "parallel.pp=1"])
+
+
+def imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
+    """Slowest stage over the mean, less 1, where layers are split as well as they can be.
+
+    ends: what precedes the first layer and follows the last one, in layers.
+    """
+    times = sorted({count + extra for count in range(1, layers + 1) for extra in (0.0, *ends, sum(ends))})
+
+    def room(time: float) -> int:
+        """Layers that all stages have time for, each with one at least."""
+        each = [time - ends[0], *[time] * (stages - 2), time - ends[1]] if stages > 1 else [time - sum(ends)]
+        counts = [math.floor(it + 1e-9) for it in each]
+        return sum(counts) if min(counts) >= 1 else 0
+
+    slowest = next((time for time in times if room(time) >= layers), math.inf)
+    return slowest * stages / (layers + sum(ends)) - 1
+
+
+def rounds(facts: Facts) -> Advice | None:
+    """micro-batches % pp for the interleaved schedules."""
+    pipeline, pp, count = facts.config.parallel.pipeline, facts.degrees.pp, facts.micro_batches
+    if pp == 1 or not pipeline.schedule.startswith("interleaved") or count % pp == 0:
+        return None
+    batch = facts.config.train.micro_batch * facts.degrees.data_parallel
+    below, above = count // pp * pp * batch, (count // pp + 1) * pp * batch
+    sizes = f"{below} or {above}" if below else str(above)
+    why = (
+        f"{count} micro-batches over pp={pp}: an interleaved schedule goes by rounds of {pp}, and the last is not full"
+    )
+    broken = count % max(1, count // pp) != 0
+    fix = f"train.global_batch={sizes}, or parallel.pipeline.schedule=looped_bfs"
+    return Advice("train.global_batch", why, fix, "error" if broken else "warning")
+
+
+def bubble(facts: Facts) -> Advice | None:
+    """Share of the step that the pipeline idles."""
+    pp = facts.degrees.pp
+    share = facts.figures.bubble if facts.figures.bubble is not None else _closed_form(facts)
+    if pp == 1 or share is None or share <= _BUBBLE:
+        return None
+    count, virtual = facts.micro_batches, facts.virtual_stages
+    train, pipeline = facts.config.train, facts.config.parallel.pipeline
+    over = _BUBBLE / (1 - _BUBBLE)
+    unit = facts.degrees.data_parallel * train.micro_batch
+    least = least_batch(facts.degrees.data_parallel, train.micro_batch, pp, virtual, over)
+    least = -(-least // (unit * pp)) * unit * pp if pipeline.schedule.startswith("interleaved") else least
+    ways = [f"train.global_batch={least}"] if least > train.global_batch else []
+    ways += ["a smaller train.micro_batch"] if train.micro_batch > 1 else []
+    if pipeline.schedule in ("naive", "gpipe", "1f1b"):
+        ways.append("parallel.pipeline.schedule=interleaved_1f1b")
+    ways.append("fewer stages")
+    why = f"pp={pp} with {count} micro-batches idles {share:.0%} of a step"
+    return Advice("parallel.pipeline", why, ", or ".join(ways), "warning")
+
+
+def _closed_form(facts: Facts) -> float | None:
+    """Of the whole step, for stages that are even (head of schedules/simulate.py); None for other schedules."""
+    pp, count, virtual = facts.degrees.pp, facts.micro_batches, facts.virtual_stages
+    name = facts.config.parallel.pipeline.schedule
+    if name == "naive":
+        return 1 - 1 / pp
+    if name in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"):
+        return (pp - 1) / (virtual * count + pp - 1)
+    return None
+
+
+def launch_bound(facts: Facts) -> Advice | None:
+    """A micro-batch so small that the GPU waits for the host to launch its kernels."""
+    gpu, train = facts.config.cluster.gpu, facts.config.train
+    hidden = getattr(facts.config.model, "hidden", None)
+    vision = isinstance(facts.config.model, VisionTransformerConfig)
+    if not gpu.memory_bandwidth_gb_s or hidden is None or vision or facts.config.parallel.compile:
+        return None
+    moved = 4.0 * hidden * train.sequence_length / facts.degrees.cp  # bytes of a sequence: read and written in 16 bits
+    seconds = moved * train.micro_batch / (gpu.memory_bandwidth_gb_s * 1e9)
+    if seconds > _LAUNCH_SECONDS * 1.05:
+        return None
+    enough = -(-int(_LAUNCH_SECONDS * 2 * gpu.memory_bandwidth_gb_s * 1e9) // int(max(moved, 1)))
+    rows = int(facts.rows)
+    most = next((n for n in range(enough, rows + 1) if rows % n == 0), rows)
+    larger = f"train.micro_batch={most}, or " if most > train.micro_batch else ""
+    why = (
+        f"a micro-batch of {train.micro_batch} at hidden {hidden}: an elementwise operation takes {seconds * 1e6:.1f} "
+        "us on the GPU, less than its launch, so the host sets the pace"
+    )
+    return Advice("train.micro_batch", why, f"{larger}parallel.compile=true", "warning")
+
+
+def needless_recompute(facts: Facts) -> Advice | None:
+    """Recomputation where memory is enough without."""
+    mode, without = facts.config.parallel.recompute.mode, facts.figures.memory_without_recompute
+    if mode == "none" or without is None or not _fits(facts, without):
+        return None
+    why = f"recomputation ({mode}) costs up to a third of the FLOPs, and without it {_of_memory(facts, without)}"
+    return Advice("parallel.recompute.mode", why, "parallel.recompute.mode=none", "warning")
+
+
+def needless_offload(facts: Facts) -> Advice | None:
+    """Offload where memory is enough without."""
+    offload, without = facts.config.parallel.offload, facts.figures.memory_without_offload
+    on = [name for name in ("optimizer", "parameters") if getattr(offload, name) != "none"]
+    if not on or without is None or not _fits(facts, without):
+        return None
+    why = (
+        f"offload of {' and '.join(on)} moves them over PCIe in every step, and without it {_of_memory(facts, without)}"
+    )
+    keys = " ".join(f"parallel.offload.{name}=none" for name in on)
+    return Advice("parallel.offload", why, keys, "warning")
+
+
+def _fits(facts: Facts, size: float) -> bool:
+    return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * 2**30
+
+
+def _of_memory(facts: Facts, size: float) -> str:
+    return f"a rank needs {size / 2**30:.1f} of {facts.config.cluster.gpu.memory_gib:g} GiB"

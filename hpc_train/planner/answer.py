@@ -1,0 +1,213 @@
+"""answer: the candidates that a question gets, the best first."""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel.support import check_support
+from hpc_train.placement.from_config import ranks_per_node
+from hpc_train.planner import constants
+from hpc_train.planner.advice.estimated import figures_of
+from hpc_train.planner.advice.lints import advice
+from hpc_train.planner.advice.result import Advice
+from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, ordered
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.estimate import estimate
+from hpc_train.planner.from_config import assumptions, jobs_of
+from hpc_train.planner.kept import Rated
+from hpc_train.planner.legal import shape_of
+from hpc_train.planner.outlook import Rate, rate_of
+from hpc_train.planner.plain import plain_settings
+from hpc_train.planner.question import Question
+from hpc_train.planner.search import Found, Rest, search
+from hpc_train.planner.settings import Settings, settings_of, unspread, with_settings
+from hpc_train.planner.space import Fixed, Space
+from hpc_train.traffic.work import BYTES
+
+FRONT = 12
+"""Points of the Pareto front that are told of each world, evenly over it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `hpc-train plan` says."""
+
+    question: Question
+    candidates: list[Candidate]
+    """The best first."""
+    front: list[Candidate]
+    """Of step time a token, memory and GPU-hours a token: nothing is better in one and as good in the others."""
+    searched: int
+    """Candidates of all spaces."""
+    estimated: int
+    """Of which no bound said that they cannot be among these."""
+    seconds: float
+    one_node: Candidate | None = None
+    """The best on one node with as many sequences a GPU; None: nothing fits there, or it was not asked."""
+    advice: list[Advice] = field(default_factory=list)
+    """What could be better about the best."""
+    notes: list[str] = field(default_factory=list)
+    """What is not known, one line each."""
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Tokens a second and GPU of the best against one node."""
+        if self.best is None or self.one_node is None:
+            return None
+        one, many = self.one_node.tokens_per_second, self.best.tokens_per_second
+        return many / one if one and many else None
+
+
+def known_of(config: RunConfig) -> Known:
+    """Which figures of the accelerator are there."""
+    missing = assumptions(config.cluster, config.precision.name)
+    memory = not any("memory_gib" in line for line in missing)
+    return Known(memory and len(missing) == 0, memory)
+
+
+def answer(question: Question, top: int = 10, objective: str | None = None, told: Constants | None = None) -> Answer:
+    """Estimate the run that is given, or search. top: candidates that are told.
+
+    Raises UserError for a model that cannot be planned, and for a run that cannot be.
+    """
+    began = clock.perf_counter()
+    config = question.config
+    if isinstance(config.model, CustomModelConfig):
+        jobs_of(config, 1)  # says why not
+    asker = _Asker(question, told or constants.default(), known_of(config), max(top, 1))
+    candidates = asker.candidates()
+    objective = objective or config.plan.objective
+    best = ordered(candidates, objective)[:top]
+    one_node = asker.one_node(best[0]) if best and best[0].step else None
+    more = asker.advice(best[0]) if best else []
+    notes = [_told(line) for line in assumptions(config.cluster, config.precision.name)]
+    seconds = clock.perf_counter() - began
+    return Answer(question, best, asker.front(), asker.searched, asker.estimated, seconds, one_node, more, notes)
+
+
+def _told(assumption: str) -> str:
+    """Nothing that rests on it is told, so only that it is missing."""
+    return f"{assumption.partition(' is not known')[0]} is not known: what depends on it is not told"
+
+
+class _Asker:
+    """The state of one answer."""
+
+    def __init__(self, question: Question, told: Constants, known: Known, top: int) -> None:
+        self._question, self._constants, self._known, self._top = question, told, known, top
+        self._rate: Rate | None = None
+        self._fronts: list[Candidate] = []
+        self.searched = self.estimated = 0
+
+    def candidates(self) -> list[Candidate]:
+        question = self._question
+        if question.whole:
+            return [self._whole(question.config, {}, ranks) for ranks in question.ranks]
+        if not self._known.speed:
+            return self._plain()
+        if question.ranks:
+            return [it for ranks in question.ranks for it in self._world(ranks, question.fixed)]
+        return self._fewest(question.fixed.unless("offload", 0.0)) or self._fewest(question.fixed)
+
+    def _fewest(self, fixed: Fixed) -> list[Candidate]:
+        """On the fewest nodes that the model fits on for sure, or may fit on."""
+        found: list[Candidate] = []
+        for ranks in self._question.growing:
+            found = self._world(ranks, fixed) or found
+            if any(it.fits == "yes" for it in found):
+                break
+        return found
+
+    def _whole(self, config: RunConfig, settings: Settings, ranks: int) -> Candidate:
+        """A run as it is."""
+        check_support(config, ranks)
+        self.searched, self.estimated = self.searched + 1, self.estimated + 1
+        return self._candidate(config, settings, ranks)
+
+    def _candidate(self, config: RunConfig, settings: Settings, ranks: int) -> Candidate:
+        jobs = jobs_of(config, ranks)
+        if self._rate is None:
+            self._rate = rate_of(config.plan, config.cluster.ranks_per_node)
+        return candidate(config, settings, jobs, estimate(jobs, self._constants), self._known, self._rate)
+
+    def _plain(self) -> list[Candidate]:
+        """Where no speed is known, nothing can be searched for: data parallelism, and what saves memory in it."""
+        ranks = self._question.ranks or (next(self._question.growing),)
+        return [
+            self._whole(with_settings(self._question.config, settings), settings, world)
+            for world in ranks
+            for settings in plain_settings(self._question.config, world)
+        ]
+
+    def _world(self, ranks: int, fixed: Fixed) -> list[Candidate]:
+        found: list[Candidate] = []
+        for batch in self._question.batches:
+            result = self._search(ranks, batch, fixed)
+            self.searched, self.estimated = self.searched + result.searched, self.estimated + result.estimated
+            kept = list(self._candidates(result.best, ranks, batch))
+            found += kept or list(self._candidates(result.doubtful, ranks, batch))
+            self._fronts += self._candidates(_spread(result.front), ranks, batch)
+        return found
+
+    def _search(self, ranks: int, batch: int, fixed: Fixed) -> Found:
+        config = self._question.config
+        space = Space(shape_of(config, batch), ranks, fixed)
+        rest = Rest(
+            jobs_of(unspread(config, batch), 1), BYTES[config.precision.reduce], config.cluster.node.memory_gib * GIB
+        )
+        return search(rest, space, self._constants, self._top)
+
+    def _candidates(self, rated: Rated, ranks: int, batch: int) -> Iterator[Candidate]:
+        config = self._question.config
+        for number in range(rated.count):
+            settings = settings_of({name: float(it[number]) for name, it in rated.columns.items()})
+            settings |= {"train.global_batch": batch} if batch != config.train.global_batch else {}
+            if self._question.chooses_nodes:
+                settings |= {"cluster.nodes": ranks // ranks_per_node(config)}
+            yield self._candidate(with_settings(config, settings), settings, ranks)
+
+    def advice(self, best: Candidate) -> list[Advice]:
+        """Of all lints."""
+        return advice(best.config, figures_of(best.config, best.ranks, self._constants, self._rate), best.ranks)
+
+    def front(self) -> list[Candidate]:
+        """Over all worlds and batches: of time, memory and GPU time a token."""
+        kept = [it for it in self._fronts if it.step is not None]
+        points = np.array([_point(it) for it in kept])
+        if not len(points):
+            return []
+        better = np.all(points[:, None] <= points, axis=2) & np.any(points[:, None] < points, axis=2)
+        return [it for it, beaten in zip(kept, better.any(axis=0).tolist(), strict=True) if not beaten]
+
+    def one_node(self, best: Candidate) -> Candidate | None:
+        """The best on one node with as many sequences a GPU, everything free to choose."""
+        if best.nodes == 1:
+            return best
+        batch = max(1, round(best.global_batch / best.nodes))
+        ranks = best.ranks // best.nodes
+        result = self._search(ranks, batch, Fixed())
+        rated = result.best if result.best.count else result.doubtful
+        return next(self._candidates(rated, ranks, batch), None)
+
+
+def _point(it: Candidate) -> tuple[float, float, float]:
+    assert it.step is not None
+    seconds = it.step.p50 / it.tokens
+    return seconds, it.total, seconds * it.ranks
+
+
+def _spread(rated: Rated) -> Rated:
+    """At most FRONT of them."""
+    if rated.count <= FRONT:
+        return rated
+    return rated.take(np.unique(np.linspace(0, rated.count - 1, FRONT).round().astype(np.int64)))

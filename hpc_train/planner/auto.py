@@ -1,0 +1,74 @@
+"""parallel=auto: the planner's best candidate in place of what was left open, and why it is the best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.support import check_support
+from hpc_train.planner.answer import Answer, answer, known_of
+from hpc_train.planner.candidate import GIB, Candidate
+from hpc_train.planner.plain import plain_settings
+from hpc_train.planner.plan_json import answer_json
+from hpc_train.planner.question import question_of_job
+from hpc_train.planner.settings import with_settings
+from hpc_train.planner.words import layout, seconds, techniques
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What parallel=auto has become."""
+
+    config: RunConfig
+    """With every degree in it, and nothing left to choose."""
+    line: str
+    """Why, in one line."""
+    text: str
+    """The same at length, as JSON: plan.json of the run directory."""
+
+
+def decide(config: RunConfig, ranks: int | None = None) -> Decision:
+    """The run with the best candidate. ranks: of the job; None: as many nodes as the configuration or the planner says.
+
+    A machine whose accelerators are not described is not guessed at: data parallelism then, the simplest that fits as
+    far as that is known. Raises UserError where nothing fits.
+    """
+    if isinstance(config.model, CustomModelConfig):
+        return _simplest(config, ranks, "only the model itself knows its shape")
+    if not known_of(config).speed and not known_of(config).memory:
+        where = f"cluster={config.cluster.name} does not describe its accelerators"
+        return _simplest(config, ranks, where)
+    found = answer(question_of_job(config, ranks), top=5)
+    for it in found.candidates:
+        if it.fits != "no":
+            check_support(it.config, it.ranks)
+            return Decision(it.config, _why(found, it), json.dumps(answer_json(found), indent=1) + "\n")
+    world = "any number of its nodes" if ranks is None else f"{ranks} ranks"
+    raise UserError(
+        f"parallel=auto: model={config.model.name} fits on {world} of cluster={config.cluster.name} in no way that is "
+        "left open; use more nodes, or see `hpc-train plan`"
+    )
+
+
+def _simplest(config: RunConfig, ranks: int | None, why: str) -> Decision:
+    """The first way that the run can have at all."""
+    world = ranks or question_of_job(config, ranks).ranks[0]
+    settings = next(plain_settings(config, world))
+    chosen = with_settings(config, settings)
+    line = f"parallel=auto: {chosen.parallel.strategy}, the simplest: {why}"
+    return Decision(chosen, line, json.dumps({"best": None, "candidates": [], "notes": [line]}, indent=1) + "\n")
+
+
+def _why(found: Answer, it: Candidate) -> str:
+    config, more = it.config, techniques(it)
+    held = f"{it.total / GIB:.1f} of {it.capacity / GIB:.0f} GiB" if it.capacity else f"{it.total / GIB:.1f} GiB"
+    doubt = ", which may not fit," if it.fits == "maybe" else ""
+    if it.step is None:
+        basis = "the simplest that fits, as the accelerator's speed is not known"
+    else:
+        basis = f"{seconds(it.step.p50)} a step, the best of {found.searched:,} candidates"
+    what = f"{layout(it)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+    return f"parallel=auto: {what}: {basis}, {held}{doubt} (plan.json)"

@@ -1,0 +1,109 @@
+"""Arguments of `hpc-train plan`, `plan validate`, `plan rehearse` and `plan fit`; what runs is imported when it does.
+
+The default, `plan [overrides]`, takes any words, so argparse cannot tell a sub-command from an override: `joined` makes
+one word of `plan validate`, and each is a command of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TypeAlias
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_OVERRIDES = "key=value as in conf/, such as model=llama_7b cluster=dgx_h100 plan.tokens=2e12"
+_PLAN = "memory, step time, MFU and cost of a run before it starts, and the best ways to spread it"
+_VALIDATE = "the planner's predictions against measured runs of a table"
+_REHEARSE = "build the model with its real passes for a large world, on one CPU and without its memory"
+_FIT = "fit the planner's constants to measured runs, with cross-validation"
+_CALIBRATE = "first calibrate each cluster with N of its own runs, spread over its list, which are then left out"
+_WORDS = ("validate", "rehearse", "fit")
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """`plan validate ...` as `"plan validate" ...`, wherever options stand before it."""
+    found = list(words)
+    index = next((at for at, word in enumerate(found) if not word.startswith("-")), len(found))
+    if found[index : index + 1] == ["plan"] and found[index + 1 : index + 2] and found[index + 1] in _WORDS:
+        found[index : index + 2] = [f"plan {found[index + 1]}"]
+    return found
+
+
+def add_commands(commands: _Commands) -> None:
+    """All four."""
+    _add_plan(commands)
+    _add_validate(commands)
+    _add_rehearse(commands)
+    _add_fit(commands)
+
+
+def _add(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("--json", action="store_true", help="print the answer as JSON")
+    return command
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
+    command.add_argument("--config-dir", metavar="DIR", help="a folder laid out as conf/, whose options are added")
+
+
+def _add_plan(commands: _Commands) -> None:
+    command = _add(commands, "plan", _PLAN)
+    _add_overrides(command)
+    command.add_argument("--top", type=int, default=10, metavar="N", help="meshes to tell of (default 10)")
+    command.add_argument("--by", choices=("time", "cost", "loss"), help="what the best has least of (plan.objective)")
+    command.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
+    command.set_defaults(run=_plan)
+
+
+def _add_validate(commands: _Commands) -> None:
+    command = _add(commands, "plan validate", _VALIDATE)
+    command.add_argument("runs", metavar="RUNS.csv", help="measured runs, a line each, in the columns of the README")
+    command.add_argument("--plot", metavar="FILE", help="predicted against measured, as .png, .svg or .pdf")
+    command.add_argument("--rows", action="store_true", help="every row too, the worst first")
+    command.add_argument("--constants", metavar="FILE", help="of `plan fit`, in place of those of the package")
+    command.add_argument("--calibrate", type=int, default=0, metavar="N", help=_CALIBRATE)
+    command.set_defaults(run=_validate)
+
+
+def _add_rehearse(commands: _Commands) -> None:
+    command = _add(commands, "plan rehearse", _REHEARSE)
+    _add_overrides(command)
+    command.set_defaults(run=_rehearse)
+
+
+def _add_fit(commands: _Commands) -> None:
+    command = _add(commands, "plan fit", _FIT)
+    command.add_argument("runs", nargs="+", metavar="RUNS.csv", help="measured runs")
+    command.add_argument("--output", metavar="FILE", help="write the constants here")
+    command.add_argument("--folds", type=int, default=5, help="of cross-validation over groups (default 5; 0: none)")
+    command.add_argument("--leave-out", action="store_true", help="leave each cluster out once, too (takes longer)")
+    command.set_defaults(run=_fit)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hpc_train.planner.plan_command import Options, plan_command
+
+    a = arguments
+    return plan_command(a.overrides, a.config_dir, Options(a.json, a.plot, a.top, a.by))
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from hpc_train.planner.validate_command import Options, validate_command
+
+    a = arguments
+    return validate_command(Options(a.runs, a.json, a.plot, a.rows, a.constants, a.calibrate))
+
+
+def _rehearse(arguments: argparse.Namespace) -> int:
+    from hpc_train.planner.rehearse_command import rehearse_command
+
+    return rehearse_command(arguments.overrides, arguments.config_dir, arguments.json)
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    from hpc_train.planner.fit_command import Options, fit_command
+
+    a = arguments
+    return fit_command(Options(tuple(a.runs), a.json, a.output, a.folds, a.leave_out))

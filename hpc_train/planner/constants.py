@@ -1,0 +1,122 @@
+"""Constants: every number of the model that is fitted or assumed, with its meaning, its bounds and its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+
+VERSION = 1
+
+
+def _fitted(start: float, low: float, high: float) -> Any:
+    """A constant that the fit may move between low and high: the physical range."""
+    return field(default=start, metadata={"bounds": (low, high)})
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of the model of time and memory; a default is where the fit starts."""
+
+    # Computation.
+    gemm_efficiency: float = _fitted(0.85, 0.6, 1.0)
+    """Share of the best measured product (Jobs.gemm_ceiling) that large ones of a training step reach."""
+    gemm_traffic: float = _fitted(0.7, 0.0, 1.5)
+    """Share of operands' and result's way through memory that is not hidden behind the arithmetic."""
+    flash_efficiency: float = _fitted(0.7, 0.4, 1.0)
+    """Of fused attention in training, over the best that its authors measured (Jobs.attention_ceiling)."""
+    misaligned: float = _fitted(12.0, 4.0, 20.0)
+    """Time of attention's products over that with tensor cores, for a head_dim that is no multiple of 8: up to the
+    ratio of tensor to vector peak, 16 on A100."""
+    low_precision: float = _fitted(0.85, 0.5, 1.0)
+    """Further share of the peak that 8-bit and 4-bit products reach, scaling and casts included."""
+    casts: float = _fitted(0.5, 0.0, 1.5)
+    """Share of the way through memory that casts to 8 and 4 bits take, which fused kernels save."""
+    memory_efficiency: float = _fitted(0.8, 0.5, 0.95)
+    """Share of memory bandwidth that elementwise kernels reach."""
+    eager: float = _fitted(1.5, 1.0, 3.0)
+    """Passes of plain PyTorch elementwise work over those of hand-fused kernels."""
+    compiled: float = _fitted(0.7, 0.4, 1.0)
+    """The same of torch.compile."""
+    launch: float = 1.2e-5
+    """Seconds of the host for a kernel, Python and PyTorch's dispatch included; assumed."""
+    launch_deepspeed: float = _fitted(3e-5, 5e-6, 6e-5)
+    """The same in Megatron-DeepSpeed, whose checkpointing saves and restores the random state of every layer."""
+    optimizer: float = _fitted(1.5, 1.0, 4.0)
+    """Time of an update over that of moving its state through memory once."""
+    # Communication.
+    link_efficiency: float = _fitted(0.7, 0.4, 0.95)
+    """Share of NVLink's bandwidth that large collectives reach."""
+    nic_efficiency: float = _fitted(0.75, 0.4, 0.95)
+    """The same of the network's."""
+    link_latency: float = _fitted(3.4e-6, 1e-6, 5e-6)
+    """Seconds of a hop inside an NVLink domain; 3.4e-6 in NCCL's own tuning (src/graph/tuning.cc)."""
+    blocking: float = _fitted(5e-5, 0.0, 3e-4)
+    """Seconds more of a hop where hosts wait for every kernel."""
+    nic_latency: float = _fitted(1.4e-5, 5e-6, 4e-5)
+    """The same over the network; 1.4e-5 in NCCL's tuning."""
+    overlap_data: float = _fitted(0.8, 0.0, 1.0)
+    """Share of the computation beside it that hides communication of data-parallel axes."""
+    overlap_tensor: float = _fitted(0.5, 0.0, 1.0)
+    """The same of tp, where it is asynchronous."""
+    pipeline_exposed: float = _fitted(1.0, 0.0, 2.0)
+    """Share of messages between stages that is waited for."""
+    # Scale.
+    jitter: float = _fitted(0.01, 0.0, 0.05)
+    """Of a step, for each doubling of nodes: the slowest rank decides (Jiang et al. 2024, arXiv:2402.15627)."""
+    # Memory.
+    activations: float = _fitted(1.0, 0.85, 1.2)
+    """Measured activations over counted ones."""
+    fragmentation: float = _fitted(0.06, 0.0, 0.15)
+    """Of everything, that the allocator holds and does not use."""
+    context: float = _fitted(2e9, 1e9, 4e9)
+    """Bytes of driver, libraries and communicators."""
+    scale: float = 1.0
+    """Of every step: what runs of a cluster tell of its clocks and software that no other constant does. The fit leaves
+    it at 1; calibration sets it."""
+    memory_margin: float = 0.12
+    """By how much less than predicted a job may need: no published run needed less than that of what it was told."""
+    headroom: float = 0.05
+    """By how much more: fits is sure where this much is free too. From the spread of the residuals of memory."""
+    headroom_deepspeed: float = 0.3
+    """The same of DeepSpeed, whose residuals are wider: one run was out of memory where 0.79 of it was predicted."""
+    headroom_unmeasured: float = 0.1
+    """The same of hpc_train itself, of which no large run has been published."""
+    spread: float = 0.12
+    """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
+
+
+MEMORY = ("activations", "fragmentation", "context")
+"""Constants of memory, which are fitted to memory."""
+
+
+def bounds() -> dict[str, tuple[float, float]]:
+    """Of each constant that may be fitted."""
+    return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
+
+
+def default() -> Constants:
+    """Those that the package comes with, as `hpc-train plan fit` has written them."""
+    return read(Path(__file__).with_name("constants.json"))
+
+
+def read(path: Path) -> Constants:
+    """Raises UserError, one line, for a file that holds no constants."""
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != VERSION:
+            raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
+        known = {it.name for it in fields(Constants)}
+        return Constants(**{name: float(value) for name, value in content["constants"].items() if name in known})
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: not constants as `hpc-train plan fit` writes them") from None
+
+
+def write(path: Path, constants: Constants, **about: object) -> None:
+    """As JSON, with whatever `about` says of where they come from."""
+    path.write_text(json.dumps({"version": VERSION, **about, "constants": asdict(constants)}, indent=1) + "\n")

@@ -1,0 +1,107 @@
+"""The data-parallel axes: what is gathered and reduced in a step, how long it takes and how much of it shows.
+
+Bytes and numbers of uses are those of traffic.data (Rajbhandari et al. 2020, arXiv:1910.02054), vectorised; a test ties
+the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_train.planner.collectives import Group, all_gather, all_reduce, group
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.jobs import SCHEDULES, STACKS, Column, Jobs
+from hpc_train.planner.overlap import exposed
+
+_SPLIT = [SCHEDULES.index(name) for name in ("interleaved_zero_bubble", "zbv", "dualpipev")]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes of a step that a rank's collectives are about, whole buffers."""
+
+    gathered: Column
+    """All-gathers of parameters over dp_shard x cp."""
+    scattered: Column
+    """Reduce-scatters of gradients over dp_shard x cp."""
+    reduced: Column
+    """All-reduces of gradients, over the copies."""
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How often a step gathers and reduces the parameters of layers."""
+
+    gathers: Column
+    reductions: Column
+
+
+def uses(jobs: Jobs) -> Uses:
+    """traffic.data.block_uses, a column."""
+    m, three = jobs.micro_batches, jobs.zero == 3
+    again = three & (jobs.reshard > 0)
+    piped = jobs.pp > 1
+    split = np.isin(jobs.schedule, _SPLIT)
+    gathers = np.where(piped, np.where(again & ~split, m + 1, 1.0), np.where(three, m * (1 + jobs.reshard), 1.0))
+    return Uses(gathers, np.where(~piped & (jobs.zero >= 2), m, 1.0))
+
+
+def volume(jobs: Jobs, layers: Column, ends: Column) -> Volume:
+    """layers, ends: parameters of a rank in layers, and in embedding and head."""
+    told = uses(jobs)
+    sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
+    end_reductions = told.reductions
+    end_gathers = np.where((jobs.pp == 1) & (jobs.zero == 3), jobs.micro_batches, 1.0)
+    gathered = (layers * told.gathers + ends * end_gathers) * jobs.activation_bytes
+    scattered = (layers * told.reductions + ends * end_reductions) * jobs.reduce_bytes
+    copies = np.where(sharded, jobs.dp_shard * jobs.cp, 1.0)
+    return Volume(
+        np.where(sharded, gathered, 0.0),
+        np.where(sharded, scattered, 0.0),
+        (layers + ends) * jobs.reduce_bytes / copies,
+    )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Seconds of a rank's computation in one micro-batch."""
+
+    forward: Column
+    backward: Column
+
+
+def seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column, windows: Windows) -> Column:
+    """Exposed seconds of a step. layers, ends: parameters of the rank, before sharding."""
+    moved = volume(jobs, layers, ends)
+    shard, copies = _groups(jobs, constants)
+    told = uses(jobs)
+    calls = _calls(jobs)
+    gather = all_gather(shard, moved.gathered, calls * told.gathers)
+    scatter = all_gather(shard, moved.scattered, calls * told.reductions)
+    scatter = scatter + all_reduce(copies, moved.reduced)
+    share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
+    # Gathers of backward run beside it, as do reductions; those of forward beside forward.
+    both = (jobs.zero == 3) & (jobs.reshard > 0)
+    ahead, behind = np.where(both, gather / 2, gather), np.where(both, gather / 2, 0.0) + scatter
+    count = np.maximum(jobs.layers / jobs.pp, 1)
+    forward = exposed(ahead, windows.forward * np.minimum(told.gathers, jobs.micro_batches), share, ahead / count)
+    backward = exposed(behind, windows.backward * told.reductions, share, behind / count)
+    return forward + backward
+
+
+def _calls(jobs: Jobs) -> Column:
+    """Collectives in which the parameters of a rank are gathered once: zero 3's are one for each layer, and in
+    DeepSpeed, which cuts up every tensor by itself, one for each of a layer's twelve."""
+    tensors = np.where(jobs.stack == STACKS.index("deepspeed"), 12.0, 1.0)
+    return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
+
+
+def _groups(jobs: Jobs, constants: Constants) -> tuple[Group, Group]:
+    """Ranks that share parameters, and copies; without sharding, cp's ranks are copies too."""
+    sharded = jobs.zero > 0
+    shards = jobs.dp_shard * jobs.cp
+    shard = group(jobs, constants, np.where(sharded, shards, 1.0), jobs.tp)
+    copies = np.where(sharded, jobs.dp_replicate, jobs.dp_replicate * shards)
+    return shard, group(jobs, constants, copies, np.where(sharded, jobs.tp * shards, jobs.tp))

@@ -1,0 +1,325 @@
+"""Measured runs of a table -> jobs. The columns, a line a run, empty where not stated:
+
+id, source, year, model, layers, hidden, ffn_hidden, heads, kv_heads, head_dim, seq, vocab, gated_mlp, experts,
+gpu_type, gpus, gpus_per_node, intra_link_gbs (both directions), inter_link_gbps_per_gpu (Gbit/s), dp, sharding (ddp,
+zero1, zero2, fsdp), tp, sp, pp, vpp, cp, micro_batch, global_batch, precision, recompute (none, selective, full),
+iter_time_s, mem_gib, notes. Others are not read.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.errors import UserError
+from hpc_train.planner.devices import Device, attention_ceiling, device
+from hpc_train.planner.jobs import RECOMPUTE, SCHEDULES, STACKS, Jobs, column
+from hpc_train.planner.software import Software, software_of
+
+_NEEDED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
+_ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
+_NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
+"""Gbit/s a GPU where a run does not say: of the vendor's own servers; 400 for others."""
+_USUAL_VOCAB = 51200
+"""GPT-2's 50,257 filled up, as Megatron's scripts have it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run and what is known of it."""
+
+    id: str
+    family: str
+    """What the id begins with, a version left out: whose series of runs it is."""
+    model: str
+    cluster: str
+    """Family and device: runs that share machine and software."""
+    group: str
+    """Family, model and device: runs that a split of the data keeps together."""
+    contest: str
+    """Group, GPUs and batch: runs of which one was the fastest way to do the same."""
+    seconds: float
+    """Of a step; NaN: not stated."""
+    memory: float
+    """Bytes; NaN: not stated."""
+    first_stage: bool
+    """Whether memory is that of the first stage; else of the rank that needs most."""
+    memory_of: str
+    """What memory counts: device (nvidia-smi), reserved (by torch's allocator) or allocated (in it)."""
+    out_of_memory: bool
+    columns: dict[str, float]
+    assumed: tuple[str, ...]
+    """What is not stated, and was taken to be usual. Where `recompute` is among it, times are those without, and memory
+    is that with full recomputation, the least there can have been."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be modelled."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Of one table."""
+
+    runs: tuple[Run, ...]
+    refused: tuple[Refused, ...]
+
+    def jobs(self) -> Jobs:
+        """A row a run."""
+        return jobs_of(self.runs)
+
+
+def jobs_of(runs: Sequence[Run]) -> Jobs:
+    """A row a run, in order."""
+    names = runs[0].columns
+    return Jobs(**{name: column([run.columns[name] for run in runs]) for name in names})
+
+
+def seconds_of(runs: Sequence[Run]) -> NDArray[np.float64]:
+    """[runs]: measured seconds of a step."""
+    return np.array([run.seconds for run in runs])
+
+
+def read_runs(path: Path) -> Runs:
+    """Raises UserError, one line, for a file that is no such table."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = known_columns(list(csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; give a table of measured runs") from None
+    lacking = [name for name in _NEEDED if not rows or name not in rows[0]]
+    if lacking:
+        raise UserError(f"{path}: no column {', '.join(lacking)}; the README lists those of a table of measured runs")
+    found = [run_of(row) for row in rows]
+    return Runs(tuple(it for it in found if isinstance(it, Run)), tuple(it for it in found if isinstance(it, Refused)))
+
+
+_VTRAIN = {
+    "# GPUs": "gpus",
+    "global batch": "global_batch",
+    "micro batch": "micro_batch",
+    "hidden size": "hidden",
+    "attention heads": "heads",
+    "# layers": "layers",
+    "sequence length": "seq",
+    "tensor parallelism": "tp",
+    "data parallelism": "dp",
+    "pipeline parallelism": "pp",
+}
+"""Columns of the single-node table of vTrain (Bang et al. 2024, arXiv:2312.12391; github.com/VIA-Research/vTrain):
+Megatron-DeepSpeed on A100, every layer recomputed, as in its configurations."""
+
+
+def known_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of vTrain's own table in the columns of ours; others as they are."""
+    if not rows or "iteration time (ms)" not in rows[0]:
+        return rows
+    same = {"source": "VIA-Research/vTrain, Megatron-DeepSpeed", "year": "2024", "gpu_type": "A100-80GB"}
+    same |= {"gpus_per_node": "8", "sharding": "ddp", "recompute": "full", "precision": "fp16"}
+    found = []
+    for number, row in enumerate(rows, 1):
+        shape = {name: row[told] for told, name in _VTRAIN.items()}
+        seconds = str(float(row["iteration time (ms)"]) / 1e3)
+        named = {"id": f"single-{number}", "model": f"GPT-{shape['hidden']}x{shape['layers']}"}
+        found.append({**same, **named, **shape, "iter_time_s": seconds})
+    return found
+
+
+class _Row:
+    """Cells by name; a number is NaN where its cell is empty."""
+
+    def __init__(self, cells: Mapping[str, str | None]) -> None:
+        self._cells = cells
+
+    def text(self, name: str) -> str:
+        return (self._cells.get(name) or "").strip()
+
+    def number(self, name: str, usual: float = math.nan) -> float:
+        text = self.text(name)
+        try:
+            return float(text) if text else usual
+        except ValueError:
+            return math.nan
+
+    def stated(self, name: str) -> bool:
+        return not math.isnan(self.number(name))
+
+
+def run_of(cells: Mapping[str, str | None]) -> Run | Refused:
+    """One line of the table."""
+    row = _Row(cells)
+    known = device(row.text("gpu_type"))
+    why = _why_not(row, known)
+    if why or known is None:
+        return Refused(row.text("id"), why or "the device is not known")
+    software = software_of(row.text("source"), f"{row.text('id')} | {row.text('notes')}", int(row.number("year", 2024)))
+    columns = {
+        **_shape(row, software),
+        **_layout(row, software),
+        **_formats(row, software),
+        **_machine(row, known, software),
+    }
+    family = re.sub(r"\d+(\.\d+)+$", "", row.text("id").split("-")[0]) or "other"
+    model, kind = row.text("model") or f"{row.text('layers')}x{row.text('hidden')}", row.text("gpu_type")
+    batch = f"{row.text('gpus')} GPUs, {row.text('global_batch')} x {row.text('seq')}"
+    return Run(
+        id=row.text("id"),
+        family=family,
+        model=model,
+        cluster=f"{family}/{kind}",
+        group=f"{family}/{model}/{kind}",
+        contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
+        seconds=row.number("iter_time_s"),
+        memory=row.number("mem_gib") * 2**30,
+        first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
+        memory_of=_memory_of(row, software),
+        out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
+        columns=columns,
+        assumed=_assumed(row),
+    )
+
+
+def _memory_of(row: _Row, software: Software) -> str:
+    """torchtitan reports what is reserved; users of DeepSpeed quote nvidia-smi; papers what is allocated."""
+    if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
+        return "device"
+    return "reserved" if software.stack == "fsdp" else "allocated"
+
+
+_STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
+
+
+def _why_not(row: _Row, known: Device | None) -> str | None:
+    """Why a row cannot be modelled; None: it can."""
+    if known is None:
+        return f"{row.text('gpu_type') or 'no device'} is not a GPU whose figures are known"
+    if row.number("experts", 0) > 1 or row.number("ep", 1) > 1:
+        return "mixture of experts, which the model does not have"
+    unknown = [name for name in _STATED if not row.stated(name)]
+    if unknown:
+        return f"not stated: {', '.join(unknown)}"
+    if row.text("sharding") not in _ZERO or row.text("recompute") not in ("", *RECOMPUTE):
+        return f"sharding {row.text('sharding')!r} or recompute {row.text('recompute')!r} is not known"
+    degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
+    if math.prod(degrees) != row.number("gpus"):
+        return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.number('gpus'):g} GPUs"
+    if not (row.stated("iter_time_s") or row.stated("mem_gib") or re.search(r"\bOOM\b", row.text("notes"))):
+        return "neither time nor memory is stated"
+    return None
+
+
+def _assumed(row: _Row) -> tuple[str, ...]:
+    names = ("vocab", "recompute", "vpp", "inter_link_gbps_per_gpu", "ffn_hidden")
+    return tuple(name for name in names if not row.text(name))
+
+
+def _shape(row: _Row, software: Software) -> dict[str, float]:
+    hidden, heads, gated = row.number("hidden"), row.number("heads"), row.number("gated_mlp", 0)
+    return {
+        "layers": row.number("layers"),
+        "hidden": hidden,
+        "feed_forward": row.number("ffn_hidden", 4 * hidden),
+        "heads": heads,
+        "kv_heads": row.number("kv_heads", heads),
+        "head_dim": row.number("head_dim", hidden / heads),
+        "vocab": row.number("vocab", _USUAL_VOCAB),
+        "gated": gated,
+        "parallel_block": software.parallel_block,
+        "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
+        "sequence": row.number("seq"),
+    }
+
+
+def _schedule(row: _Row) -> str:
+    named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
+    kind = named[1].lower().replace("-", "") if named else ""
+    known = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
+    return known.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
+
+
+def _layout(row: _Row, software: Software) -> dict[str, float]:
+    zero, dp, cp = _ZERO[row.text("sharding")], row.number("dp"), row.number("cp", 1)
+    if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
+        zero = 1  # what its users run unless they say otherwise
+    sharded = zero > 0
+    return {
+        "global_batch": row.number("global_batch"),
+        "micro_batch": row.number("micro_batch"),
+        "dp_replicate": 1 if sharded else dp,
+        "dp_shard": dp if sharded else 1,
+        "cp": cp,
+        "tp": row.number("tp"),
+        "pp": row.number("pp"),
+        "virtual_stages": row.number("vpp", 1),
+        "sequence_parallel": row.number("sp", 0),
+        "zero": zero,
+        "reshard": "SHARD_GRAD_OP" not in row.text("notes"),
+        "schedule": SCHEDULES.index(_schedule(row)),
+        "recompute": RECOMPUTE.index(row.text("recompute") or "none"),
+        "recompute_share": 1,
+        "offload": 0,
+        "stack": STACKS.index(software.stack),
+        "fused_attention": software.fused_attention,
+        "fused_elementwise": software.fused_elementwise,
+        "overlap_data": software.overlap_data,
+        "overlap_tensor": software.overlap_tensor,
+        "launch_blocking": "LAUNCH_BLOCKING" in row.text("notes"),
+    }
+
+
+def _formats(row: _Row, software: Software) -> dict[str, float]:
+    """Megatron and DeepSpeed keep 16-bit weights and an fp32 copy in the optimizer; FSDP keeps fp32 weights."""
+    fp32 = software.stack == "fsdp"
+    kept = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
+    return {
+        "activation_bytes": 2,
+        "weight_bytes": 4 if fp32 else 2,
+        "gradient_bytes": kept,
+        "reduce_bytes": 2 if fp32 else kept,
+        "optimizer_bytes": 8 if fp32 else 12,
+        "logit_bytes": software.logit_bytes,
+        "checkpoint_every": math.inf,
+        "checkpoint_bandwidth": 1e9,
+    }
+
+
+def _bits(precision: str) -> int:
+    return 8 if "fp8" in precision else 4 if "fp4" in precision else 16
+
+
+def _machine(row: _Row, known: Device, software: Software) -> dict[str, float]:
+    kind, bits = row.text("gpu_type"), _bits(row.text("precision"))
+    stated = re.search(r"-(\d+)GB$", kind)
+    nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
+    per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
+    rack = 72 if kind.startswith("GB") else per_node
+    half = known.flops.get(bits, known.flops[16])
+    return {
+        "gpus_per_node": per_node,
+        "nvlink_domain": max(rack, per_node),
+        "peak_flops": half,
+        "peak_flops_attention": known.flops[16],
+        "gemm_ceiling": known.ceiling,
+        "attention_ceiling": attention_ceiling(known, software.new_attention),
+        "multiprocessors": known.multiprocessors,
+        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * 2**30,
+        "memory_bandwidth": known.bandwidth,
+        "link_bandwidth": row.number("intra_link_gbs", 600) / 2 * 1e9,
+        "nic_bandwidth": row.number("inter_link_gbps_per_gpu", nic) / 8 * 1e9,
+        "host_bandwidth": 0,
+        "leaf_gpus": math.inf,
+        "leaf_oversubscription": 1,
+        "group_gpus": math.inf,
+        "group_oversubscription": 1,
+    }

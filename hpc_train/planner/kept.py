@@ -1,0 +1,119 @@
+"""What a search keeps of the candidates it has seen: of each mesh the best, of the best meshes only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.planner.jobs import Column
+from hpc_train.planner.simplicity import complexity
+from hpc_train.planner.space import INNER, OUTER, Columns
+
+NAMES = (*OUTER, *INNER)
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+ALIKE = 0.01
+"""Candidates whose times differ by less than this are not told apart, being well within the error of the model: the
+simplest of them is taken."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Candidates and what matters about them, [n]."""
+
+    columns: Columns
+    """Of NAMES."""
+    step: Column
+    """Seconds."""
+    memory: Column
+    """Bytes."""
+
+    @property
+    def count(self) -> int:
+        return len(self.step)
+
+    def take(self, rows: NDArray[np.int64]) -> Rated:
+        return Rated({name: it[rows] for name, it in self.columns.items()}, self.step[rows], self.memory[rows])
+
+
+def nothing() -> Rated:
+    """No candidate."""
+    return Rated({name: np.empty(0) for name in NAMES}, np.empty(0), np.empty(0))
+
+
+def joined(parts: Sequence[Rated]) -> Rated:
+    """One after the other."""
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in NAMES}
+    return Rated(columns, *(np.concatenate([getattr(part, it) for part in parts]) for it in ("step", "memory")))
+
+
+class Best:
+    """The `keep` meshes with the quickest candidates, and of each all that may yet turn out to be its best."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._rated = keep, nothing()
+        self._quickest: Column = np.empty(0)
+        """[meshes], ascending."""
+
+    @property
+    def quickest(self) -> float:
+        """Step time; infinite where there is none."""
+        return float(self._quickest[0]) if len(self._quickest) else math.inf
+
+    @property
+    def limit(self) -> float:
+        """Slower candidates change nothing."""
+        return float(self._quickest[-1]) * (1 + ALIKE) if len(self._quickest) == self._keep else math.inf
+
+    def offer(self, rated: Rated) -> None:
+        """Keep what is worth it."""
+        if not rated.count:
+            return
+        both = joined([self._rated, rated])
+        both = both.take(np.lexsort((*(both.columns[name] for name in reversed(NAMES)), both.memory, both.step)))
+        mesh = _meshes(both)
+        _, first, mesh = np.unique(mesh, return_index=True, return_inverse=True)
+        quickest = both.step[first]
+        self._quickest = np.sort(quickest)[: self._keep]
+        near = (quickest[mesh] <= self._quickest[-1]) & (both.step <= quickest[mesh] * (1 + ALIKE))
+        rows = np.flatnonzero(near)
+        self._rated = both.take(rows[_simpler(mesh[rows], complexity(both.take(rows).columns))])
+
+    def ranked(self) -> Rated:
+        """One of each mesh, the simplest of its quickest; the best first, the others by time."""
+        if not self._rated.count:
+            return self._rated
+        simple, step = complexity(self._rated.columns), self._rated.step
+        order = np.lexsort((step, simple, _meshes(self._rated)))
+        first = np.ones(len(order), bool)
+        first[1:] = np.diff(_meshes(self._rated)[order]) != 0
+        one = np.sort(order[first])
+        one = one[np.argsort(step[one], kind="stable")][: self._keep]
+        alike = one[step[one] <= step[one[0]] * (1 + ALIKE)]
+        best = alike[np.argmin(simple[alike])]
+        return self._rated.take(np.concatenate([[best], one[one != best]]))
+
+
+def _meshes(rated: Rated) -> NDArray[np.int64]:
+    """[n]: a number for each mesh."""
+    found = np.zeros(rated.count, np.int64)
+    for name in MESH:  # degrees are below 2^12 but for one of them at a time
+        found = found * 1_000_003 + rated.columns[name].astype(np.int64)
+    return found
+
+
+def _simpler(mesh: NDArray[np.int64], simple: Column) -> NDArray[np.int64]:
+    """Rows, sorted by time, that are simpler than all quicker ones of their mesh."""
+    order = np.argsort(mesh, kind="stable")
+    starts = np.flatnonzero(np.diff(mesh[order], prepend=-1))
+    kept = []
+    for rows in np.split(order, starts[1:]):
+        lowest = np.minimum.accumulate(simple[rows])
+        better = np.ones(len(rows), bool)
+        better[1:] = simple[rows][1:] < lowest[:-1]
+        kept.append(rows[better])
+    found: NDArray[np.int64] = np.sort(np.concatenate(kept))
+    return found

@@ -1,0 +1,111 @@
+"""An answer as a picture: memory against the device, where the time of a step goes, and the pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+from hpc_train.planner.answer import Answer
+from hpc_train.planner.candidate import GIB, STAGES, Candidate
+from hpc_train.planner.gantt import Gantt, gantt
+from hpc_train.planner.words import layout, seconds, techniques
+from hpc_train.schedules.actions import Kind
+
+_COLOURS = {Kind.F: "tab:blue", Kind.I: "tab:orange", Kind.W: "tab:green", Kind.B: "tab:orange"}
+_WORDS = {Kind.F: "forward", Kind.I: "backward, inputs", Kind.W: "backward, weights", Kind.B: "backward"}
+
+
+def draw(answer: Answer, path: Path) -> None:
+    """Of the best candidate. Raises UserError where there is none, and for a file that cannot be made."""
+    if answer.best is None:
+        raise UserError(f"--plot {path}: nothing fits, so there is nothing to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    best, pipeline = answer.best, gantt(answer.best)
+    panels = 1 + (best.step is not None) + (pipeline is not None)
+    heights = [3.2] * (panels - (pipeline is not None)) + [_height(pipeline)] * (pipeline is not None)
+    figure = Figure(figsize=(9.0, sum(heights)), layout="constrained")
+    axes = list(figure.subplots(panels, 1, squeeze=False, height_ratios=heights)[:, 0])
+    figure.suptitle(_title(best), fontsize=10)
+    _memory(axes[0], best)
+    if best.step is not None:
+        _waterfall(axes[1], best)
+    if pipeline is not None:
+        _pipeline(axes[-1], pipeline)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: {error}") from error
+
+
+def _height(pipeline: Gantt | None) -> float:
+    return 0.0 if pipeline is None else min(7.0, 1.4 + 0.3 * len(pipeline.simulation.spans))
+
+
+def _title(best: Candidate) -> str:
+    config, more = best.config, techniques(best)
+    where = f"{config.model.name} on {config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
+    return f"{where}\n{layout(best)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+
+
+def _memory(axes: Any, best: Candidate) -> None:
+    """A bar a stage, its parts on top of one another."""
+    left = [0.0] * len(STAGES)
+    for number, (name, part) in enumerate(best.memory.items()):
+        sizes = [value / GIB for value in part]
+        axes.barh(STAGES, sizes, left=left, label=name, color=f"C{number}")
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if best.capacity is not None:
+        axes.axvline(best.capacity / GIB, color="black", linestyle="--", label="device")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of a rank")
+    axes.set_ylabel("stage")
+    axes.set_title(f"memory: fits {best.fits}", fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _waterfall(axes: Any, best: Candidate) -> None:
+    """Each part from where the one before ended."""
+    assert best.parts is not None
+    assert best.step is not None
+    shown = {name: value for name, value in best.parts.items() if value > 0}
+    start = 0.0
+    for name, value in shown.items():
+        axes.barh(name, value, left=start, color="tab:blue" if name == "compute" else "tab:red")
+        axes.text(start + value, name, f" {seconds(value)}", va="center", fontsize=7)
+        start += value
+    spread = [[best.step.p50 - best.step.p10], [best.step.p90 - best.step.p50]]
+    axes.barh("step", best.step.p50, xerr=spread, color="tab:gray")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("seconds")
+    axes.set_title(f"step: {seconds(best.step.p50)} (whisker: p10 - p90)", fontsize=9)
+
+
+def _pipeline(axes: Any, pipeline: Gantt) -> None:
+    """A row a rank."""
+    seen: set[Kind] = set()
+    for rank, spans in enumerate(pipeline.simulation.spans):
+        for span in spans:
+            kind = span.action.kind
+            word = None if kind in seen else _WORDS[kind]
+            seen.add(kind)
+            axes.barh(
+                rank,
+                span.end - span.start,
+                left=span.start,
+                height=0.9,
+                color=_COLOURS[kind],
+                edgecolor="white",
+                linewidth=0.3,
+                label=word,
+            )
+    axes.invert_yaxis()
+    axes.set_ylabel("rank of pp")
+    axes.set_xlabel("seconds")
+    part = "" if pipeline.drawn == pipeline.of else f"; {pipeline.drawn} of {pipeline.of} micro-batches"
+    axes.set_title(f"pipeline: {pipeline.simulation.mean_bubble:.1%} idle{part}", fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

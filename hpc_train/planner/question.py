@@ -1,0 +1,99 @@
+"""Question: what a user has asked the planner: which run, on how many ranks, and what of it stays as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hpc_train.config.degrees import smallest_world
+from hpc_train.config.given import MICRO_BATCH, chosen, given, value_of
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.placement.from_config import node_count, ranks_per_node
+from hpc_train.planner.settings import fixed_of
+from hpc_train.planner.space import Fixed
+
+MOST_NODES = 4096
+"""Where a cluster does not say how many it has: as far as the fewest that fit are looked for."""
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The run is given whole, or the planner searches."""
+
+    config: RunConfig
+    fixed: Fixed
+    whole: bool
+    """Nothing is left to choose: the run is estimated as it is."""
+    ranks: tuple[int, ...]
+    """Worlds to compare; empty: the fewest nodes that the model fits on."""
+    batches: tuple[int, ...]
+    """Global batches to compare."""
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether the number of nodes is part of the answer."""
+        return not self.whole and (not self.ranks or bool(self.config.plan.nodes))
+
+    @property
+    def growing(self) -> Iterator[int]:
+        """Worlds of the fewest nodes that the given degrees fill, then of twice as many and so on, up to the
+        cluster's."""
+        per_node = ranks_per_node(self.config)
+        most = self.config.cluster.total_nodes or MOST_NODES
+        count = math.ceil(smallest_world(self.config.parallel) / per_node)
+        while count <= most:
+            yield count * per_node
+            count *= 2
+
+
+def question_of(config: RunConfig, overrides: Sequence[str]) -> Question:
+    """Of `hpc-train plan` with these overrides, from which `config` was composed.
+
+    An option of the group parallel, or all degrees and train.micro_batch, are a run that is given whole.
+    """
+    keys = config.parallel.fixed if config.parallel.fixed is not None else given(config, overrides)
+    option = chosen(overrides)
+    whole = not config.parallel.auto and (option is not None or _all_given(config, keys))
+    ranks = _ranks(config, keys, whole)
+    return Question(config, fixed_of(config, () if whole else keys), whole, ranks, _batches(config))
+
+
+def question_of_job(config: RunConfig, ranks: int | None) -> Question:
+    """Of parallel=auto; ranks: those of the job, None where they are the planner's to choose."""
+    worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], whole=False)
+    return Question(config, fixed_of(config, config.parallel.fixed or ()), False, worlds, _batches(config))
+
+
+def _all_given(config: RunConfig, keys: Sequence[str]) -> bool:
+    """Whether the degrees that are given fill the world, and the micro-batch is given too."""
+    degrees = [int(value_of(config, f"parallel.{axis}")) for axis in _DEGREES if f"parallel.{axis}" in keys]
+    if MICRO_BATCH not in keys or not degrees:
+        return False
+    return math.prod(degrees) == node_count(config) * ranks_per_node(config)
+
+
+def _ranks(config: RunConfig, keys: Sequence[str], whole: bool) -> tuple[int, ...]:
+    """Worlds that are asked for: as many nodes as plan.nodes, cluster.nodes or all degrees say; else none."""
+    per_node = ranks_per_node(config)
+    if config.plan.nodes and not whole:
+        return tuple(count * per_node for count in _within(config))
+    described = config.cluster.node.gpus or config.cluster.node.ranks
+    open_ = described and config.cluster.nodes is None and config.launch.ranks is None
+    if open_ and not whole and not all(f"parallel.{axis}" in keys for axis in _DEGREES):
+        return ()
+    return (node_count(config) * per_node,)
+
+
+def _within(config: RunConfig) -> list[int]:
+    total = config.cluster.total_nodes
+    for count in config.plan.nodes:
+        if total and count > total:
+            raise UserError(f"plan.nodes=[{count}]: {config.cluster.name} has {total}")
+    return sorted(set(config.plan.nodes))
+
+
+def _batches(config: RunConfig) -> tuple[int, ...]:
+    return tuple(sorted(set(config.plan.global_batches))) or (config.train.global_batch,)

@@ -1,0 +1,203 @@
+"""search: the best candidates of a space, and its Pareto front, exactly, without estimating most of it.
+
+Branch and bound over rows (a layout, a schedule and a micro-batch): the quickest technique of a row bounds the time of
+all of them from below, and the leanest two bound their memory. What can neither be among the best nor on the front is
+left out. `exhaustive` estimates everything instead, and finds the same; a test compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.estimate import MAYBE, YES, memory, time
+from hpc_train.planner.jobs import SCHEDULES, Column, Jobs, with_columns
+from hpc_train.planner.kept import Best, Rated, joined, nothing
+from hpc_train.planner.pareto import Front
+from hpc_train.planner.space import INNER, Block, Columns, Fixed, Space, Techniques, blocks
+
+SLACK = 2.0
+"""The Pareto front goes as far as this many times the step time of the best; slower ones nobody would take."""
+HOST_SHARE = 0.8
+"""Of a node's memory, that offloaded state can have; the rest is the system's, the data's and the checkpoint's."""
+ROWS = 1 << 15
+"""Candidates estimated at a time: their columns stay in the cache of a core."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    best: Rated
+    """Those that fit for sure, one a mesh."""
+    doubtful: Rated
+    """Those that may fit, one a mesh."""
+    front: Rated
+    """Of those that fit for sure: no other has both less time and less memory."""
+    searched: int
+    """Candidates of the space."""
+    estimated: int
+    """Of which not left out by a bound."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What of a candidate is not searched."""
+
+    base: Jobs
+    """One job, whose other columns are those of all candidates."""
+    reduce_bytes: float = 0.0
+    """Of a gradient where fully_shard reduces it; 0: as in base."""
+    host_bytes: float = 0.0
+    """Memory of a node, of which what is offloaded can have HOST_SHARE; 0: unknown, and taken to be enough."""
+
+
+def search(rest: Rest, space: Space, constants: Constants, keep: int = 20, exhaustive: bool = False) -> Found:
+    """The best candidate of each of the `keep` best meshes of a space."""
+    one = _Search(rest, constants, keep)
+    if not exhaustive:
+        for block in blocks(_coarse(space)):
+            one.bounded(block)
+        one.searched = 0
+    for block in blocks(space, ROWS if exhaustive else ROWS << 5):
+        one.searched += block.count
+        if exhaustive:
+            one.whole(block)
+        else:
+            one.bounded(block)
+    return one.found()
+
+
+def _coarse(space: Space) -> Space:
+    """A small part of the space, in which good candidates are: what they take bounds the search of the whole."""
+    tried = {
+        "schedule": tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b")),
+        "overlap_tensor": (0.0,),
+        "sequence_parallel": (1.0,),
+        "reshard": (1.0,),
+        "recompute_every": (1.0,),
+        "virtual_stages": (1.0, 2.0, 4.0),
+        "micro_batch": (1.0, 2.0, 4.0, 8.0),
+        "offload": (0.0,),
+        "cp": (1.0, 2.0, 4.0),
+    }
+    own = space.fixed.values
+    both = {name: tuple(v for v in values if v in own.get(name, values)) for name, values in tried.items()}
+    return replace(space, fixed=Fixed({**own, **{name: it for name, it in both.items() if it}}))
+
+
+def as_jobs(rest: Rest, columns: Columns) -> Jobs:
+    """Candidates as jobs."""
+    own: dict[str, Column] = {name: it for name, it in columns.items() if name != "recompute_every"}
+    if rest.reduce_bytes:
+        whole = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
+        own["reduce_bytes"] = np.where(whole, rest.base.weight_bytes, rest.reduce_bytes)
+    return with_columns(rest.base, **own, recompute_share=1 / columns["recompute_every"])
+
+
+def host_holds(rest: Rest, jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether a node's memory has room for what its ranks offload: optimizer state, or parameters and gradients too."""
+    if not rest.host_bytes:
+        return np.ones((), np.bool_)
+    each = jobs.optimizer_bytes + np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, 0.0)
+    shards = jobs.tp * jobs.pp * jobs.dp_shard * jobs.cp
+    held = jobs.parameters * each / shards * np.minimum(jobs.gpus_per_node, jobs.world)
+    enough: NDArray[np.bool_] = (jobs.offload == 0) | (held <= HOST_SHARE * rest.host_bytes)
+    return enough
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(self, rest: Rest, constants: Constants, keep: int) -> None:
+        self._rest, self._constants = rest, constants
+        self._sure, self._maybe = Best(keep), Best(keep)
+        self._front, self._pareto = Front(), nothing()
+        self.searched = self.estimated = 0
+
+    def whole(self, block: Block) -> None:
+        """Estimate every candidate: rows down, techniques across, so that what rows alone decide is computed once."""
+        for rows in _slices(block.rows, max(1, ROWS // block.techniques.count)):
+            down = {name: it[:, None] for name, it in rows.items()}
+            jobs = as_jobs(self._rest, {**down, **block.techniques.columns})
+            held, step = memory(jobs, self._constants), time(jobs, self._constants).step
+            shape = len(rows["pp"]), block.techniques.count
+            self.estimated += shape[0] * shape[1]
+            total, fits, step = (np.broadcast_to(it, shape) for it in (held.total, held.fits, step))
+            held_by_host = np.broadcast_to(host_holds(self._rest, jobs), shape)
+            row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & held_by_host)
+            if len(row):
+                columns = {**_at(rows, row), **_at(block.techniques.columns, technique)}
+                self._offer(Rated(columns, step[row, technique], total[row, technique]), fits[row, technique])
+
+    def bounded(self, block: Block) -> None:
+        """Estimate those that may be among the best or on the front."""
+        for rows in _slices(block.rows, ROWS):
+            fastest = self._fastest(rows, block.techniques)
+            near = np.flatnonzero(fastest <= self._slowest)
+            rows, fastest = _at(rows, near), fastest[near]
+            held, fits = self._leanest(rows, block.techniques)
+            sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.free(fastest, held))
+            worth = sure | ((fits >= MAYBE) & (fastest <= self._maybe.limit))
+            self.whole(Block(_at(rows, np.flatnonzero(worth)), block.techniques))
+
+    def _fastest(self, rows: Columns, techniques: Techniques) -> Column:
+        """[n] step time with the quickest technique."""
+        count = len(rows["pp"])
+        self.estimated += count
+        jobs = as_jobs(self._rest, _with(rows, techniques, 0))
+        return np.broadcast_to(time(jobs, self._constants).step, (count,))
+
+    @property
+    def _slowest(self) -> float:
+        """Slower ones are of no interest at all."""
+        return self._sure.quickest * SLACK
+
+    def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
+        """(least bytes of any technique, best chance to fit), [n]."""
+        held, fits = np.full(len(rows["pp"]), math.inf), np.zeros(len(rows["pp"]))
+        for number in _lean(techniques):
+            found = memory(as_jobs(self._rest, _with(rows, techniques, number)), self._constants)
+            held, fits = np.minimum(held, found.total), np.maximum(fits, found.fits)
+        return held, fits
+
+    def _offer(self, rated: Rated, fits: Column) -> None:
+        maybe, sure = (rated.take(np.flatnonzero(fits == kind)) for kind in (MAYBE, YES))
+        self._maybe.offer(maybe.take(np.flatnonzero(maybe.step <= self._maybe.limit)))
+        self._sure.offer(sure.take(np.flatnonzero(sure.step <= self._sure.limit)))
+        free = np.flatnonzero(self._front.free(sure.step, sure.memory))
+        if len(free):
+            both = joined([self._pareto, sure.take(free)])
+            self._pareto = both.take(self._front.of(both.step, both.memory))
+
+    def found(self) -> Found:
+        """The result. How far the front goes, and what may fit is worth, the best of all decides."""
+        front = self._pareto.take(np.flatnonzero(self._pareto.step <= self._slowest))
+        maybe = self._maybe.ranked()
+        maybe = maybe.take(np.flatnonzero(maybe.step <= self._slowest))
+        return Found(self._sure.ranked(), maybe, front, self.searched, self.estimated)
+
+
+def _lean(techniques: Techniques) -> list[int]:
+    """The last has everything recomputed and offloaded; the other as much offloaded, and nothing recomputed."""
+    offload = techniques.columns["offload"]
+    return sorted({techniques.count - 1, int(np.flatnonzero(offload == offload[-1])[0])})
+
+
+def _with(rows: Columns, techniques: Techniques, number: int) -> Columns:
+    """Rows with one technique."""
+    return {**rows, **{name: techniques.columns[name][number] for name in INNER}}
+
+
+def _at(columns: Columns, rows: NDArray[np.int64]) -> Columns:
+    return {name: it[rows] for name, it in columns.items()}
+
+
+def _slices(rows: Columns, most: int) -> Iterator[Columns]:
+    for start in range(0, len(rows["pp"]), most):
+        yield {name: it[start : start + most] for name, it in rows.items()}

@@ -1,0 +1,117 @@
+"""Between columns of a candidate and the settings of a run that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpc_train.config.given import MICRO_BATCH, value_of
+from hpc_train.config.parallel import STRATEGIES
+from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import seal
+from hpc_train.errors import UserError
+from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.space import Fixed
+from hpc_train.schedules.requirements import REQUIREMENTS
+
+Settings = dict[str, Any]
+"""Key of a run, such as parallel.tp, -> value."""
+_NUMBERS = {
+    "parallel.pp": "pp",
+    "parallel.dp_replicate": "dp_replicate",
+    "parallel.dp_shard": "dp_shard",
+    "parallel.cp": "cp",
+    "parallel.tp": "tp",
+    "parallel.reshard_after_forward": "reshard",
+    "parallel.tensor.sequence": "sequence_parallel",
+    "parallel.tensor.asynchronous": "overlap_tensor",
+    "parallel.pipeline.virtual_stages": "virtual_stages",
+    "parallel.recompute.every": "recompute_every",
+    MICRO_BATCH: "micro_batch",
+}
+"""Keys whose value is that of the column."""
+_CODES = {
+    "parallel.strategy": ("zero", STRATEGIES),
+    "parallel.pipeline.schedule": ("schedule", SCHEDULES),
+    "parallel.recompute.mode": ("recompute", RECOMPUTE),
+}
+"""Keys whose value is a word, and the words in the order of the column's codes."""
+_OFFLOAD = ("parallel.offload.optimizer", "parallel.offload.parameters")
+
+
+def fixed_of(config: RunConfig, keys: Iterable[str]) -> Fixed:
+    """What of a space stays, where these keys of the run do.
+
+    Raises UserError for a schedule from a file, which says the degrees itself.
+    """
+    values: dict[str, tuple[float, ...]] = {}
+    keys = set(keys)
+    for key in keys & _NUMBERS.keys():
+        values[_NUMBERS[key]] = (float(value_of(config, key)),)
+    for key in keys & _CODES.keys():
+        name, words = _CODES[key]
+        word = value_of(config, key)
+        if word not in words:
+            raise UserError(f"{key}={word}: the planner knows the schedules by name only; leave out parallel=auto")
+        values[name] = (float(words.index(word)),)
+    if keys & set(_OFFLOAD):
+        values["offload"] = tuple(float(code) for code in range(len(OFFLOAD)) if _agrees(config, keys, code))
+    return Fixed(values)
+
+
+def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
+    """Whether offload of this code is what the keys say."""
+    states = {"parallel.offload.optimizer": code > 0, "parallel.offload.parameters": code > 1}
+    return all(states[key] == (value_of(config, key) != "none") for key in keys & set(_OFFLOAD))
+
+
+def settings_of(row: Mapping[str, float]) -> Settings:
+    """A candidate's columns as what a run has to set; what would have no effect, which a run refuses, is left out."""
+    zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
+    degrees = {f"parallel.{name}": int(row[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    found: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
+    if not row["reshard"]:
+        found["parallel.reshard_after_forward"] = False
+    if tp > 1:
+        found |= {"parallel.tensor.sequence": bool(row["sequence_parallel"])}
+        found |= {"parallel.tensor.asynchronous": True} if row["overlap_tensor"] else {}
+    if pp > 1:
+        found |= _pipeline(SCHEDULES[int(row["schedule"])], int(row["virtual_stages"]))
+    if mode := int(row["recompute"]):
+        found |= {"parallel.recompute.mode": RECOMPUTE[mode]}
+        found |= {"parallel.recompute.every": int(row["recompute_every"])} if row["recompute_every"] > 1 else {}
+    if offload := int(row["offload"]):
+        found[_OFFLOAD[offload - 1]] = "cpu"
+    return found
+
+
+def _pipeline(schedule: str, virtual: int) -> Settings:
+    found: Settings = {"parallel.pipeline.schedule": schedule}
+    if virtual != REQUIREMENTS[schedule].virtual_stages:
+        found["parallel.pipeline.virtual_stages"] = virtual
+    return found
+
+
+def overrides_of(settings: Settings) -> list[str]:
+    """As a command line has them."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """The run with these settings, nothing left for the planner to choose; read-only."""
+    found = config
+    for key, value in {**settings, "parallel.auto": False, "parallel.fixed": None}.items():
+        found = _changed(found, key.split("."), value)
+    return seal(found)
+
+
+def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    return replace(config, **{name: _changed(getattr(config, name), rest, value) if rest else value})
+
+
+def unspread(config: RunConfig, global_batch: int) -> RunConfig:
+    """The run on one rank: what a search fills in."""
+    parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, strategy="ddp")
+    return seal(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))

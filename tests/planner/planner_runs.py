@@ -1,0 +1,97 @@
+"""Runs that the planner's tests ask about; composed from shipped files and overrides, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.support import check_support
+from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.settings import settings_of, with_settings
+from hpc_train.planner.space import INNER, OUTER, Space, blocks
+from hpc_train.schedules.requirements import REQUIREMENTS
+
+NAMES = (*OUTER, *INNER)
+Row = tuple[float, ...]
+"""One candidate: values of NAMES."""
+
+
+@cache
+def run(*overrides: str) -> RunConfig:
+    return compose(list(overrides))
+
+
+def rows_of(space: Space, candidates: int = 1 << 16) -> Iterator[Row]:
+    """Every candidate of a space by itself."""
+    for block in blocks(space, candidates):
+        outer = zip(*(block.rows[name].tolist() for name in OUTER), strict=True)
+        inner = list(zip(*(block.techniques.columns[name].tolist() for name in INNER), strict=True))
+        for row, technique in product(outer, inner):
+            yield (*row, *technique)
+
+
+def as_run(config: RunConfig, row: Row) -> RunConfig:
+    return with_settings(config, settings_of(dict(zip(NAMES, row, strict=True))))
+
+
+def refusal(config: RunConfig, row: Row, ranks: int) -> str | None:
+    """Why the toolkit cannot run a candidate; None if it can."""
+    try:
+        check_support(as_run(config, row), ranks)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -> Iterator[Row]:
+    """What anybody would write down first: every combination of every value, most of which cannot run.
+
+    Only those are left out that differ from another one in a setting without effect.
+    """
+    meshes = [it for it in product(range(1, world + 1), repeat=5) if _product(it) == world]
+    options = product((0, 1, 2, 3), (1, 0), (1, 0), (0, 1))
+    for (pp, replicate, shard, cp, tp), (zero, reshard, sequence, overlap) in product(meshes, list(options)):
+        if zero and shard * cp == 1:
+            continue  # nothing to shard over: the same as ddp
+        if (not reshard and zero != 3) or (tp == 1 and (not sequence or overlap)):
+            continue
+        layout = (pp, replicate, shard, cp, tp, zero, reshard, sequence, overlap)
+        sizes = [n for n in range(1, config.train.global_batch + 1) if _divides(n, config, replicate * shard)]
+        for (virtual, code), micro, technique in product(_orders(pp), sizes, _techniques(every)):
+            yield tuple(map(float, (*layout, virtual, code, micro, *technique)))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    whole = 1
+    for size in sizes:
+        whole *= size
+    return whole
+
+
+def _divides(micro: int, config: RunConfig, data_parallel: int) -> bool:
+    rows, rest = divmod(config.train.global_batch, data_parallel)
+    return rest == 0 and rows % micro == 0
+
+
+def _orders(pp: int) -> list[tuple[int, int]]:
+    if pp == 1:
+        return [(1, SCHEDULES.index("1f1b"))]
+    return [(virtual, SCHEDULES.index(name)) for name in REQUIREMENTS for virtual in (1, 2, 3, 4)]
+
+
+def _techniques(every: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    return [
+        (mode, k, offload)
+        for mode in range(len(RECOMPUTE))
+        for k in (every if mode else (1,))
+        for offload in range(len(OFFLOAD))
+    ]
+
+
+def with_batch(config: RunConfig, batch: int) -> RunConfig:
+    return replace(config, train=replace(config.train, global_batch=batch))

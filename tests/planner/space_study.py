@@ -1,0 +1,117 @@
+"""How fast the planner is: `python tests/planner/space_study.py` prints candidates a second on one core.
+
+Three figures: every configuration of calculon's space of GPT-3 175B on 4,096 GPUs (github.com/calculon-ai/calculon,
+llm/optimal_execution.py: what its loops count, said once more here), each estimated by itself; the whole of our own
+space of the same run, everything estimated; and the same with bounds, as `hpc-train plan` does it.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.planner import constants
+from hpc_train.planner.estimate import memory, time
+from hpc_train.planner.from_config import jobs_of
+from hpc_train.planner.jobs import Column, Jobs, with_columns
+from hpc_train.planner.legal import divisors, shape_of
+from hpc_train.planner.search import Rest, search
+from hpc_train.planner.settings import unspread
+from hpc_train.planner.space import Space
+
+NAMES = (
+    *("tp", "pp", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch", "recompute", "zero"),
+    *("sequence_parallel", "overlap_tensor", "overlap_data", "offload"),
+)
+ROWS = 1 << 15
+
+
+def gpt3(world: int = 4096) -> RunConfig:
+    nodes = f"cluster.nodes={world // 8}"
+    shape = ("model=gpt3_175b", "train.sequence_length=2048", "train.global_batch=3072", "precision=bf16")
+    return compose(["cluster=dgx_a100", nodes, *shape])
+
+
+def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    """(tp, pp, dp, interleaving, micro-batches): degrees divide the world, the heads and the layers."""
+    for tp in (it for it in divisors(world) if heads % it == 0):
+        for pp in divisors(min(world // tp, layers)):
+            dp = world // (tp * pp)
+            if world % (tp * pp) or layers % pp or dp > batch:
+                continue
+            for virtual in [1] if pp == 1 else divisors(layers // pp):
+                yield tp, pp, dp, virtual, divisors(batch // dp)
+
+
+def calculon(world: int = 4096, batch: int = 3072, layers: int = 96, heads: int = 96) -> Iterator[Column]:
+    """[NAMES, n] columns, a layout at a time: all of its choices, those too between which we see no difference."""
+    for tp, pp, dp, virtual, sizes in layouts(world, batch, layers, heads):
+        rest = []
+        for recompute, kind in product((2, 1, 0), ("ar", "p2p_rs_ag", "rs_ag")):
+            again = 2 if kind == "rs_ag" and recompute != 2 else 1
+            networks = 2 ** ((tp > 1) + (pp > 1) + (dp > 1))
+            copies = again * networks * (1 if recompute == 2 else 2)  # and offload of activations
+            choices = product(
+                sizes,
+                (1, 0) if dp > 1 else (0,),
+                (0, 1, 1) if tp > 1 else (0,),
+                (0, 1) if dp > 1 else (0,),
+                (0, 1, 2, 2),
+            )
+            for micro, sharded, overlap, beside, offload in choices:
+                degrees = (1, dp) if sharded else (dp, 1)
+                row = (tp, pp, *degrees, virtual, micro, recompute, sharded, kind == "rs_ag", overlap, beside, offload)
+                rest += [row] * copies
+        yield np.array(rest, np.float64).T
+
+
+def blocks(rows: Iterator[Column]) -> Iterator[Column]:
+    waiting: list[Column] = []
+    for part in rows:
+        waiting.append(part)
+        if sum(it.shape[1] for it in waiting) >= ROWS:
+            yield np.concatenate(waiting, axis=1)
+            waiting = []
+    if waiting:
+        yield np.concatenate(waiting, axis=1)
+
+
+def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
+    """(configurations, quickest that fits, seconds of estimating them)."""
+    told, count, best, spent = constants.default(), 0, np.inf, 0.0
+    for block in blocks(whole):
+        for start in range(0, block.shape[1], ROWS):
+            began = clock.process_time()
+            jobs = with_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS], strict=True)))
+            held, step = memory(jobs, told), time(jobs, told).step
+            count, best = count + len(step), min(best, float(np.where(held.fits > 0, step, np.inf).min()))
+            spent += clock.process_time() - began
+    return count, best, spent
+
+
+def main() -> None:
+    config = gpt3()
+    base = jobs_of(unspread(config, config.train.global_batch), 1)
+    count, best, spent = estimated(base, calculon())
+    print(
+        f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; best {best:.2f} s a step"
+    )
+    space = Space(shape_of(config), 4096)
+    for exhaustive in (False, True):
+        began = clock.process_time()
+        found = search(Rest(base, 4.0), space, constants.default(), exhaustive=exhaustive)
+        spent = clock.process_time() - began
+        print(
+            f"our own space, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "
+            f"{spent:.1f} s, {found.searched / spent:,.0f}/s; {found.estimated:,} estimated; best "
+            f"{found.best.step.min():.2f} s a step"
+        )
+
+
+if __name__ == "__main__":
+    main()

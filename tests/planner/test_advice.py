@@ -1,0 +1,340 @@
+"""Advice: each lint speaks where it should, what it says to write silences it, and good runs get no warning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.config.compose import compose
+from hpc_train.errors import UserError
+from hpc_train.parallel.pipeline.stages import Costs, split
+from hpc_train.planner.advice.facts import Figures, facts_of
+from hpc_train.planner.advice.layout import imbalance
+from hpc_train.planner.advice.lints import LINTS, advice
+from hpc_train.planner.advice.result import Advice, as_json, lines
+from hpc_train.planner.advice.shape import padding
+from hpc_train.planner.band import Band
+from hpc_train.planner.outlook import Job
+
+GPU = ["model=llama_1b", "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "train.sequence_length=2048"]
+PIPELINE = [*GPU, "parallel=pp", "parallel.pp=4", "parallel.dp_replicate=2", "train.global_batch=128"]
+PIPELINE += ["train.micro_batch=1", "model.layers=16", "model.vocab_size=32768"]
+LARGE = ["model=llama_70b", "cluster=dgx_h100", "cluster.nodes=128", "precision=bf16", "parallel=zero3"]
+LARGE += ["train.global_batch=1024", "train.micro_batch=1", "train.sequence_length=8192", "plan.tokens=15e12"]
+JOB = Job(1024, 128, Band(9.0, 10.0, 11.0), 1024 * 8192, 70.6e9)
+BIG = Figures(job=JOB)
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration that one lint speaks about."""
+
+    about: str
+    overrides: list[str]
+    says: str
+    """In the reason."""
+    fixed: list[str]
+    """Overrides that the fix tells of, with which it is silent."""
+    severity: str = "warning"
+    figures: Figures = field(default_factory=Figures)
+    names_value: bool = True
+    """The fix names the very values of `fixed`."""
+
+    def ask(self, lint: str, *more: str) -> Advice | None:
+        by_name = {it.__name__: it for it in LINTS}
+        return by_name[lint.split(",")[0]](facts_of(compose([*self.overrides, *more]), self.figures))
+
+
+CASES = {
+    "head_width": Case(
+        "model.heads",
+        [*GPU, "model.hidden=2112", "model.heads=16", "model.kv_heads=16"],
+        "head_dim 132",
+        ["model.heads=12"],
+    ),
+    "head_width, given": Case("model.head_dim", [*GPU, "model.head_dim=100"], "head_dim 100", ["model.head_dim=104"]),
+    "hidden_width": Case(
+        "model.hidden",
+        [*GPU, "model.hidden=2000", "model.heads=10", "model.kv_heads=10"],
+        "27 %",
+        ["model.hidden=1920"],
+    ),
+    "feed_forward_width": Case(
+        "model.feed_forward",
+        [*GPU, "parallel=tp", "parallel.tp=8", "model.feed_forward=8200"],
+        "is 1025, no multiple of 128",
+        ["model.feed_forward=8192"],
+        "hint",
+    ),
+    "vocabulary": Case(
+        "model.vocab_size", [*GPU, "model.vocab_size=50257"], "no multiple of 128", ["model.vocab_size=50304"]
+    ),
+    "precision": Case("precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
+    "tensor_divides": Case(
+        "parallel.tp",
+        [*GPU, "parallel=tp", "parallel.tp=8", "model.kv_heads=4"],
+        "does not divide kv_heads 4",
+        ["parallel.tp=4"],
+        "error",
+    ),
+    "tensor_domain": Case(
+        "parallel.tp",
+        [*GPU, "cluster.nodes=2", "parallel=tp", "parallel.tp=16", "model.kv_heads=16", "parallel.dp_replicate=-1"],
+        "more than the 8 GPUs of a node",
+        ["parallel.tp=8"],
+    ),
+    "uneven_stages": Case("parallel.pp", [*PIPELINE, "model.layers=18"], "18 layers over 4", ["model.layers=19"]),
+    "uneven_stages, head": Case(
+        "parallel.pp",
+        [*PIPELINE, "model.vocab_size=512000"],
+        "the head weighs",
+        ["parallel.pp=1", "parallel.dp_replicate=8"],
+    ),
+    "rounds": Case(
+        "train.global_batch",
+        [*PIPELINE, "parallel.pipeline.schedule=interleaved_1f1b", "train.global_batch=124", "model.layers=16"],
+        "62 micro-batches over pp=4",
+        ["train.global_batch=128"],
+        "error",
+    ),
+    "bubble": Case(
+        "parallel.pipeline",
+        [*PIPELINE, "train.global_batch=32"],
+        "16 micro-batches idles 16%",
+        ["train.global_batch=54"],
+    ),
+    "bubble, told": Case(
+        "parallel.pipeline",
+        PIPELINE,
+        "idles 20%",
+        ["parallel.pp=1", "parallel.dp_replicate=8"],
+        figures=Figures(bubble=0.2),
+    ),
+    "launch_bound": Case(
+        "train.micro_batch",
+        [
+            *GPU,
+            "model.hidden=1024",
+            "model.heads=8",
+            "model.kv_heads=8",
+            "train.micro_batch=1",
+            "train.global_batch=64",
+        ],
+        "the host sets the pace",
+        ["train.micro_batch=8", "parallel.compile=false"],
+    ),
+    "needless_recompute": Case(
+        "parallel.recompute.mode",
+        [*GPU, "parallel.recompute.mode=full"],
+        "a rank needs 40.0 of 80 GiB",
+        ["parallel.recompute.mode=none"],
+        figures=Figures(memory_without_recompute=40 * GIB),
+    ),
+    "needless_offload": Case(
+        "parallel.offload",
+        [*GPU, "parallel=zero3", "parallel.offload.optimizer=cpu"],
+        "a rank needs 60.0 of 80 GiB",
+        ["parallel.offload.optimizer=none"],
+        figures=Figures(memory_without_offload=60 * GIB),
+    ),
+    "past_critical": Case(
+        "train.global_batch",
+        [*GPU, "plan.tokens=20e9", "train.global_batch=2048"],
+        "times the critical batch",
+        ["train.global_batch=431"],
+    ),
+    "past_critical, measured": Case(
+        "train.global_batch",
+        [*GPU, "plan.critical_batch_tokens=1e5", "train.global_batch=2048"],
+        "1e+05, measured",
+        ["train.global_batch=97"],
+    ),
+    "scaling_without_warmup": Case(
+        "optim.schedule.warmup_steps",
+        [*GPU, "optim.lr_scaling=sqrt", "optim.base_batch=8", "optim.schedule.warmup_steps=0"],
+        "for 2 times the batch, with 0 steps",
+        ["optim.schedule.warmup_steps=100"],
+    ),
+    "wrong_rule": Case(
+        "optim.lr_scaling",
+        [*GPU, "optim.lr_scaling=linear", "optim.base_batch=8"],
+        "SGD's rule",
+        ["optim.lr_scaling=sqrt"],
+    ),
+    "no_warmup": Case(
+        "optim.schedule.warmup_steps",
+        [*GPU, "optim.schedule.warmup_steps=0"],
+        "without warm-up",
+        ["optim.schedule.warmup_steps=100"],
+        "hint",
+    ),
+    "rate_off_law": Case(
+        "optim.lr", [*LARGE, "optim.lr=0.01"], "the Step Law's", ["optim.lr=3e-4"], "hint", BIG, names_value=False
+    ),
+    "never_saves": Case(
+        "checkpoint.every", [*LARGE, "checkpoint.every=0"], "nothing is saved", ["checkpoint.every=59"], figures=BIG
+    ),
+    "interval_off": Case(
+        "checkpoint.every",
+        [*LARGE, "checkpoint.every=2000", "plan.checkpoint_seconds=60"],
+        "of the time more than need be",
+        ["checkpoint.every=59"],
+        figures=BIG,
+    ),
+    "interval_off, too often": Case(
+        "checkpoint.every",
+        [*LARGE, "checkpoint.every=1", "plan.checkpoint_seconds=60"],
+        "a save every 1 steps",
+        ["checkpoint.every=59"],
+        figures=BIG,
+    ),
+    "blocking_saves": Case(
+        "checkpoint.background",
+        [*LARGE, "checkpoint.background=false", "plan.checkpoint_seconds=60"],
+        "training waits 60 s",
+        ["checkpoint.background=true"],
+        figures=BIG,
+    ),
+    "no_spares": Case(
+        "plan.spare_nodes", LARGE, "128 nodes and none to spare", ["plan.spare_nodes=4"], "hint", BIG, False
+    ),
+    "no_spares, repairs": Case(
+        "plan.spare_nodes",
+        [*LARGE, "plan.repair_hours=48"],
+        "waits 51.9% of the time",
+        ["plan.spare_nodes=5"],
+        figures=BIG,
+    ),
+    "late": Case(
+        "plan.deadline_days",
+        [*LARGE, "plan.deadline_days=100"],
+        "and 100 are allowed",
+        ["plan.deadline_days=1000"],
+        "error",
+        BIG,
+        names_value=False,
+    ),
+    "over_budget": Case(
+        "plan.budget",
+        [*LARGE, "plan.price_per_gpu_hour=2", "plan.budget=1e6"],
+        "and 1e+06 are there",
+        ["plan.budget=1e9"],
+        "error",
+        BIG,
+        names_value=False,
+    ),
+    "spot_dearer": Case(
+        "plan.spot_price_per_gpu_hour",
+        [
+            *LARGE,
+            "plan.price_per_gpu_hour=2",
+            "plan.spot_price_per_gpu_hour=1.9",
+            "plan.spot_interruptions_per_1000_node_days=100",
+        ],
+        "times as much in the end",
+        ["plan.spot_price_per_gpu_hour=0.5"],
+        figures=BIG,
+        names_value=False,
+    ),
+}
+
+
+def test_every_lint_has_a_case() -> None:
+    assert {name.split(",")[0] for name in CASES} == {lint.__name__ for lint in LINTS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_speaks_and_what_it_says_to_write_silences_it(name: str) -> None:
+    case = CASES[name]
+    told = case.ask(name)
+    assert told is not None
+    assert (told.about, told.severity) == (case.about, case.severity)
+    assert case.says in told.why
+    assert "\n" not in told.why + told.fix
+    assert case.fixed[0].split("=")[1] in told.fix or not case.names_value
+    assert case.ask(name, *case.fixed) is None
+
+
+QUIET = {
+    "llama_3_405b": [
+        *["model=llama_405b", "cluster=meta_roce_24k", "cluster.nodes=2048", "precision=bf16", "parallel=3d"],
+        *["parallel.tp=8", "parallel.pp=16", "parallel.dp_shard=-1", "train.global_batch=2048", "train.micro_batch=1"],
+        *["train.sequence_length=8192", "plan.tokens=15.6e12", "optim.lr=8e-5"],
+    ],
+    "gpt3_175b": [
+        *["model=gpt3_175b", "cluster=dgx_a100", "cluster.nodes=128", "precision=bf16", "parallel=3d", "parallel.tp=8"],
+        *["parallel.pp=8", "parallel.dp_shard=-1", "train.global_batch=1536", "train.micro_batch=1"],
+        *["train.sequence_length=2048", "plan.tokens=300e9", "optim.lr=6e-5"],
+    ],
+    "llama_7b": [
+        *["model=llama_7b", "cluster=dgx_h100", "cluster.nodes=4", "precision=bf16", "parallel=zero3"],
+        *["train.global_batch=1024", "train.micro_batch=2", "train.sequence_length=2048", "plan.tokens=1e12"],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_runs_that_others_have_done_get_no_error_and_no_warning_but_of_their_bubble(name: str) -> None:
+    loud = [it for it in advice(compose(QUIET[name])) if it.severity != "hint" and it.about != "parallel.pipeline"]
+    assert loud == []
+
+
+def test_the_default_run_gets_no_advice() -> None:
+    assert advice(compose()) == []
+
+
+@pytest.mark.parametrize(
+    "model", ["llama_1b", "llama_7b", "llama_8b", "llama_13b", "llama_70b", "llama_405b", "gpt3_175b"]
+)
+def test_models_that_are_in_use_have_no_wrong_shape(model: str) -> None:
+    config = compose([f"model={model}", *GPU[1:], "train.sequence_length=1024", "train.micro_batch=4"])
+    assert [it for it in advice(config) if it.about.startswith("model.")] == []
+
+
+def test_without_a_described_gpu_nothing_is_said_of_tensor_cores() -> None:
+    odd = ["model=llama_1b", "model.vocab_size=50257", "model.head_dim=100", "precision=bf16"]
+    assert [it for it in advice(compose(odd)) if it.about.startswith("model.")] == []
+
+
+def test_errors_come_first_and_print_in_two_lines() -> None:
+    case = CASES["tensor_divides"]
+    told = advice(compose([*case.overrides, "model.vocab_size=50257"]))
+    assert [it.severity for it in told] == sorted((it.severity for it in told), key=["error", "warning", "hint"].index)
+    assert len(lines(told)) == 2 * len(told)
+    assert as_json(told)[0]["about"] == "parallel.tp"
+
+
+def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
+    with pytest.raises(UserError, match="but the world has 12 ranks"):
+        advice(compose([*GPU, "parallel.dp_replicate=8"]), world=12)
+
+
+def test_a_deadline_that_is_met_only_with_more_nodes_tells_how_many() -> None:
+    case = CASES["late"]
+    slower = replace(case, figures=Figures(job=replace(JOB, step_seconds=Band(19.0, 20.0, 21.0))))
+    more = [int(told.fix.split()[2]) for told in (case.ask("late"), slower.ask("late")) if told is not None]
+    assert more[1] == pytest.approx(2 * more[0], rel=0.05)
+
+
+@given(st.integers(64, 300_000), st.sampled_from([1, 2, 4, 8, 16]))
+def test_padding_adds_little_or_next_to_nothing_of_the_smallest_unit(vocab: int, tp: int) -> None:
+    told = padding(vocab, tp)
+    assert told.padded >= vocab
+    assert told.padded % (told.multiple * tp) == 0
+    assert told.waste <= 0.01 or (told.multiple == 8 and told.padded - vocab < 8 * tp)
+    assert told.waste == pytest.approx((told.padded - vocab) / vocab)
+
+
+@given(st.integers(1, 6), st.integers(0, 20), st.floats(0, 3), st.floats(0, 6))
+def test_layers_are_weighed_as_they_will_be_split(stages: int, more: int, before: float, after: float) -> None:
+    layers = stages + more
+    told = Costs(before, (1.0,) * layers, after)
+    times = [float(len(part)) for part in split(told, stages)]
+    times[0] += before
+    times[-1] += after
+    expected = max(times) * stages / sum(times) - 1
+    assert imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)

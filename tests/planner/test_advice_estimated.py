@@ -1,0 +1,53 @@
+"""Advice from the planner's own estimate of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.planner.advice.estimated import figures_of
+from hpc_train.planner.advice.lints import advice
+from hpc_train.planner.constants import default
+from hpc_train.planner.estimate import estimate
+from hpc_train.planner.from_config import jobs_of
+
+RUN = ["model=llama_1b", "cluster=dgx_h100", "cluster.nodes=2", "precision=bf16", "parallel=zero3"]
+RUN += ["train.global_batch=64", "train.micro_batch=1", "train.sequence_length=2048", "train.steps=1000"]
+
+
+def about(*more: str) -> set[str]:
+    config = compose([*RUN, *more])
+    return {it.about for it in advice(config, figures_of(config, 16, default()), 16)}
+
+
+def test_recomputation_and_offload_of_a_model_that_fits_without_are_needless() -> None:
+    assert "parallel.recompute.mode" in about("parallel.recompute.mode=full")
+    assert "parallel.offload" in about("parallel.offload.optimizer=cpu")
+    assert not about() & {"parallel.recompute.mode", "parallel.offload"}
+
+
+def test_recomputation_of_a_model_that_does_not_fit_without_is_not_needless() -> None:
+    large = ["model=llama_70b", "train.sequence_length=8192", "train.micro_batch=4", "parallel.recompute.mode=full"]
+    assert "parallel.recompute.mode" not in about(*large)
+
+
+def test_the_step_is_told_without_saving_and_goals_rest_on_it() -> None:
+    config = compose([*RUN, "checkpoint.every=1"])
+    figures, time = figures_of(config, 16, default()), estimate(jobs_of(config, 16), default()).time
+    assert figures.job is not None
+    assert figures.job.step_seconds.p50 == pytest.approx(float(time.step - time.checkpoint))
+    assert "plan.deadline_days" in about("plan.deadline_days=0.0001")
+
+
+def test_the_bubble_is_that_of_the_estimate() -> None:
+    pipeline = ["parallel=pp", "parallel.pp=4", "parallel.dp_replicate=4", "train.global_batch=32"]
+    assert "parallel.pipeline" in about(*pipeline)
+    assert "parallel.pipeline" not in about(*pipeline, "train.global_batch=512")
+
+
+def test_of_a_machine_that_nobody_has_described_nothing_is_said_that_rests_on_its_figures() -> None:
+    config = compose(["model=llama_1b", "parallel.recompute.mode=full", "plan.deadline_days=0.0001"])
+    figures = figures_of(config, 2, default())
+    assert figures.job is None
+    assert figures.memory_without_recompute is None
+    assert advice(config, figures, 2) == []

@@ -1,0 +1,93 @@
+"""Closed forms of the pipeline against the event simulation of the orders that run."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from planner_runs import run
+
+from hpc_train.errors import UserError
+from hpc_train.planner.bubble import bubble
+from hpc_train.planner.from_config import jobs_of
+from hpc_train.planner.jobs import SCHEDULES, Jobs, with_columns
+from hpc_train.planner.stages import in_flight, layers_of
+from hpc_train.schedules.generate import orders
+from hpc_train.schedules.requirements import REQUIREMENTS
+from hpc_train.schedules.simulate import Simulation, Times, simulate
+
+TIMES = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 2.0, 1.0))
+V_SHAPED = {"zbv", "dualpipev"}
+
+
+def job(name: str, ranks: int, micro_batches: int, virtual: int) -> Jobs:
+    columns = {"pp": ranks, "virtual_stages": virtual, "micro_batch": 1, "global_batch": micro_batches}
+    base = jobs_of(run("model=gpt3_1_3b", "launch.ranks=1"))
+    return with_columns(base, **columns, schedule=SCHEDULES.index(name), dp_replicate=1, dp_shard=1)
+
+
+def simulated(name: str, ranks: int, micro_batches: int, virtual: int, times: tuple[float, ...]) -> Simulation | None:
+    try:
+        order = orders(name, ranks, micro_batches, virtual)
+    except UserError:
+        return None
+    forward, inputs, weights = (time / virtual for time in times)
+    return simulate(order, Times.even(ranks * virtual, forward, inputs, weights))
+
+
+def cases(name: str) -> list[tuple[int, int, int]]:
+    virtual = [REQUIREMENTS[name].virtual_stages] if REQUIREMENTS[name].most_virtual else [2, 3]
+    return [(ranks, ranks * rounds, v) for ranks, rounds, v in product((2, 4, 8), (2, 4), virtual)]
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_bubble_is_that_of_the_simulated_order(name: str) -> None:
+    compared = 0
+    for (ranks, count, virtual), times in product(cases(name), TIMES):
+        found = simulated(name, ranks, count, virtual, times)
+        if found is None:
+            continue
+        told = bubble(job(name, ranks, count, virtual), np.float64((ranks - 1) * sum(times)), *map(np.float64, times))
+        idle = found.makespan - count * sum(times)
+        assert float(told) == pytest.approx(idle, rel=0.17 if name in V_SHAPED else 1e-9), (
+            ranks,
+            count,
+            virtual,
+            times,
+        )
+        compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_micro_batches_in_flight_are_those_of_the_simulated_order(name: str) -> None:
+    for ranks, count, virtual in cases(name):
+        found = simulated(name, ranks, count, virtual, TIMES[0])
+        if found is not None:
+            told = [float(it) * virtual for it in in_flight(job(name, ranks, count, virtual))]
+            assert told == pytest.approx([found.live[0], found.live[1], found.live[-1]]), (ranks, count, virtual)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "virtual"), [(24, 4, 1), (62, 32, 1), (126, 8, 4), (78, 12, 1), (30, 4, 2)]
+)
+@pytest.mark.parametrize("stack", [0, 3])
+def test_stages_hold_all_layers_and_none_is_much_larger(layers: int, ranks: int, virtual: int, stack: int) -> None:
+    jobs = with_columns(job("1f1b", ranks, ranks, virtual), layers=layers, stack=stack)
+    found = layers_of(jobs, np.float64(0.6))
+    assert float(found.first + (ranks - 2) * found.middle + found.last) == pytest.approx(layers, abs=virtual * ranks)
+    assert float(found.middle) <= np.ceil(layers / (ranks * virtual) + 1) * virtual
+    assert float(found.first) <= float(found.middle)
+    if layers % (ranks * virtual) == 0:
+        assert float(found.first) == float(found.middle) == layers / ranks
+
+
+def test_a_heavy_head_takes_layers_from_the_last_stage_of_ours_only() -> None:
+    jobs = with_columns(job("1f1b", 4, 4, 1), layers=32)
+    ours, theirs = (
+        layers_of(with_columns(jobs, stack=3), np.float64(3)),
+        layers_of(with_columns(jobs, stack=0), np.float64(3)),
+    )
+    assert float(ours.last) < float(ours.middle)
+    assert float(theirs.last) == 8

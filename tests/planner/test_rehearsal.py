@@ -1,0 +1,158 @@
+"""What a rehearsal says of a layout is what real ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_train.api import World
+from hpc_train.compat_rehearsal import tensors_in, watching_sizes
+from hpc_train.config.compose import compose
+from hpc_train.config.degrees import resolve
+from hpc_train.config.run import RunConfig
+from hpc_train.models.registry import build as build_model
+from hpc_train.parallel.apply import build
+from hpc_train.planner.rehearsal import one_rank
+from hpc_train.planner.rehearsal.ledger import Ledger
+from hpc_train.planner.rehearsal.result import Counted, Held
+from hpc_train.planner.rehearsal.run import rehearse
+from hpc_train.runtime.start import another_mesh
+from hpc_train.testing import run_ranks
+from hpc_train.training.optimizer import make_optimizer
+
+SMALL = (
+    "model.hidden=24",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.feed_forward=20",
+    "model.vocab_size=257",
+    "train.sequence_length=16",
+    "train.global_batch=8",
+    "train.micro_batch=1",
+)
+"""257 rows and 20 columns divide over nothing."""
+ONE = "model.layers=1"
+LAYOUTS = {
+    "ddp": ("parallel=ddp", ONE),
+    "hsdp": ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", ONE),
+    "zero1 x tp": ("parallel=zero1", "parallel.tp=2", ONE),
+    "zero2 x cp": ("parallel=zero2", "parallel.cp=2", ONE),
+    "tied, interleaved": (
+        "parallel=zero3",
+        "parallel.pp=2",
+        "parallel.pipeline.schedule=interleaved_1f1b",
+        "model.tied_embeddings=true",
+    ),
+    "tied, there and back x tp": ("parallel=3d", "parallel.pipeline.schedule=zbv", "model.tied_embeddings=true"),
+}
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return compose((*SMALL, *overrides))
+
+
+def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[Held, ...]]:
+    """Of this rank, in each of several layouts, from what parallel.apply.build has made with memory and values."""
+    found = []
+    for config in configs:
+        degrees = resolve(config.parallel, world.size)
+        with torch.device("meta"):
+            model = build_model(config.model)
+        at = another_mesh(world, degrees)
+        engine = build(model, lambda split: make_optimizer(split, config.optim), config, at)  # noqa: B023
+        found.append(tuple(one_rank._held(piece) for piece in engine.pieces()))
+    return found
+
+
+def test_every_rank_holds_what_real_ranks_do() -> None:
+    configs = [config_of(*overrides) for overrides in LAYOUTS.values()]
+    real = run_ranks(real_pieces, 4, configs, timeout=300)
+    for index, (name, config) in enumerate(zip(LAYOUTS, configs, strict=True)):
+        rehearsed = rehearse(config, 4, "all")
+        assert not rehearsed.problems, name
+        assert [built.pieces for built in rehearsed.ranks] == [rank[index] for rank in real], name
+        assert all(built.counted.peak for built in rehearsed.ranks if built.rank == 0), name
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a ledger of real operators."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.ledger.see(out, list(tensors_in((*args, *(kwargs or {}).values()))))
+        return out
+
+
+@contextmanager
+def watching(ledger: Ledger) -> Iterator[None]:
+    with watching_sizes(ledger.resized), Watch(ledger):
+        yield
+
+
+def real_step(world: World, config: RunConfig) -> Counted:
+    """The same ledger over a real step of two micro-batches."""
+    degrees = resolve(config.parallel, world.size)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
+    ledger, batch = Ledger(), one_rank._batch(config, degrees, 2)
+    with watching(ledger):
+        parameters = ledger.label(one_rank._parameters(engine), "parameters")
+        state = [piece.local for piece in engine.pieces() if piece.name.startswith("optim.")]
+        counted, unknown = one_rank._step(engine, batch, ledger, Counted(parameters, ledger.label(state, "optimizer")))
+    assert unknown is None
+    return counted
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("parallel=fsdp",), ("parallel=zero2", "parallel.tp=2", "parallel.dp_shard=1", "precision=bf16")],
+    ids=["zero3", "tp-bf16"],
+)
+def test_the_counted_memory_is_that_of_a_real_step(overrides: tuple[str, ...]) -> None:
+    config = config_of(*overrides, "model.hidden=64", "model.vocab_size=300", "train.sequence_length=64")
+    real = run_ranks(real_step, 2, config, parallel=config.parallel, timeout=300)
+    rehearsed = rehearse(config, 2, "all")
+    assert rehearsed.micro_batches == 2
+    for part in ("parameters", "optimizer", "gradients", "activations", "gathered", "peak"):
+        assert getattr(rehearsed.ranks[0].counted, part) == getattr(real[0], part), part
+
+
+def test_16384_ranks() -> None:
+    """A pipeline of two, HSDP over what is left, sequences over two and matrices over four ranks."""
+    config = compose(
+        (
+            "model=llama_70b",
+            "model.layers=4",
+            "parallel=hsdp",
+            "parallel.pp=2",
+            "parallel.dp_replicate=8",
+            "parallel.dp_shard=128",
+            "parallel.cp=2",
+            "parallel.tp=4",
+            "train.global_batch=4096",
+            "train.micro_batch=1",
+            "train.sequence_length=8192",
+            "precision=bf16",
+        )
+    )
+    rehearsed = rehearse(config, 16384, "0,16383")
+    assert not rehearsed.problems
+    assert rehearsed.proof is not None
+    assert rehearsed.proof.micro_batches == 4
+    assert rehearsed.coverage.tensors == 4 * 9 + 3
+    first, last = (built.counted for built in rehearsed.ranks)
+    assert first.activations is not None
+    assert last.activations is not None
+    assert first.activations > 2**30, "that much on a real one"
+    assert rehearsed.rss < 2**30
+    assert first.parameters == rehearsed.closed_form[0]["parameters"]
