@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_step_whose_data_hdf5_has_written_with_mpi(tmp_path: Path) -> None:
         mine = [(data.name, bytes(data.bytes)) for data in datasets(spot, it)]
         Path(f"{tmp_path}/{rank}").write_bytes(pickle.dumps(mine))
     said = mpirun(3, PYTHON, mpio_ranks.__file__, mpio.__file__, path, tmp_path)
-    assert sorted(said.splitlines()) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    assert sorted(re.findall("rank . of .", said)) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     file.settle(path)
     ((shard, held),) = file.end(temporary, name, [digest_blocks(it.image[: it.size]) for it in staged])
     commit(temporary, tmp_path / "step-1", Manifest(1, 0, 3, gather([held]), (shard,), {}))
