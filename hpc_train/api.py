@@ -89,6 +89,8 @@ class Piece:
     """This rank's data, contiguous; loading writes into it."""
     replica: int = 0
     """0 on the one rank that writes this rectangle, 1, 2, ... on those that hold a copy of it."""
+    still: bool = False
+    """Nothing but the engine's `update` changes it, so that a save may copy it beside the next forward and backward."""
 
 
 class Engine(Protocol):
@@ -168,3 +170,5 @@ class World:
     """Which share of the global batch this rank takes, of dp_size."""
     dp_size: int
     store: Store | None = field(default=None, compare=False)
+    node: int = 0
+    """Index of this rank's among the nodes of the job."""

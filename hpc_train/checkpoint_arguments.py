@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_export(commands)
     _add_import(commands)
     _add_prune(commands)
+    _add_mark(commands)
 
 
 def _command(commands: _Commands, name: str, summary: str, run: Run, *positional: tuple[str, str]) -> Any:
@@ -167,6 +168,23 @@ def _add_prune(commands: _Commands) -> None:
         "--keep-best", metavar="N", type=_natural, default=0, help="and the N of lowest validation loss"
     )
     command.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
+
+
+def _add_mark(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.checkpoint.commands.marking import mark
+
+        return mark(arguments.where, arguments.step, arguments.bad, arguments.json)
+
+    summary = "mark a step bad, which a run then does not go on from by itself, or take the mark away"
+    where = ("where", "a step-<n>; N, a step in the current directory; or a directory of several, with --step")
+    command = _command(commands, "mark", summary, run, where)
+    command.add_argument("--step", metavar="N", type=_natural, help="this step of the directory")
+    how = command.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--bad", metavar="REASON", nargs="?", const="", help="mark it; the reason is shown by ls and inspect"
+    )
+    how.add_argument("--good", action="store_true", help="take the mark away")
 
 
 def _positive(text: str) -> int:

@@ -3,11 +3,14 @@
 checkpoints/step-<n>/manifest.json                 what is in it and where, sizes, checksums, `extra`
 checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset a piece, readable by any HDF5 tool
 checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   a digest of every block of it
+checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   the same of several ranks (checkpoint.ranks_per_file)
+checkpoints/step-<n>/shards/<folder>/<rank>.step-<m>.h5  a file of step m that is one of this step too (incremental)
 """
 
 from hpc_train.checkpoint.background import Saver
 from hpc_train.checkpoint.catalogue import committed
 from hpc_train.checkpoint.errors import CheckpointError, Problem
+from hpc_train.checkpoint.incremental import Incremental
 from hpc_train.checkpoint.loading import load
 from hpc_train.checkpoint.poison import mark_bad, unmark
 from hpc_train.checkpoint.resume import Resumed, resume
@@ -17,6 +20,7 @@ from hpc_train.checkpoint.verification import newest, verify
 
 __all__ = [
     "CheckpointError",
+    "Incremental",
     "Problem",
     "Resumed",
     "Saved",

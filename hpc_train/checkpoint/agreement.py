@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from hpc_train.api import World
-from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, one_line
+from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, ToldError, one_line
 from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ class Failure:
     """An error as it travels between ranks."""
 
     text: str
-    by_user: bool
+    by_user: bool = False
+    lost: bool = False
+    """A rank is, and with it the group."""
 
 
 def on_first(world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
@@ -36,8 +39,8 @@ def on_first(world: World | None, work: Callable[[], R], group: ProcessGroup | N
 
     Raises LostRanksError, not the same on every rank, where one of them is gone or late; the group is then of no use.
     """
-    verdict = _attempt(work) if _is_first(world) else None
-    return cast(R, _opened(_from_first(world, verdict, group)))
+    verdict = attempt(work) if _is_first(world) else None
+    return cast(R, opened(_from_first(world, verdict, group)))
 
 
 def on_all(
@@ -52,29 +55,79 @@ def on_all(
     so nobody waits for it. Raises LostRanksError as `on_first` does.
     """
     who = f"rank {world.rank}: " if world and world.size > 1 else ""
-    results = _to_first(world, _attempt(work, who), group)
+    results = _to_first(world, attempt(work, who), group)
     verdict: Any = None
     if _is_first(world):
         failure = next((result for result in results if isinstance(result, Failure)), None)
-        verdict = failure or _attempt(lambda: then(cast(list[T], results)))
-    return cast(R, _opened(_from_first(world, verdict, group)))
+        verdict = failure or attempt(lambda: then(cast(list[T], results)))
+    return cast(R, opened(_from_first(world, verdict, group)))
 
 
-def _attempt(work: Callable[[], T], who: str = "") -> T | Failure:
+def among(
+    ranks: Sequence[int],
+    rank: int,
+    work: Callable[[], T],
+    then: Callable[[list[T]], Sequence[R]],
+    group: ProcessGroup | None = None,
+) -> R:
+    """As on_all for some ranks, of which `rank` is one: `then`, on the first of them, has an answer for each.
+
+    Only they call it. Raises ToldError where it is another's error, and LostRanksError as `on_first` does.
+    """
+    mine, first = attempt(work, f"rank {rank}: "), ranks[0]
+    if rank != first:
+        tell(mine, first, group)
+        return cast(R, opened(hear(first, group)))
+    results = [mine, *(attempt(partial(hear, it, group)) for it in ranks[1:])]
+    verdict: Any = next((result for result in results if isinstance(result, Failure)), None)
+    verdict = verdict or attempt(lambda: list(then(cast(list[T], results))), f"rank {rank}: ")
+    for index, it in enumerate(ranks[1:], 1):
+        with suppress(LostRanksError):  # the others must hear it
+            tell(verdict if isinstance(verdict, Failure) else verdict[index], it, group)
+    return cast(R, opened(verdict)[0])
+
+
+def tell(value: Any, rank: int, group: ProcessGroup | None = None) -> None:
+    """Give it to a rank that calls `hear`, and wait until it has it. Raises LostRanksError."""
+    with together():
+        dist.send_object_list([value], dst=rank, group=group, device=torch.device("cpu"))
+
+
+def hear(rank: int, group: ProcessGroup | None = None) -> Any:
+    """What a rank tells this one. Raises LostRanksError."""
+    box = [None]
+    with together():
+        dist.recv_object_list(box, src=rank, group=group, device=torch.device("cpu"))
+    return box[0]
+
+
+def attempt(work: Callable[[], T], who: str = "") -> T | Failure:
+    """The result, or the error as it may travel. who: begins its text, unless another rank had it."""
     try:
         return work()
     except UserError as error:
         return Failure(str(error), by_user=True)
+    except ToldError as error:
+        return Failure(str(error))
+    except LostRanksError as error:
+        return Failure(who + one_line(error), lost=True)
     except Exception as error:
         if not isinstance(error, (OSError, CheckpointError)):
             _log.exception("checkpoint: unexpected error")  # the others see one line; the traceback is here
-        return Failure(who + one_line(error), by_user=False)
+        return Failure(who + one_line(error))
 
 
-def _opened(verdict: Any) -> Any:
+def opened(verdict: Any) -> Any:
+    """What `attempt` gave; raises its error if it is one."""
     if isinstance(verdict, Failure):
-        raise UserError(verdict.text) if verdict.by_user else CheckpointError(verdict.text)
+        raise _error_of(verdict)
     return verdict
+
+
+def _error_of(failure: Failure) -> Exception:
+    if failure.by_user:
+        return UserError(failure.text)
+    return LostRanksError(failure.text) if failure.lost else ToldError(failure.text)
 
 
 def _is_first(world: World | None) -> bool:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from hpc_train.api import Piece
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.image import ALIGNMENT, Image
-
-_SLICE = 16 << 20
-"""Bytes of one copy: small enough to be shared out evenly over threads."""
-_Bytes = NDArray[np.uint8]
+from hpc_train.checkpoint.image import ALIGNMENT
 
 
 class Arena:
@@ -58,54 +49,6 @@ class Arena:
                 torch.cuda.cudart().cudaHostUnregister(_address(self._memory))  # type: ignore[no-untyped-call]
             self._memory.close()
             self._memory = None
-
-
-def fill(memory: memoryview, image: Image, pieces: Sequence[Piece], threads: int) -> None:
-    """Copy the structure and every tensor to its place. When this returns the tensors may change."""
-    for begin, content in image.structure:
-        memory[begin : begin + len(content)] = content
-    whole = np.frombuffer(memory, dtype=np.uint8)
-    placed = list(zip((piece.local.detach() for piece in pieces), image.places, strict=True))
-    slices = [it for tensor, place in placed if not tensor.is_cuda for it in _slices(whole, place, _bytes(tensor))]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_copy_all, _shares(slices)))
-    on_gpu = [(tensor, place) for tensor, place in placed if tensor.is_cuda]
-    for tensor, place in on_gpu:
-        source = tensor.contiguous().reshape(-1).view(torch.uint8)
-        torch.from_numpy(whole[place : place + source.numel()]).copy_(source, non_blocking=True)
-    if on_gpu:
-        torch.cuda.synchronize()
-
-
-def _slices(whole: _Bytes, place: int, source: _Bytes) -> Iterator[tuple[_Bytes, _Bytes]]:
-    """(target, source) of at most _SLICE bytes each."""
-    for at in range(0, len(source), _SLICE):
-        part = source[at : at + _SLICE]
-        yield whole[place + at : place + at + len(part)], part
-
-
-def _shares(slices: list[tuple[_Bytes, _Bytes]]) -> list[list[tuple[_Bytes, _Bytes]]]:
-    """Slices that a thread copies in one go: about _SLICE bytes, be it of one tensor or of thousands."""
-    shares: list[list[tuple[_Bytes, _Bytes]]] = []
-    room = 0
-    for it in slices:
-        if room < len(it[0]):
-            shares.append([])
-            room = _SLICE
-        shares[-1].append(it)
-        room -= len(it[0])
-    return shares
-
-
-def _copy_all(slices: list[tuple[_Bytes, _Bytes]]) -> None:
-    for target, source in slices:
-        np.copyto(target, source)
-
-
-def _bytes(tensor: Tensor) -> _Bytes:
-    """A tensor's memory as one row of bytes."""
-    row: _Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return row
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -10,19 +10,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.catalogue import step_path
+from hpc_train.checkpoint.copying import Copying
+from hpc_train.checkpoint.crew import Crew, Sharing, make_crew
 from hpc_train.checkpoint.errors import CheckpointError, one_line
+from hpc_train.checkpoint.incremental import Incremental
 from hpc_train.checkpoint.lock import Lock
-from hpc_train.checkpoint.saving import Saved, Taken, finish, take
+from hpc_train.checkpoint.origin import Origin
+from hpc_train.checkpoint.parallel_hdf5 import mpi_ranks
+from hpc_train.checkpoint.saving import Saved, Taken, completed, finish, take
+from hpc_train.checkpoint.section import make_section
 from hpc_train.checkpoint.shard import Stage
 from hpc_train.checkpoint.storage.place import Place
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +63,34 @@ class Saver:
     timeout: timedelta = timedelta(minutes=30)
     """A save that takes so long is given up. One whose ranks come to the commit with half of it between them fails."""
     place: Place = field(default_factory=Place)
+    overlap: bool = False
+    """`save` returns before pieces that are still are copied: `copied` is to be called before they change. Only with
+    `background`."""
     local: LocalStage | None = None
     """A disk of the node in between."""
+    origin: Origin | None = None
+    """What makes these steps; rank 0's is written into them."""
     lock: Lock | None = None
     """Rank 0's, of the directory: without it nothing is committed."""
+    incremental: Incremental | None = None
+    """Only what has changed since the save before is written. Such a save has no use for `local`."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """Of files, which `incremental` has no use for, and of a node's link or disk."""
     _stage: Stage = field(default_factory=Stage)
     _under_way: _UnderWay | None = None
+    _copying: Copying | None = None
     _ended: deque[Saved] = field(default_factory=deque)
     _group: dist.ProcessGroup | None = None
+    _crew: Crew | None = None
+    _mpi: Intracomm | None = None
     _lost: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.incremental is None or not self.sharing.files
+        if self.sharing.files and self.world.size > 1:
+            self._stage.make = make_section
+        if self.sharing.parallel_hdf5:
+            self._mpi = mpi_ranks(self.world)
 
     def save(
         self,
@@ -72,21 +100,46 @@ class Saver:
         finite: bool = True,
         validation_loss: float | None = None,
     ) -> None:
-        """Begin a save; the pieces may change when this returns. Waits for the one before, with a warning if it must.
+        """Begin a save; the pieces may change when this returns, but for `overlap`. Waits for the one before, with a
+        warning if it must.
 
         What becomes of it is told by `ended`, or by `wait`. It is left out, and told as failed, where the one before
         has not ended within `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
         finite, validation_loss: see Manifest, as far as the training knows; rank 0's count.
         """
+        self.copied()
         self._wait_for_the_one_before(step)
         if not self._agree():
             self._ended.append(self._failed(step, "the save before it has not ended, a rank or its disk hangs"))
             return
-        taken = take(self._stage, step, pieces, extra, finite, validation_loss)
+        overlap = self.overlap and self.background
+        late = not (self.background or self.incremental or self.local or self.sharing.files)
+        taken = take(self._stage, step, pieces, extra, finite, validation_loss, overlap, late)
+        taken = replace(taken, origin=self.origin)
+        self._copying = taken.staged.copying if taken.staged is not None else None
         self._under_way = _UnderWay(step, threading.Thread(target=self._finish, args=(taken,), daemon=True))
         self._under_way.thread.start()
-        if not self.background:
-            self._under_way.join(self.timeout)
+        in_time = self.background or self._under_way.join(self.timeout)
+        if not in_time and taken.staged is not None and taken.staged.filling is not None:
+            taken.staged.filling.give_up()
+
+    def copied(self) -> float:
+        """Return when the pieces of the last save may change; the seconds that this took.
+
+        On the thread, and the CUDA stream, that will change them. Before it, nothing is committed.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return 0.0
+        seconds = copying.wait()
+        if copying.changed is not None:
+            self.overlap = False
+            _log.warning(
+                "tensor %r is changed by a forward or a backward: the save that was copying it meanwhile is given up, "
+                "and later ones copy first (checkpoint.overlap=never)",
+                copying.changed,
+            )
+        return seconds
 
     def ended(self) -> list[Saved]:
         """The saves that have ended since the last call."""
@@ -94,6 +147,7 @@ class Saver:
 
     def wait(self) -> list[Saved]:
         """What `ended` gives, once no save is under way; one that does not end within `timeout` is told as failed."""
+        self.copied()
         late = self._under_way is not None and not self._under_way.join(self.timeout)
         if self._under_way is not None and late:
             self._ended.append(self._failed(self._under_way.step, "it has not ended in time, a rank or its disk hangs"))
@@ -106,6 +160,8 @@ class Saver:
             _log.exception("checkpoint step %d: unexpected error", taken.step)
             saved = self._failed(taken.step, one_line(error))
         self._lost |= saved.lost
+        if saved.warning is not None and self.world.rank == 0:
+            _log.warning("checkpoint step %d: %s", saved.step, saved.warning)
         if saved.error is None and self.world.rank == 0:
             try:
                 self.after(saved)
@@ -114,16 +170,30 @@ class Saver:
         self._ended.append(saved)
 
     def _finished(self, taken: Taken) -> Saved:
-        if self.local is not None and taken.staged is not None:
+        taken = self._compared(completed(taken))
+        shares = taken.changes is not None and not taken.changes.delta.is_whole
+        if self.local is not None and taken.staged is not None and not shares:
             try:
                 taken = replace(taken, staged=self._stage.put_aside(taken.staged, self.local))
             except Exception as error:  # told to the others when they meet
                 taken = replace(taken, failure=error)
         try:
-            return finish(self.directory, taken, self.world, self._group, self.place, self.lock)
+            saved = finish(self.directory, taken, self.world, self._group, self.place, self.lock, self._crew)
         finally:
             if taken.staged is not None and isinstance(taken.staged.image, LocalFile):
                 taken.staged.image.close()
+        if self.incremental is not None and taken.changes is not None and saved.error is None:
+            self.incremental.adopt(taken.changes, saved.path)
+        return saved
+
+    def _compared(self, taken: Taken) -> Taken:
+        """The same with what of it is new, where that is asked for."""
+        if self.incremental is None or taken.staged is None or taken.failure is not None:
+            return taken
+        try:
+            return replace(taken, changes=self.incremental.compare(taken.staged, taken.step))
+        except Exception as error:  # told to the others when they meet
+            return replace(taken, failure=error)
 
     def _wait_for_the_one_before(self, step: int) -> None:
         if self._under_way is None:
@@ -155,6 +225,7 @@ class Saver:
             return False
         if remake:
             self._group, self._lost = dist.new_group(backend="gloo", timeout=self.timeout / 2), False
+            self._crew = make_crew(self.world, self.sharing, self._group, self._mpi)
         return True
 
     def _failed(self, step: int, why: str) -> Saved:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
-from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.errors import UserError
 
 _ROOM = 1000
@@ -44,7 +45,8 @@ def found(directory: Path) -> dict[int, Path]:
     """
     try:
         with os.scandir(directory) as entries:
-            names = sorted((entry.name for entry in entries if entry.is_dir()), reverse=True)
+            ours = (entry for entry in entries if _COMMITTED.fullmatch(entry.name))
+            names = sorted((entry.name for entry in ours if entry.is_dir()), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_dir():
             raise  # a server that forgot a handle; asked again, it knows
@@ -77,12 +79,27 @@ def next_sequence(directory: Path) -> int:
     numbers, hidden = [0], 0
     for step, path in found(directory).items():
         try:
-            numbers.append(read(path, step).sequence)
+            numbers.append(_sequence(path, step, _identity(path / MANIFEST)))
         except UnreadableError:
             hidden += 1
         except CheckpointError:
             continue
     return max(numbers) + 1 + hidden * _ROOM
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Another one when the file is another, or has been written to; of a file that is not there nothing."""
+    try:
+        it = path.stat()
+    except OSError:
+        return ()
+    return it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns
+
+
+@lru_cache(maxsize=64)
+def _sequence(path: Path, step: int, identity: tuple[int, ...]) -> int:
+    """Of one step; read once, as a manifest of many tensors takes longer than a small save."""
+    return read(path, step).sequence
 
 
 def readable(path: Path, step: int) -> Manifest | None:

@@ -16,6 +16,10 @@ class UnreadableError(CheckpointError):
     """The file system does not give a file that is there: it may do so later, so this is not damage."""
 
 
+class ToldError(CheckpointError):
+    """What was agreed on after a rank had it; the text names the rank."""
+
+
 class LostRanksError(RuntimeError):
     """A rank is gone, or did not come in time: what the ranks use to talk to one another no longer works."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,16 @@ class Tensor:
         return Rectangle((0,) * len(self.shape), self.shape)
 
 
+class Within(NamedTuple):
+    """The dataset of a file that a rectangle is a part of."""
+
+    number: int
+    """Its tensor's first dataset in that file is 0 (see image.dataset_name)."""
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    """Where the rectangle begins in it."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What one file holds."""
@@ -50,6 +60,8 @@ class Held:
     rows: tuple[Row, ...]
     places: tuple[int, ...]
     """Byte of the file at which each row's data begins."""
+    within: tuple[Within, ...] | None = None
+    """[rows], where the rows are not all the datasets of the file, whole and in order."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,8 @@ class Layout:
     """[rows]"""
     offsets: tuple[Integers, ...]
     """[rows][members, dimensions]: where in the logical tensor."""
+    within: tuple[Within, ...] | None = None
+    """[rows]; see Held."""
 
     def touching(self, row: int, wanted: Rectangle) -> list[Part]:
         """The parts of one row that have an element of a rectangle."""
@@ -114,6 +128,14 @@ class Holdings:
                 found.setdefault(names[tensor], []).append((layout, row))
         return found
 
+    def is_in_one_part(self, tensor: Tensor) -> bool:
+        """Whether one file has all of a tensor, in one rectangle, and no other has any of it."""
+        rows = self._rows.get(tensor.name, ())
+        if len(rows) != 1 or len(rows[0][0].files) != 1:
+            return False
+        layout, row = rows[0]
+        return layout.shapes[row] == tensor.shape and not layout.offsets[row].any()
+
     def rectangles(self, tensor: Tensor) -> tuple[Integers, Integers]:
         """Of all parts of a tensor that have elements the offsets and the shapes, [parts, dimensions] each."""
         offsets = shapes = np.empty((0, len(tensor.shape)), dtype=np.int64)
@@ -146,7 +168,8 @@ def gather(held: Sequence[Held]) -> Holdings:
     members: dict[Any, list[int]] = {}
     for index, file in enumerate(held):
         numbered = tuple(tensors.setdefault(_tensor(row), len(tensors)) for row in file.rows)
-        members.setdefault((numbered, tuple(row.local_shape for row in file.rows), file.places), []).append(index)
+        key = (numbered, tuple(row.local_shape for row in file.rows), file.places, file.within)
+        members.setdefault(key, []).append(index)
     layouts = tuple(_layout(key, files, held) for key, files in members.items())
     return Holdings(tuple(tensors), layouts)
 
@@ -162,6 +185,7 @@ def to_json(holdings: Holdings) -> dict[str, Any]:
                 "shapes": [list(shape) for shape in it.shapes],
                 "places": it.places.tolist(),
                 "offsets": [[encode(column.tolist()) for column in of_row.T] for of_row in it.offsets],
+                **({"within": it.within} if it.within is not None else {}),
             }
             for it in holdings.layouts
         ],
@@ -183,9 +207,11 @@ def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str]
         if (key := (len(files), str(codes))) not in known:
             known[key] = _columns(codes, len(files))
     offsets = tuple(known[len(files), str(codes)] for codes in body["offsets"])
-    layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets)
+    within = tuple(Within(int(n), tuple(of), tuple(at)) for n, of, at in body["within"]) if "within" in body else None
+    layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets, within)
     rows = len(layout.tensors)
-    if not len(shapes) == len(layout.places) == len(offsets) == rows or (rows and layout.tensors.max() >= tensors):
+    columns = (shapes, layout.places, offsets, layout.tensors if within is None else within)
+    if any(len(it) != rows for it in columns) or (rows and layout.tensors.max() >= tensors):
         raise ValueError("a layout whose columns differ in length")
     return layout
 
@@ -200,13 +226,13 @@ def _columns(codes: list[Any], members: int) -> Integers:
 
 
 def _layout(key: Any, files: list[int], held: Sequence[Held]) -> Layout:
-    numbered, shapes, places = key
+    numbered, shapes, places, within = key
     offsets = tuple(
         np.asarray([held[file].rows[row].offset for file in files], dtype=np.int64).reshape(len(files), len(shape))
         for row, shape in enumerate(shapes)
     )
     of_files, of_rows, at = (np.asarray(it, dtype=np.int64) for it in (files, numbered, places))
-    return Layout(of_files, of_rows, shapes, at, offsets)
+    return Layout(of_files, of_rows, shapes, at, offsets, within)
 
 
 def _tensor(row: Row) -> Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import h5py
 import numpy as np
@@ -24,6 +26,7 @@ from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, hdf5_type
 from hpc_train.checkpoint.errors import CheckpointError, one_line
 
+T = TypeVar("T")
 ALIGNMENT = 4096
 """Bytes; of every dataset that is at least so large. What direct I/O needs of memory, offsets and lengths."""
 _META_BLOCK = 64 << 10
@@ -73,61 +76,101 @@ def dataset_names(tensors: Iterable[str]) -> list[str]:
     A reserved character becomes %XX.
     No offsets are in a name, so that the files of ranks that hold equally large shards have equal layouts.
     """
+    names = list(tensors)
+    return [dataset_name(name, number) for name, number in zip(names, occurrences(names), strict=True)]
+
+
+def dataset_name(tensor: str, number: int) -> str:
+    """Of its rectangle number `number` in the file, from 0."""
+    safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), tensor) or "%"
+    return f"{safe}@{number}" if number else safe
+
+
+def occurrences(tensors: Iterable[str]) -> list[int]:
+    """Of every name how often it was there before."""
     seen: dict[str, int] = {}
-    names = []
+    found = []
     for name in tensors:
-        safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), name) or "%"
-        count = seen[safe] = seen.get(safe, -1) + 1
-        names.append(f"{safe}@{count}" if count else safe)
-    return names
+        found.append(seen.get(name, 0))
+        seen[name] = found[-1] + 1
+    return found
 
 
 def make_image(rows: Sequence[Row]) -> Image:
     """Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file."""
-    with tempfile.TemporaryDirectory(prefix="hpc_train-image-", dir=_memory()) as folder:
-        path = Path(folder) / "image.h5"
+    with nameless(lambda path: open_hdf5(path, "w"), partial(_lay_out, rows)) as (places, content):
+        data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
+        size = os.fstat(content.fileno()).st_size
+        return Image(size, tuple(places), tuple(_gaps(content, data, size)))
+
+
+@contextmanager
+def nameless(make: Callable[[Path], Any], fill: Callable[[Any], T]) -> Iterator[tuple[T, BinaryIO]]:
+    """What `fill` says of the small HDF5 file that `make` opens, and its content. Errors as make_image.
+
+    The file loses its name as soon as it is open: nothing is left of it, however the process ends.
+    """
+    descriptor, name = tempfile.mkstemp(prefix="hpc_train-image-", dir=_memory())
+    with os.fdopen(descriptor, "rb") as content:
         try:
-            places = _lay_out(path, rows)
+            try:
+                opened = make(Path(name))
+            finally:
+                Path(name).unlink()
+            with opened as file:
+                found = fill(file)
         except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
             raise CheckpointError(one_line(error)) from error
-        data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
-        size = path.stat().st_size
-        return Image(size, tuple(places), tuple(_gaps(path, data, size)))
+        yield found, content
+
+
+@contextmanager
+def scratch_file() -> Iterator[Path]:
+    """The path of a small file that is opened more than once; where there is no disk behind it, if it can be.
+
+    It is as sparse as the model is large.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpc_train-image-", dir=_memory()) as folder:
+        yield Path(folder) / "image.h5"
 
 
 def _memory() -> str | None:
-    """A folder without a disk behind it, if there is one: the file is as sparse as the model is large."""
     shared = "/dev/shm"
     return shared if os.access(shared, os.W_OK | os.X_OK) else None
 
 
-def _lay_out(path: Path, rows: Sequence[Row]) -> list[int]:
-    with h5py.File(
+def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int = ALIGNMENT) -> Any:
+    """The file as all of ours are. Data of at least `threshold` bytes begins at a multiple of `interval`."""
+    return h5py.File(
         path,
-        "x",
+        mode,
         libver=("v110", "v110"),  # checksummed metadata, readable by HDF5 1.10 and later
         locking=False,
-        alignment_threshold=ALIGNMENT,
-        alignment_interval=ALIGNMENT,
+        alignment_threshold=threshold,
+        alignment_interval=interval,
         meta_block_size=_META_BLOCK,
-    ) as file:
-        writer = _Writer(file)
-        named = zip(dataset_names(row.name for row in rows), rows, strict=True)
-        return [writer.create(name, row) for name, row in named]
+    )
 
 
-class _Writer:
+def _lay_out(rows: Sequence[Row], file: Any) -> list[int]:
+    writer = Writer(file)
+    named = zip(dataset_names(row.name for row in rows), rows, strict=True)
+    return [writer.create(name, row) for name, row in named]
+
+
+class Writer:
     """Datasets of one open file; what they have in common is made once, as thousands of small ones take long."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, late: bool = False) -> None:
+        """late: their data gets its place not now but when something is written to it."""
         self._file = file.id
-        self._creation, self._link = _creation_properties()
+        self._creation, self._link = _creation_properties(late)
         self._text, self._integer = h5t.py_create(h5py.string_dtype(), logical=True), h5t.NATIVE_INT64
         self._dtypes: dict[torch.dtype, tuple[Any, Any]] = {}
         self._spaces: dict[tuple[int, ...], Any] = {}
 
     def create(self, name: str, row: Row) -> int:
-        """Byte of the file at which its data begins; 0 for one without elements."""
+        """Byte of the file at which its data begins; 0 for one that has no place, and for one without elements."""
         kind, text = self._dtype(row.dtype)
         dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), self._creation, self._link)
         h5a.create(dataset, b"torch_dtype", self._text, self._space(())).write(text)
@@ -148,25 +191,24 @@ class _Writer:
         return self._spaces[shape]
 
 
-def _creation_properties() -> tuple[Any, Any]:
+def _creation_properties(late: bool) -> tuple[Any, Any]:
     """Of a dataset and of its link."""
     creation, link = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
-    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_alloc_time(h5d.ALLOC_TIME_LATE if late else h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5d.FILL_TIME_NEVER)
     creation.set_obj_track_times(False)  # equal layouts make equal files
     link.set_char_encoding(h5t.CSET_UTF8)
     return creation, link
 
 
-def _gaps(path: Path, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
+def _gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
     """Everything between the tensors."""
     found, at = [], 0
-    with path.open("rb") as file:
-        for begin, end in [*data, (size, size)]:
-            assert begin >= at, "HDF5 gave two datasets the same bytes"
-            if begin > at:
-                file.seek(at)
-                found.append((at, file.read(begin - at)))
-            at = end
+    for begin, end in [*data, (size, size)]:
+        assert begin >= at, "HDF5 gave two datasets the same bytes"
+        if begin > at:
+            file.seek(at)
+            found.append((at, file.read(begin - at)))
+        at = end
     return found

@@ -7,9 +7,8 @@ file names are relative, and it can be made again from the manifest at any time.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from h5py import h5a, h5d, h5p, h5s, h5t
 from hpc_train.checkpoint.dtypes import dtype_of, hdf5_type
 from hpc_train.checkpoint.errors import Problem, one_line
 from hpc_train.checkpoint.files import sync_directory, write_file
-from hpc_train.checkpoint.holdings import Tensor
-from hpc_train.checkpoint.image import dataset_names
+from hpc_train.checkpoint.holdings import Layout, Tensor
+from hpc_train.checkpoint.image import dataset_name, dataset_names, nameless
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.rectangle import Rectangle
 
 INDEX = "index.h5"
+Tell = Callable[[int], object]
 ORDINARY = 20_000
 """Mappings up to which a save writes it: 20 microseconds and 80 bytes each."""
 _ORDINARY_TENSORS = 4_000
@@ -39,6 +39,10 @@ class Mapping:
     file: str
     dataset: str
     rectangle: Rectangle
+    start: tuple[int, ...]
+    """Where it begins in the dataset."""
+    of: tuple[int, ...] = field(default=(), compare=False)
+    """Shape of the dataset; an index does not tell it."""
 
 
 def mappings(manifest: Manifest) -> int:
@@ -51,26 +55,31 @@ def is_ordinary(manifest: Manifest) -> bool:
     return mappings(manifest) <= ORDINARY and len(manifest.holdings.tensors) <= _ORDINARY_TENSORS
 
 
-def index_image(manifest: Manifest) -> bytes:
-    """The content of index.h5; no file is opened."""
-    name = f"{INDEX}-{secrets.token_hex(8)}"  # in memory only; HDF5 takes files of one name for the same file
-    with h5py.File(name, "w", driver="core", backing_store=False, libver=("v110", "v110")) as file:
+def index_image(manifest: Manifest, tell: Tell = lambda done: None) -> bytes:
+    """The content of index.h5. Raises CheckpointError, or OSError, where there is no room for a small file.
+
+    tell: is called with the tensors that are done.
+    """
+
+    def fill(file: Any) -> None:
         tensors = manifest.holdings.tensors
         of_tensor = _mapped(manifest)
         for dataset, tensor in zip(dataset_names(it.name for it in tensors), tensors, strict=True):
             _create(file, dataset, tensor, of_tensor[tensor.name])
-        file.flush()
-        image: bytes = file.id.get_file_image()
-    return image
+            tell(1)
+
+    # The image of an open file, which needs none on a disk, is damaged in HDF5 1.10.
+    with nameless(lambda path: h5py.File(path, "w", libver=("v110", "v110"), locking=False), fill) as (_, content):
+        return content.read()
 
 
-def write_index(path: Path, manifest: Manifest) -> Path:
-    """Make the index of the step in `path`, or make it again; returns its file. Raises OSError."""
+def write_index(path: Path, manifest: Manifest, tell: Tell = lambda done: None) -> Path:
+    """Make the index of the step in `path`, or make it again; returns its file. Raises as index_image does."""
     target = path / INDEX
     beside = path / f".{INDEX}.{os.getpid()}"
     beside.unlink(missing_ok=True)
     try:
-        write_file(beside, index_image(manifest))
+        write_file(beside, index_image(manifest, tell))
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
@@ -95,12 +104,21 @@ def _mapped(manifest: Manifest) -> dict[str, list[Mapping]]:
     for layout in manifest.holdings.layouts:
         tensors = [manifest.holdings.tensors[index].name for index in layout.tensors]
         files = [manifest.files[index].name for index in layout.files]
-        rows = zip(tensors, dataset_names(tensors), layout.shapes, layout.offsets, strict=True)
-        for tensor, dataset, shape, offsets in rows:
+        rows = zip(tensors, _datasets(layout, tensors), layout.shapes, layout.offsets, strict=True)
+        for tensor, (dataset, start, of), shape, offsets in rows:
             if 0 not in shape:
                 places = zip(files, offsets.tolist(), strict=True)
-                found[tensor] += [Mapping(file, dataset, Rectangle(tuple(at), shape)) for file, at in places]
+                found[tensor] += [Mapping(file, dataset, Rectangle(tuple(at), shape), start, of) for file, at in places]
     return found
+
+
+def _datasets(layout: Layout, tensors: list[str]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Of every row the name of its dataset, where it begins in it, and the shape of the dataset."""
+    if layout.within is None:
+        rows = zip(dataset_names(tensors), layout.shapes, strict=True)
+        return [(name, (0,) * len(shape), shape) for name, shape in rows]
+    parts = zip(tensors, layout.within, strict=True)
+    return [(dataset_name(tensor, it.number), it.start, it.shape) for tensor, it in parts]
 
 
 def _create(file: Any, name: str, tensor: Tensor, parts: list[Mapping]) -> None:
@@ -113,7 +131,9 @@ def _create(file: Any, name: str, tensor: Tensor, parts: list[Mapping]) -> None:
     for part in parts:
         if tensor.shape:
             whole.select_hyperslab(part.rectangle.offset, part.rectangle.shape)
-        source = _space(part.rectangle.shape)
+        source = _space(part.of)
+        if part.of != part.rectangle.shape:
+            source.select_hyperslab(part.start, part.rectangle.shape)
         creation.set_virtual(whole, _literal(part.file), _literal(part.dataset), source)
     kind = hdf5_type(dtype_of(tensor.dtype))
     dataset = h5d.create(file.id, name.encode(), kind, _space(tensor.shape), creation, link)
@@ -152,4 +172,10 @@ def _views(dataset: Any) -> Iterator[Mapping]:
         begin, last = source.vspace.get_select_bounds() if dataset.shape else ((), ())
         shape = tuple(int(b) - int(a) + 1 for a, b in zip(begin, last, strict=True))
         file, name = (text.replace("%%", "%") for text in (source.file_name, source.dset_name))
-        yield Mapping(file, name, Rectangle(tuple(int(a) for a in begin), shape))
+        is_all = source.src_space.get_select_type() == h5s.SEL_ALL
+        start = (0,) * len(shape) if is_all else _ints(source.src_space.get_select_bounds()[0])
+        yield Mapping(file, name, Rectangle(_ints(begin), shape), start)
+
+
+def _ints(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpc_train.checkpoint import origin
 from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import checksum_of
 from hpc_train.checkpoint.holdings import Holdings, from_json, to_json
+from hpc_train.checkpoint.origin import Origin, Times
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 
 MANIFEST = "manifest.json"
@@ -29,6 +31,8 @@ class ShardFile:
     bytes: int
     digests: str
     """`<algorithm>:<hex>` of its table of digests, which lies beside it."""
+    written_at: int | None = None
+    """The earlier step that it was written with, where it is a file of both (see links); None: this one."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,20 @@ class Manifest:
     """Neither NaN nor infinity in it, and none in the loss or the gradient since the save before."""
     validation_loss: float | None = None
     """At this very step; None if it was not measured, or is not finite."""
+    origin: Origin | None = None
+    """What made it, where that was told."""
+    times: Times | None = None
+    """Of its save; None for one that no training saved, and of earlier releases."""
 
     @property
     def size(self) -> int:
         """Bytes of all shard files."""
         return sum(file.bytes for file in self.files)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of those that were written with earlier steps."""
+        return sum(file.bytes for file in self.files if file.written_at is not None)
 
     @uncollected()
     def to_bytes(self) -> bytes:
@@ -66,10 +79,13 @@ class Manifest:
             "algorithm": ALGORITHM,
             **to_json(self.holdings),
             "files": [[file.name, file.bytes, file.digests] for file in self.files],
-            "extra": self.extra,
+            **({"written_at": [file.written_at for file in self.files]} if self.shared else {}),
+            "extra": json.loads(json.dumps(self.extra, allow_nan=False)),  # as a reader will see it: no int keys
+            **({"origin": origin.to_json(self.origin)} if self.origin is not None else {}),
+            **({"times": origin.to_json(self.times)} if self.times is not None else {}),
         }
-        body = json.loads(json.dumps(body, allow_nan=False))  # as a reader will see it: no tuples, no int keys
-        return json.dumps({**body, "checksum": _checksum(body)}, separators=(",", ":")).encode() + b"\n"
+        text = _canonical(body)
+        return text[:-1] + f',"checksum":"{checksum_of(text)}"}}\n'.encode()
 
 
 @uncollected()
@@ -79,16 +95,17 @@ def from_bytes(data: bytes) -> Manifest:
     version = body.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
-    if body.pop("checksum", None) != _checksum(body):
+    if body.pop("checksum", None) != checksum_of(_canonical(body)):
         raise CheckpointError("its content does not match its own checksum")
     if version != FORMAT_VERSION or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
         raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
     try:
-        files = tuple(ShardFile(_checked(str(name)), int(size), str(digests)) for name, size, digests in body["files"])
+        files = _files(body["files"], body.get("written_at"))
         step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
         holdings, score = _within(from_json(body), len(files)), body.get("validation_loss")
         finite, score = bool(body.get("finite", True)), None if score is None else float(score)
-        return Manifest(step, sequence, world_size, holdings, files, body["extra"], finite, score)
+        told = origin.origin_from(body.get("origin")), origin.times_from(body.get("times"))
+        return Manifest(step, sequence, world_size, holdings, files, body["extra"], finite, score, *told)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"it is not a manifest ({type(error).__name__}: {error})") from error
 
@@ -115,6 +132,8 @@ def incomplete(holdings: Holdings) -> tuple[str, str] | None:
     if len(counted) < len(holdings.tensors):
         return counted.most_common(1)[0][0], "its pieces disagree on shape or dtype"
     for tensor in holdings.tensors:
+        if holdings.is_in_one_part(tensor):
+            continue
         offsets, shapes = holdings.rectangles(tensor)
         if not is_grid(tensor.shape, offsets, shapes):
             rows = zip(offsets.tolist(), shapes.tolist(), strict=True)
@@ -134,8 +153,17 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return checksum_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+def _canonical(body: dict[str, Any]) -> bytes:
+    """The same text for equal content, on which the checksum is."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _files(rows: list[Any], steps: list[int | None] | None) -> tuple[ShardFile, ...]:
+    steps = [None] * len(rows) if steps is None else steps
+    return tuple(
+        ShardFile(_checked(str(name)), int(size), str(digests), None if step is None else int(step))
+        for (name, size, digests), step in zip(rows, steps, strict=True)
+    )
 
 
 def _checked(name: str) -> str:

@@ -62,7 +62,7 @@ def poison_of(path: Path, manifest: Manifest | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """Adjacent tensors of one dtype; `rows` are (byte, elements) of each."""
 
     dtype: torch.dtype
@@ -81,18 +81,19 @@ def all_finite(memory: memoryview, held: Held) -> bool:
     A mask, of nothing above zero and -inf, is none. One pass at the speed of memory: the least and the greatest element
     are NaN if any is, and infinite if one is; neighbours of one dtype are looked at together.
     """
-    return all(_is_finite(memory, span) for span in _spans(memory, held))
+    return all(_is_finite(memory, span) for span in spans(memory, held))
 
 
-def _spans(memory: memoryview, held: Held) -> Iterator[_Span]:
-    span: _Span | None = None
+def spans(memory: memoryview, held: Held) -> Iterator[Span]:
+    """What of an image can have a NaN, in the order of the file. The bytes between tensors must be there already."""
+    span: Span | None = None
     for dtype, begin, count in _floating(held):
         if span is not None and span.dtype is dtype and _joins(memory, span, begin):
             span.rows.append((begin, count))
             continue
         if span is not None:
             yield span
-        span = _Span(dtype, begin, [(begin, count)])
+        span = Span(dtype, begin, [(begin, count)])
     if span is not None:
         yield span
 
@@ -107,27 +108,29 @@ def _floating(held: Held) -> list[tuple[torch.dtype, int, int]]:
     return sorted((it for it in found if it[2]), key=lambda it: it[1])
 
 
-def _joins(memory: memoryview, span: _Span, begin: int) -> bool:
+def _joins(memory: memoryview, span: Span, begin: int) -> bool:
     """Nothing but a little padding lies between."""
     gap = begin - span.end
     whole = (begin - span.begin) % span.dtype.itemsize == 0
     return whole and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
 
 
-def _is_finite(memory: memoryview, span: _Span) -> bool:
-    if _is_harmless(_tensor(memory, span.dtype, span.begin, (span.end - span.begin) // span.dtype.itemsize), False):
+def _is_finite(memory: memoryview, span: Span) -> bool:
+    if is_harmless(elements(memory, span.dtype, span.begin, (span.end - span.begin) // span.dtype.itemsize), False):
         return True
-    return all(_is_harmless(_tensor(memory, span.dtype, at, count), True) for at, count in span.rows)
+    return all(is_harmless(elements(memory, span.dtype, at, count), True) for at, count in span.rows)
 
 
-def _is_harmless(values: Tensor, mask: bool) -> bool:
+def is_harmless(values: Tensor, mask: bool) -> bool:
+    """Whether there is neither NaN nor infinity among them; mask: or nothing above zero and -inf."""
     least, greatest = (float(it) for it in values.aminmax())
     if mask and least == -torch.inf and greatest <= 0:
         return True
     return abs(least) < torch.inf and abs(greatest) < torch.inf  # false for NaN
 
 
-def _tensor(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
+def elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
+    """So many of them, from a byte of an image on, in a dtype that can be compared."""
     values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     if dtype.is_complex:
         return torch.view_as_real(values)

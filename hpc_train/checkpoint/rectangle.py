@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -43,6 +43,33 @@ class Rectangle:
     @property
     def _end(self) -> tuple[int, ...]:
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
+
+
+def slabs(rectangle: Rectangle, most: int) -> Iterator[Rectangle]:
+    """The same in parts of at most `most` elements, in the order of memory; each is contiguous in the rectangle."""
+    dim = next((d for d, size in enumerate(rectangle.shape) if size > 1), None)
+    if rectangle.volume <= most or dim is None:
+        yield rectangle
+        return
+    rows = max(1, most // (rectangle.volume // rectangle.shape[dim]))
+    for at in range(0, rectangle.shape[dim], rows):
+        offset, shape = list(rectangle.offset), list(rectangle.shape)
+        offset[dim] += at
+        shape[dim] = min(rows, shape[dim] - at)
+        yield from slabs(Rectangle(tuple(offset), tuple(shape)), most)
+
+
+def joined(first: Rectangle, second: Rectangle) -> Rectangle | None:
+    """The one rectangle that two are, `second` right after `first` in the order of memory; None if they are none."""
+    differs = [d for d, (a, b) in enumerate(zip(first.offset, second.offset, strict=True)) if a != b]
+    if len(differs) != 1:
+        return None
+    dim = differs[0]
+    rows = first.shape[dim] + second.shape[dim]
+    shape = (*first.shape[:dim], rows, *first.shape[dim + 1 :])
+    alike = shape == (*second.shape[:dim], rows, *second.shape[dim + 1 :])
+    follows = first.offset[dim] + first.shape[dim] == second.offset[dim] and prod(shape[:dim]) == 1
+    return Rectangle(first.offset, shape) if alike and follows else None
 
 
 def is_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:

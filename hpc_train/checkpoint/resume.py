@@ -10,12 +10,13 @@ from typing import Any
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_first
-from hpc_train.checkpoint.catalogue import found, locate, step_of
+from hpc_train.checkpoint.catalogue import found, locate, readable, step_of
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.loading import load
 from hpc_train.checkpoint.manifest import MANIFEST, read
+from hpc_train.checkpoint.origin import Origin
 from hpc_train.checkpoint.poison import poison_of
-from hpc_train.checkpoint.weights import is_weights_only, weights_of
+from hpc_train.checkpoint.weights import holds_weights_only, weights_of
 from hpc_train.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ class Resumed:
     extra: dict[str, Any]
     weights_only: bool = False
     """Optimizer and position are as they were: training begins anew, from these weights."""
+    origin: Origin | None = None
+    """What made it, where that is known."""
 
 
 def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> Resumed | None:
@@ -68,9 +71,15 @@ def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> 
 
 
 def _loaded(directory: Path, step: int, wanted: list[Piece], world: World) -> Resumed:
-    weights_only = on_first(world, lambda: is_weights_only(directory, step))
+    weights_only, origin = on_first(world, lambda: _about(directory, step))
     extra = load(directory, step, weights_of(wanted) if weights_only else wanted, world)
-    return Resumed(directory, step, extra, weights_only)
+    return Resumed(directory, step, extra, weights_only, origin)
+
+
+def _about(directory: Path, step: int) -> tuple[bool, Origin | None]:
+    """(whether it has weights only, what made it); of a damaged manifest nothing, as loading will say."""
+    manifest = readable(locate(directory, step), step)
+    return (False, None) if manifest is None else (holds_weights_only(manifest.extra), manifest.origin)
 
 
 def _candidates(directory: Path) -> list[tuple[int, str | None]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all
 from hpc_train.checkpoint.catalogue import beside, next_sequence, step_path
+from hpc_train.checkpoint.crew import Crew
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
 from hpc_train.checkpoint.files import make_directory, sync_directory, write_file
 from hpc_train.checkpoint.holdings import Held, gather
 from hpc_train.checkpoint.index import INDEX, index_image, is_ordinary
 from hpc_train.checkpoint.lock import Lock
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete
+from hpc_train.checkpoint.origin import Origin, Times, Watch
 from hpc_train.checkpoint.retention import discard, new_token, sweep
 from hpc_train.checkpoint.shard import SHARDS, Stage, Staged, folders, shard_name, write_shard
 from hpc_train.checkpoint.storage.place import Place
@@ -29,6 +31,8 @@ from hpc_train.checkpoint.storage.policy import Behaviour
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from hpc_train.checkpoint.incremental import Changes
+
 
 class Written(NamedTuple):
     """What one rank has written."""
@@ -36,6 +40,9 @@ class Written(NamedTuple):
     files: tuple[tuple[ShardFile, Held], ...] = ()
     """With what each holds; a file is named by one rank only."""
     finite: bool = True
+    warning: str | None = None
+    """See Saved."""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,16 @@ class Saved:
     seconds: float
     """From the call to the outcome."""
     stall: float = 0.0
-    """Seconds of it during which the pieces must not change."""
+    """Seconds of it for which the training waited."""
     error: CheckpointError | None = None
     lost: bool = False
     """It failed because a rank is gone or late; their group is of no use any more."""
+    shared: int = 0
+    """Of `bytes`, those of files that were written with earlier steps (see incremental)."""
+    warning: str | None = None
+    """What a person should know of it, though it was committed; the same on every rank."""
+    times: Times | None = None
+    """On rank 0, if it is committed."""
 
     def wait(self) -> None:
         """Return if the checkpoint is committed; raise CheckpointError, the same on every rank, if it is not."""
@@ -62,7 +75,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Taken:
-    """A step whose pieces are copied: they may change, and nothing is on the disk yet."""
+    """A step whose pieces are copied, or are being copied: nothing is on the disk yet."""
 
     step: int
     staged: Staged | None
@@ -75,7 +88,18 @@ class Taken:
     finite: bool = True
     """As far as the training knows; the writer looks at the state itself."""
     validation_loss: float | None = None
+    origin: Origin | None = None
     """See Manifest."""
+    changes: Changes | None = None
+    """What of it is new; None: all of it is written."""
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the training has waited for the copy until now."""
+        if self.staged is not None and self.staged.filling is not None:
+            return time.monotonic() - self.started
+        copying = self.staged.copying if self.staged is not None else None
+        return self.stall + (copying.stall if copying is not None else 0.0)
 
 
 def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, Any], world: World) -> Saved:
@@ -97,7 +121,7 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
 
     Returns when the outcome is known; checkpoint.background has saves that return when the pieces are copied.
     """
-    return finish(directory, take(Stage(), step, pieces, extra), world)
+    return finish(directory, take(Stage(), step, pieces, extra, late=True), world)
 
 
 def take(
@@ -107,14 +131,19 @@ def take(
     extra: dict[str, Any],
     finite: bool = True,
     validation_loss: float | None = None,
+    overlap: bool = False,
+    late: bool = False,
 ) -> Taken:
-    """Copy what this rank writes. An empty rectangle is left out unless its tensor is empty."""
+    """Copy what this rank writes. An empty rectangle is left out unless its tensor is empty. overlap: see copying.
+
+    late: copy while it is written, because the caller waits for the save anyway; see filling.
+    """
     assert step >= 0, step
     started = time.monotonic()
     staged, failure = None, None
     try:
         mine = [piece for piece in pieces if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)]
-        staged = stage.take(mine) if mine else None
+        staged = stage.take(mine, overlap, late) if mine else None
     except Exception as error:
         failure = error
     return Taken(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)
@@ -127,23 +156,30 @@ def finish(
     group: dist.ProcessGroup | None = None,
     place: Place | None = None,
     lock: Lock | None = None,
+    crew: Crew | None = None,
 ) -> Saved:
     """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks.
 
     place: what was found out about the directory; rank 0's counts. lock: rank 0's, without which nothing is committed.
+    crew: what ranks share, None for nothing; with shared files it is sections that they took.
     A rank that is lost fails the save as any other error does, with `lost` set.
     """
     path = step_path(directory, taken.step)
-    temporary = None
+    watch, taken, temporary = Watch(taken.started), completed(taken), None
+    watch.lap("copy")
     try:
         token, how = on_all(
-            world, lambda: _need(taken), lambda needs: prepare(path, needs, place or Place(), lock), group
+            world,
+            lambda: _need(taken),
+            lambda needs: prepare(path, crew.of_files(needs) if crew else needs, place or Place(), lock),
+            group,
         )
         temporary = beside(path, "tmp", token)
+        watch.lap("prepare")
         written = on_all(
             world,
-            lambda: _write(temporary, world.rank, taken, how),
-            lambda ranks: commit(temporary, path, _manifest(directory, taken, ranks), lock),
+            lambda: _written(temporary, world.rank, taken, how, crew),
+            lambda ranks: _commit(temporary, path, _manifest(directory, taken, ranks, watch), lock, ranks),
             group,
         )
     except (CheckpointError, LostRanksError) as error:
@@ -151,21 +187,35 @@ def finish(
             shutil.rmtree(temporary, ignore_errors=True)
         failed = CheckpointError(f"checkpoint step {taken.step} was not saved in {directory}: {error}")
         lost = isinstance(error, LostRanksError)
-        return Saved(taken.step, path, 0, time.monotonic() - taken.started, taken.stall, failed, lost)
-    return Saved(taken.step, path, written, time.monotonic() - taken.started, taken.stall)
+        return Saved(taken.step, path, 0, time.monotonic() - taken.started, taken.stalled, failed, lost)
+    times, seconds = watch.committed(), time.monotonic() - taken.started
+    size, shared, warning = written
+    return Saved(taken.step, path, size, seconds, taken.stalled, shared=shared, warning=warning, times=times)
+
+
+def completed(taken: Taken) -> Taken:
+    """The same when all of it is copied, in the thread of the save; a failure is told to the others when they meet."""
+    try:
+        if taken.staged is not None and taken.staged.copying is not None:
+            taken.staged.copying.complete()
+    except Exception as error:
+        return replace(taken, failure=error)
+    return taken
 
 
 def _need(taken: Taken) -> int:
     """Bytes that this rank will write."""
     if taken.failure is not None:
         raise taken.failure
+    if taken.changes is not None:
+        return taken.changes.size
     return taken.staged.size if taken.staged is not None else 0
 
 
 def prepare(path: Path, needs: list[int], place: Place, lock: Lock | None = None) -> tuple[str, Behaviour]:
     """Make the temporary directory and its folders, once for all ranks; returns its token, and how to write there.
 
-    needs: bytes of every rank. Without room for them CheckpointError is raised, and nothing is made.
+    needs: bytes of every file. Without room for them CheckpointError is raised, and nothing is made.
     """
     directory, token = path.parent, new_token()
     make_directory(directory)
@@ -184,17 +234,47 @@ def prepare(path: Path, needs: list[int], place: Place, lock: Lock | None = None
     return token, how
 
 
-def _write(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> Written:
-    """This rank's file, if it has anything to write."""
+def _write(temporary: Path, rank: int, taken: Taken, how: Behaviour, crew: Crew | None) -> Written:
+    """This rank's part of what is to be written, when it is its turn."""
+    if crew is None:
+        return _write_own(temporary, rank, taken, how)
+    if crew.team is None:
+        return crew.turns.run(lambda: _write_own(temporary, rank, taken, how), crew.group)
+    with ThreadPoolExecutor(1) as pool:
+        finite = pool.submit(lambda: taken.staged is None or taken.staged.is_finite())
+        files = crew.team.write(temporary, crew.name, taken.staged, how, crew.turns)
+        return Written(files, finite.result())
+
+
+def _write_own(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> Written:
+    """This rank's file, if it has anything to write; several where it shares some with earlier steps."""
     staged = taken.staged
     if staged is None:
         return Written()
+    if staged.filling is not None:
+        file = write_shard(temporary, shard_name(rank), staged, how)
+        staged.filling.confirm()
+        return Written((file,), staged.is_finite())
     with ThreadPoolExecutor(1) as pool:
-        finite = pool.submit(staged.is_finite)
-        return Written((write_shard(temporary, shard_name(rank), staged, how),), finite.result())
+        if taken.changes is None:
+            finite = pool.submit(staged.is_finite)
+            return Written((write_shard(temporary, shard_name(rank), staged, how),), finite.result())
+        finite = pool.submit(taken.changes.is_finite, staged)
+        files = taken.changes.write(temporary, shard_name(rank), staged, how)
+        return Written(files, finite.result(), taken.changes.warning)
 
 
-def _manifest(directory: Path, taken: Taken, ranks: list[Written]) -> Manifest:
+def _written(temporary: Path, rank: int, taken: Taken, how: Behaviour, crew: Crew | None) -> Written:
+    """What this rank has written, once it is known that nothing changed under the copy of it."""
+    started = time.monotonic()
+    written = _write(temporary, rank, taken, how, crew)
+    seconds = time.monotonic() - started
+    if taken.staged is not None and taken.staged.copying is not None:
+        taken.staged.copying.confirm()
+    return written._replace(seconds=seconds)
+
+
+def _manifest(directory: Path, taken: Taken, ranks: list[Written], watch: Watch) -> Manifest:
     files = [it for written in ranks for it in written.files]
     holdings = gather([held for _, held in files])
     wrong = incomplete(holdings)
@@ -203,7 +283,17 @@ def _manifest(directory: Path, taken: Taken, ranks: list[Written]) -> Manifest:
     finite = taken.finite and all(written.finite for written in ranks)
     score = taken.validation_loss if taken.validation_loss is not None and isfinite(taken.validation_loss) else None
     names = tuple(file for file, _ in files)
-    return Manifest(taken.step, next_sequence(directory), len(ranks), holdings, names, taken.extra, finite, score)
+    about = (taken.extra, finite, score, taken.origin)
+    times = watch.all_written(taken.stalled, [it.seconds for it in ranks])
+    return Manifest(taken.step, next_sequence(directory), len(ranks), holdings, names, *about, times)
+
+
+def _commit(
+    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[Written]
+) -> tuple[int, int, str | None]:
+    """(bytes, shared, warning) of Saved."""
+    warning = next((written.warning for written in ranks if written.warning), None)
+    return commit(temporary, path, manifest, lock), manifest.shared, warning
 
 
 def commit(temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None) -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hpc_train.api import Piece
-from hpc_train.checkpoint.arena import Arena, fill
+from hpc_train.checkpoint.arena import Arena
+from hpc_train.checkpoint.copying import Copying, begin
 from hpc_train.checkpoint.digests import to_bytes
 from hpc_train.checkpoint.files import checksum_of, write_file
+from hpc_train.checkpoint.filling import THREADS, Filling, can_fill
 from hpc_train.checkpoint.holdings import Held, held_by
 from hpc_train.checkpoint.image import Image, Row, make_image, row_of
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.poison import all_finite
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
-from hpc_train.checkpoint.stream import write_image
+from hpc_train.checkpoint.stream import write_image, write_stream
 
 DIGESTS = ".digests"
 """Suffix of the table of digests beside a shard file."""
@@ -25,18 +28,24 @@ DIGESTS = ".digests"
 
 @dataclass(frozen=True)
 class Staged:
-    """A shard file's image, in memory or on a disk of the node; the pieces it was made of may change."""
+    """A shard file's image, in memory or on a disk of the node."""
 
     image: memoryview | LocalFile
     size: int
     held: Held
     finite: bool | None = None
     """None: nobody has looked yet."""
+    copying: Copying | None = None
+    """What fills the image, where that may still be under way."""
+    filling: Filling | None = None
+    """What fills it while it is written."""
 
     def is_finite(self) -> bool:
         """Whether there is neither NaN nor infinity in it; see poison."""
         if self.finite is not None:
             return self.finite
+        if self.filling is not None and not self.filling.in_doubt:
+            return True
         assert isinstance(self.image, memoryview)
         return all_finite(self.image, self.held)
 
@@ -47,21 +56,26 @@ class Stage:
 
     threads: int = 2
     """That copy."""
+    make: Callable[[Sequence[Row]], Image] = make_image
+    """section.make_section for a rank that shares its file."""
     _arena: Arena = field(default_factory=Arena)
     _rows: tuple[Row, ...] | None = None
     _image: Image | None = None
 
-    def take(self, pieces: Sequence[Piece]) -> Staged:
-        """Copy the pieces. What was taken before is overwritten.
+    def take(self, pieces: Sequence[Piece], overlap: bool = False, late: bool = False) -> Staged:
+        """Copy the pieces. What was taken before is overwritten. overlap: see copying.begin. late: see filling.
 
         Raises CheckpointError for a dtype that HDF5 does not have and where memory is short.
         """
         rows = tuple(row_of(piece) for piece in pieces)
         if self._image is None or rows != self._rows:
-            self._image, self._rows = make_image(rows), rows
+            self._image, self._rows = self.make(rows), rows
         memory = self._arena.reserve(self._image.size)
-        fill(memory, self._image, pieces, self.threads)
-        return Staged(memory, self._image.size, held_by(rows, self._image))
+        held = held_by(rows, self._image)
+        if late and can_fill(pieces):
+            return Staged(memory, self._image.size, held, filling=Filling(memory, self._image, pieces, held))
+        copying = begin(memory, self._image, pieces, self.threads, overlap)
+        return Staged(memory, self._image.size, held, copying=copying)
 
     def put_aside(self, staged: Staged, local: LocalStage) -> Staged:
         """The same on a disk of the node, and the memory to spare; unchanged where that cannot be used."""
@@ -85,10 +99,20 @@ def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USU
     damaged on the disk of the node.
     """
     path, image = directory / name, staged.image
-    digests = image.copy_to(path, how) if isinstance(image, LocalFile) else write_image(path, image, staged.size, how)
-    table = to_bytes(staged.size, digests)
-    write_file(beside(path), table)
-    return ShardFile(name, staged.size, checksum_of(table)), staged.held
+    if isinstance(image, LocalFile):
+        digests = image.copy_to(path, how)
+    elif staged.filling is not None:
+        digests = write_stream(path, staged.filling.read, staged.size, how, THREADS)
+    else:
+        digests = write_image(path, image, staged.size, how)
+    return write_table(directory, name, staged.size, digests), staged.held
+
+
+def write_table(directory: Path, name: str, size: int, digests: Sequence[int]) -> ShardFile:
+    """Put the table of digests of a shard file of that size beside it, and on the disk. Raises OSError."""
+    table = to_bytes(size, digests)
+    write_file(beside(directory / name), table)
+    return ShardFile(name, size, checksum_of(table))
 
 
 def beside(path: Path) -> Path:
@@ -96,16 +120,27 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + DIGESTS)
 
 
-def shard_name(writer: int) -> str:
-    """Path within a step's directory: no folder has more than a few hundred entries, however many write."""
-    return f"{SHARDS}/{writer // FOLDER:03d}/{writer:06d}.h5"
+def shard_name(number: int, ranks: range | None = None) -> str:
+    """Path within a step's directory of the file of that number, from 0: however many there are, no folder has many.
+
+    ranks: those that write it; None: the one of that number.
+    """
+    ranks = range(number, number + 1) if ranks is None else ranks
+    last = f"-{ranks[-1]:06d}" if len(ranks) > 1 else ""
+    return f"{SHARDS}/{number // FOLDER:03d}/{ranks[0]:06d}{last}.h5"
+
+
+def writers_of(name: str) -> int:
+    """How many ranks have written the file of that name (or were to: some may have had nothing)."""
+    found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
+    return int(found[2]) - int(found[1]) + 1 if found else 1
 
 
 SHARDS = "shards"
-FOLDER = 128
+FOLDER = 64
 """Shard files in a folder; each has its table of digests beside it."""
 
 
-def folders(writers: int) -> list[str]:
-    """The folders that so many writers need."""
-    return [str(Path(shard_name(first)).parent) for first in range(0, writers, FOLDER)]
+def folders(files: int) -> list[str]:
+    """The folders that so many files need."""
+    return [str(Path(shard_name(first)).parent) for first in range(0, files, FOLDER)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -58,8 +59,7 @@ class Source:
         Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
         """
         it = self._opened(file)
-        if it.direct:
-            _read(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
+        if it.direct and self._read_directly(it, begin, size, memory):
             with self._working:
                 _verify(it, begin, memory[:size])
             return
@@ -68,6 +68,18 @@ class Source:
                 part = memory[at : min(at + _HOT, size)]
                 _read(it, begin + at, part, len(part))
                 _verify(it, begin + at, part)
+
+    def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
+        """False, and never again, where the file system had the file opened for it and refuses it now."""
+        try:
+            _read(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            it.direct = False
+            fcntl.fcntl(it.descriptor, fcntl.F_SETFL, fcntl.fcntl(it.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return False
+        return True
 
     def is_direct(self, file: int) -> bool:
         """Whether the page cache is passed by: then it reads pages into pages."""

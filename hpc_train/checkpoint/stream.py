@@ -34,55 +34,72 @@ def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUA
     return write_stream(path, lambda begin, end: memory[begin:end], size, how)
 
 
-def write_stream(path: Path, source: Source, size: int, how: Behaviour) -> list[int]:
+def write_stream(path: Path, source: Source, size: int, how: Behaviour, threads: int = THREADS) -> list[int]:
     """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, source, size, how)
+            return _write(path, flags | os.O_DIRECT, source, size, how, threads)
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, source, size, replace(how, direct=False))
+    return _write(path, flags, source, size, replace(how, direct=False), threads)
 
 
-def _write(path: Path, flags: int, source: Source, size: int, how: Behaviour) -> list[int]:
+def _write(path: Path, flags: int, source: Source, size: int, how: Behaviour, threads: int) -> list[int]:
     with opened(path, flags) as file:
-        return fill_file(file, source, size, how)
+        return fill_file(file, source, size, how, threads)
 
 
-def fill_file(file: int, source: Source, size: int, how: Behaviour) -> list[int]:
+def fill_file(file: int, source: Source, size: int, how: Behaviour, threads: int = THREADS) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
     end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
     if how.reserve:
-        _reserve(file, end)
-    digests = list(_chunks(file, source, size, end, how.write_bytes))
+        reserve(file, end)
+    digests = list(_chunks(file, source, size, end, how.write_bytes, threads))
     os.ftruncate(file, size)
     os.fsync(file)
     return digests
 
 
-def _chunks(file: int, source: Source, size: int, end: int, chunk: int) -> Iterator[int]:
-    """Hash and write every chunk, two at a time; the digests in order."""
+def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour) -> list[int]:
+    """Write whole blocks, from byte `at` on, into a file that is there and that others write to as well.
+
+    They are on the disk when this returns; returns their digests. Raises OSError.
+    """
+    assert at % BLOCK == size % BLOCK == 0, (at, size)
+    try:
+        with opened(path, os.O_WRONLY | (os.O_DIRECT if how.direct else 0)) as file:
+            digests = list(_chunks(file, source, size, size, how.write_bytes, THREADS, at))
+            os.fsync(file)
+            return digests
+    except OSError as error:
+        if not how.direct or error.errno not in NO_DIRECT:
+            raise
+    return write_part(path, at, source, size, replace(how, direct=False))
+
+
+def _chunks(file: int, source: Source, size: int, end: int, chunk: int, threads: int, at: int = 0) -> Iterator[int]:
+    """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order."""
     assert chunk % BLOCK == 0, chunk
 
     def put(begin: int) -> list[int]:
         data = source(begin, min(begin + chunk, end))
         found = digest_blocks(data[: size - begin])
-        write_at(file, data, begin)
+        write_at(file, data, at + begin)
         return found
 
     if end <= chunk:
         yield from put(0)
         return
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for found in pool.map(put, range(0, end, chunk)):
             yield from found
 
 
-def _reserve(file: int, size: int) -> None:
+def reserve(file: int, size: int) -> None:
     """So that a full disk shows before anything is written."""
     try:
         os.posix_fallocate(file, 0, max(size, 1))

@@ -11,6 +11,7 @@ from typing import Any
 from hpc_train.config.degrees import wanted
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
+from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
@@ -26,6 +27,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_resume(config)
     _check_lustre(config)
     _check_plan(config)
+    _check_sharing(config)
     wanted(config.parallel)
     return config
 
@@ -96,6 +98,32 @@ def _check_resume(config: RunConfig) -> None:
     if resume in ("auto", "never") or resume.isdigit() or "/" in resume:
         return
     raise UserError(f"checkpoint.resume={resume}: must be auto, never, a step, or the path of a checkpoint")
+
+
+def _check_sharing(config: RunConfig) -> None:
+    it = config.checkpoint
+    if it.parallel_hdf5:
+        _check_parallel_hdf5(config)
+    elif it.incremental and it.ranks_per_file != 1:
+        raise UserError(
+            f"checkpoint.ranks_per_file={it.ranks_per_file}: with checkpoint.incremental=true every rank has files of "
+            "its own, which later steps share; leave one of them out"
+        )
+
+
+def _check_parallel_hdf5(config: RunConfig) -> None:
+    it, asked = config.checkpoint, "checkpoint.parallel_hdf5=true"
+    for name in ("ranks_per_file", "writers_per_node", "stage_dir", "incremental"):
+        if getattr(it, name) != getattr(CheckpointConfig(), name):
+            raise UserError(
+                f"checkpoint.{name}={getattr(it, name)}: without meaning with {asked}, where all ranks write one file "
+                "at once from memory; leave one of them out"
+            )
+    if config.parallel.reduce_with == "mpi" or config.parallel.server.mode != "none":
+        raise UserError(
+            f"{asked}: the training uses MPI too, which serves one thread at a time; set checkpoint.ranks_per_file=0, "
+            "which shares files without MPI"
+        )
 
 
 def _check_lustre(config: RunConfig) -> None:

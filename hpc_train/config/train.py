@@ -97,9 +97,25 @@ class CheckpointConfig:
     """Steps between saves of the weights alone, into weights/ beside the checkpoints, where they stay; 0: never."""
     background: bool = True
     """Train on as soon as the state is copied in memory, and write it meanwhile; it takes as much memory again."""
+    overlap: str = setting(default="auto", choices=("auto", "always", "never"))
+    """Copy parameters and optimizer state beside the next forward and backward, which do not change them, where saves
+    are in the background. auto: on GPUs, whose copies take no processor from the training."""
+    incremental: bool = False
+    """Write only what has changed since the save before, and share the files of the rest with it, by hard links: for
+    frozen weights, adapters and embeddings. Under AdamW all that is trained changes at every step. A save that shares
+    does not go by way of stage_dir."""
     io: str = setting(default="auto", choices=("auto", "direct", "buffered"))
     """Writing past the page cache or through it; auto: past it where the file system can."""
     stage_dir: str | None = None
     """A directory on a disk of each node: a save goes there first, needs no memory any more, and is copied to the
     shared one. Environment variables in it are those of the node, as in $SLURM_TMPDIR. None: straight from memory."""
+    ranks_per_file: int = setting(default=1, ge=0)
+    """Ranks of one node that write a file together, each its own part of it, so that there are fewer files to make; 0:
+    all of a node."""
+    writers_per_node: int = setting(default=0, ge=0)
+    """Ranks of a node that write at a time, the others after them, for nodes whose link or disk is slower with many
+    streams; 0: all at once."""
+    parallel_hdf5: bool = False
+    """All ranks write one file through HDF5's MPI-IO driver, which takes an h5py that is built with MPI and ranks that
+    MPI has started. ranks_per_file shares files without it."""
     lustre: LustreConfig = setting(default=LustreConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import heapreplace
 
 import torch
@@ -41,12 +42,14 @@ def pieces(
     """Parameters, persistent buffers and optimizer state of this rank's stages.
 
     In the same order on every call, and on every rank that holds the same stages. What belongs to a `borrowed`
-    parameter is loaded here and written by the stage that owns it.
+    parameter is loaded here and written by the stage that owns it. What is trained, and its optimizer state, is still:
+    a forward may write buffers, and parameters that are not trained.
     """
     writers = _Writers()
     for part in parts:
         for parameter, name, tensor in _entries(part, optimizer):
-            yield _piece(name, tensor.detach(), writers, world, parameter in borrowed)
+            still = parameter is not None and parameter.requires_grad
+            yield replace(_piece(name, tensor.detach(), writers, world, parameter in borrowed), still=still)
 
 
 def _entries(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter | None, str, Tensor]]:

@@ -92,7 +92,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
     )
-    return world_of(rank, task.processes, task.local, device, degrees, task.store)
+    return replace(world_of(rank, task.processes, task.local, device, degrees, task.store), node=task.node)
 
 
 def world_of(

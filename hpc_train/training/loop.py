@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 
-from hpc_train.api import Engine, StepBatch, Sums, World
+from hpc_train.api import Engine, Piece, StepBatch, Sums, World
 from hpc_train.checkpoint import CheckpointError, Saved, Saver, prune
+from hpc_train.checkpoint.crew import Sharing
+from hpc_train.checkpoint.incremental import Incremental
+from hpc_train.checkpoint.origin import to_json
 from hpc_train.checkpoint.retention import Also
 from hpc_train.checkpoint.storage import LocalStage, Place, Striper
 from hpc_train.checkpoint.weights import WEIGHTS, marked, weights_of
@@ -25,6 +28,7 @@ from hpc_train.training.evaluation import validation_loss
 from hpc_train.training.folder import RunFolder
 from hpc_train.training.mfu import peak_flops, utilisation
 from hpc_train.training.noise_scale import NoiseScale
+from hpc_train.training.origin import origin_of
 from hpc_train.training.reporting import Reporter
 from hpc_train.training.schedule import peak_rate, rate
 from hpc_train.training.seeds import seed_step
@@ -77,7 +81,11 @@ class Run:
     def __post_init__(self) -> None:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
         self.peak_lr = peak_rate(self.config.optim, self.config.train.global_batch)
-        checkpoint = self.config.checkpoint
+        checkpoint, device = self.config.checkpoint, self.world.device
+        overlap = checkpoint.overlap == "always" or (checkpoint.overlap == "auto" and device.type == "cuda")
+        saves = self.world.rank == 0 and (checkpoint.every > 0 or checkpoint.weights_every > 0)
+        origin = origin_of(self.config, self.reporter.attempt) if saves else None
+        sharing = Sharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)
         self.saver = Saver(
             self.folder.checkpoints,
             self.world,
@@ -85,7 +93,11 @@ class Run:
             after=lambda _: self.retain(),
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
             place=Place(checkpoint.io, Striper(checkpoint.lustre)),
+            overlap=overlap,
             local=LocalStage.named(checkpoint.stage_dir),
+            sharing=replace(sharing, parallel_hdf5=checkpoint.parallel_hdf5),
+            incremental=Incremental() if checkpoint.incremental else None,
+            origin=origin,
         )
         self.weights_saver = Saver(
             self.folder.checkpoints / WEIGHTS,
@@ -93,8 +105,11 @@ class Run:
             background=checkpoint.background,
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
             place=Place(checkpoint.io, Striper(checkpoint.lustre)),
+            overlap=overlap,
+            sharing=sharing,
+            incremental=Incremental() if checkpoint.incremental else None,
+            origin=origin,
         )
-        device = self.world.device
         self.peak_flops = peak_flops(self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
 
     def retain(self) -> None:
@@ -111,6 +126,10 @@ class Run:
     def wait_for_saves(self) -> list[Saved]:
         """The same, once none is under way."""
         return self.saver.wait() + self.weights_saver.wait()
+
+    def copied(self) -> float:
+        """Return when parameters and optimizer state may change; the seconds that saves made it take."""
+        return self.saver.copied() + self.weights_saver.copied()
 
     def close(self) -> None:
         """End the loaders and the records."""
@@ -160,6 +179,7 @@ def train_step(run: Run) -> Step:
     fetched = time.perf_counter()
     seed_step(config.train.seed, run.step, run.world.dp_index)
     sums = run.engine.forward_backward(batch)
+    waited = run.copied()
     norm = run.engine.clip(config.optim.max_norm)
     lr = rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
     updated = run.engine.update(lr)
@@ -167,7 +187,7 @@ def train_step(run: Run) -> Step:
     if not updated:
         run.reporter.event("skipped", step=run.step)
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     _measure_noise(run, sums, norm)
     record = {
@@ -223,15 +243,17 @@ def _evaluate(run: Run) -> tuple[float | None, bool]:
 
 
 def _save_if_due(run: Run, stopping: bool) -> None:
-    every = run.config.checkpoint.every
-    if every and (stopping or run.step % every == 0 or run.step == run.steps):
-        save_checkpoint(run)
-    weights_every = run.config.checkpoint.weights_every
-    if weights_every and run.step % weights_every == 0:
-        save_weights(run)
+    every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
+    full = every and (stopping or run.step % every == 0 or run.step == run.steps)
+    weights = weights_every and run.step % weights_every == 0
+    pieces = list(run.engine.pieces()) if full or weights else []  # once: for some engines it is a collective
+    if full:
+        save_checkpoint(run, pieces)
+    if weights:
+        save_weights(run, pieces)
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: Run, pieces: Sequence[Piece]) -> None:
     """Begin to save this step. What becomes of it is told after the step in which it ends."""
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
@@ -240,14 +262,14 @@ def save_checkpoint(run: Run) -> None:
         "schema_version": run.config.schema_version,
     }
     validation = run.last_validation if run.validated_at == run.step else None
-    run.saver.save(run.step, run.engine.pieces(), extra, run.finite, validation)
+    run.saver.save(run.step, pieces, extra, run.finite, validation)
     run.finite = True
 
 
-def save_weights(run: Run) -> None:
+def save_weights(run: Run, pieces: Sequence[Piece]) -> None:
     """The same without optimizer state, for others to use; it is kept for good."""
     extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
-    run.weights_saver.save(run.step, weights_of(run.engine.pieces()), marked(extra), run.finite)
+    run.weights_saver.save(run.step, weights_of(pieces), marked(extra), run.finite)
 
 
 def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
@@ -262,7 +284,11 @@ def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
         of_weights = saved.path.parent.name == WEIGHTS
         run.saved_at = run.saved_at if of_weights else saved.step
         kind = "weights" if of_weights else "checkpoint"
-        run.reporter.event(kind, step=saved.step, seconds=saved.seconds, stall=saved.stall, bytes=saved.bytes)
+        times = {} if saved.times is None else to_json(replace(saved.times, stall=saved.stall))
+        fields = {"seconds": saved.seconds, "stall": saved.stall, "bytes": saved.bytes, "shared": saved.shared}
+        run.reporter.event(kind, step=saved.step, **{**times, **fields})
+        if saved.warning is not None:
+            run.reporter.event("warning", about="checkpoint", why=saved.warning)
 
 
 def _stopped(run: Run) -> int:

@@ -31,8 +31,10 @@ from hpc_train.runtime.search import search
 from hpc_train.runtime.start import shut_down, start
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder, write_private
+from hpc_train.training.frozen import frozen_names, incremental_advice
 from hpc_train.training.loop import Run, train
 from hpc_train.training.optimizer import make_optimizer
+from hpc_train.training.origin import other_code
 from hpc_train.training.reporting import Reporter
 from hpc_train.training.seeds import be_deterministic
 
@@ -61,7 +63,10 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         data = open_data(config, world)
         model, said = make_model(config), list[str]()
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
+        frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
+        if frozen and (advice := incremental_advice(frozen, engine.pieces())):
+            said.append(advice)
         with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
             run = assemble(config, world, folder, attempt, stop, data, engine)
             run.saver.lock = lock
@@ -131,6 +136,8 @@ def assemble(
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
+    if resumed is not None and (other := other_code(resumed.origin, run.saver.origin)) is not None:
+        run.reporter.say(other)
     if resumed is not None and resumed.weights_only:
         run.reporter.say(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -59,6 +60,14 @@ def short(call: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if call == "preadv" and len(args[1][0]) > 1:
         return (args[0], [args[1][0][: max(4097, len(args[1][0]) // 3 + 1)]], *args[2:])
     return None
+
+
+def is_killed(work: Callable[[], object]) -> bool:
+    """Whether a process that does it is killed on the way."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
 
 
 @contextmanager

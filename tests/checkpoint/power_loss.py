@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -168,12 +169,13 @@ class Disk:
 
     def _move(self, operation: Operation) -> None:
         assert operation.other is not None
-        assert operation.other.parent == operation.path.parent, "a rename to another directory is two changes"
-        parent = self._at(operation.path.parent)
-        moved: list[tuple[str, Node | None]] = [(operation.other.name, parent.names[operation.path.name])]
-        if operation.name != "link":
-            moved.append((operation.path.name, None))
-        self._rename(parent, moved)
+        parent, target = self._at(operation.path.parent), self._at(operation.other.parent)
+        node = parent.names[operation.path.name]
+        if operation.name == "link":  # one more name of the same file, whose bytes are as safe as they were
+            self._rename(target, [(operation.other.name, node)])
+            return
+        assert target is parent, "a rename to another directory is two changes"
+        self._rename(parent, [(operation.other.name, node), (operation.path.name, None)])
 
     def _rename(self, parent: Node, names: list[tuple[str, Node | None]]) -> None:
         _set(parent.names, names)
@@ -246,6 +248,33 @@ def _write(content: bytearray, operation: Operation, count: int) -> None:
         end = operation.offset + count
         content.extend(bytes(max(0, end - len(content))))
         content[operation.offset : end] = operation.data[:count]
+
+
+def violations(
+    before: Disk,
+    operations: Sequence[Operation],
+    problem: Callable[[Path, bool], str | None],
+    scratch: Path,
+    most: int,
+    last: int = 1000,
+) -> list[str]:
+    """Whatever is wrong with any state that the disk may be found in, after any of the `last` operations.
+
+    problem: of a directory; its second argument is whether all operations were made. most: states a moment.
+    """
+    drawn = random.Random(len(operations))
+    wrong, seen = [], set()
+    for number, operation in enumerate(operations, start=1):
+        before.apply(operation)
+        for found in before.states(most, drawn) if number > len(operations) - last else ():
+            returned = number == len(operations)
+            key = hash((returned, tuple(sorted(found.items()))))
+            if key not in seen:
+                seen.add(key)
+                why = problem(put(found, scratch / "found"), returned)
+                wrong += [f"after {number} ({operation.name} {operation.path.name}): {why}"] if why else []
+                shutil.rmtree(scratch / "found")
+    return wrong
 
 
 def _choices(number: int, most: int, drawn: random.Random) -> Iterator[tuple[float, ...]]:

@@ -18,9 +18,8 @@ from hpc_train.api import World
 from hpc_train.checkpoint import save
 from hpc_train.checkpoint.catalogue import readable
 from hpc_train.checkpoint.lock import take_lock
-from hpc_train.checkpoint.offline.source import slabs
 from hpc_train.checkpoint.poison import mark_bad, poison_of
-from hpc_train.checkpoint.rectangle import Rectangle, uncovered
+from hpc_train.checkpoint.rectangle import Rectangle, slabs, uncovered
 from hpc_train.testing import run_ranks
 
 

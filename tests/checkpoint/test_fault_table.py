@@ -11,6 +11,8 @@ FAULT_FILES = (
     "faults",
     "faults_reading",
     "power_loss",
+    "incremental_faults",
+    "shared_faults",
     "two_writers",
     "hung_rank",
     "poison",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from checkpoint_helpers import alone, holds, names, random_bits, save_alone, sharded, state, whole
-from faults import CALLS, EVERY, Fault, at_all, at_call, disk_full, fails, kill, short, torn
+from faults import CALLS, EVERY, Fault, at_all, at_call, disk_full, fails, is_killed, kill, short, torn
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint import CheckpointError, Saver, newest, save
@@ -67,14 +65,6 @@ def calls_of_a_save(directory: Path, ranks: int, step: int) -> list[list[str]]:
     calls = [made for _, made in run_ranks(save_new, ranks, holding_old(directory), step)]
     assert {call for made in calls for call in made} >= {*CALLS, "scandir", "io.open", "stat"}
     return calls
-
-
-def is_killed(work: Callable[[], object]) -> bool:
-    """Whether a process that does it is killed on the way."""
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    return process.exitcode == -signal.SIGKILL
 
 
 @STEPS

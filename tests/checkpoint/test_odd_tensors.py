@@ -10,7 +10,7 @@ import torch
 from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pieces, save_alone, sharded, whole
 
 from hpc_train.api import Piece, World
-from hpc_train.checkpoint import load, save, verify
+from hpc_train.checkpoint import image, load, save, verify
 from hpc_train.checkpoint.saving import finish, take
 from hpc_train.checkpoint.shard import Stage
 from hpc_train.testing import run_ranks
@@ -64,6 +64,22 @@ def test_very_many_tiny_ones(tmp_path: Path) -> None:
     many = {f"layers.{n // 100}.w{n % 100}": torch.full((n % 4,), float(n)) for n in range(5_000)}
     save_alone(tmp_path, 1, many)
     assert holds(tmp_path, 1, many)
+
+
+def test_nothing_is_left_of_the_structure_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the process ends while HDF5 makes it: the file has no name by then."""
+    monkeypatch.setattr(image, "_memory", lambda: str(tmp_path))
+    seen: list[list[Path]] = []
+    real = image.Writer.create
+
+    def create(writer: image.Writer, name: str, row: image.Row) -> int:
+        seen.append(list(tmp_path.iterdir()))
+        return real(writer, name, row)
+
+    monkeypatch.setattr(image.Writer, "create", create)
+    made = image.make_image([image.Row("w", (3,), torch.float32, (0,), (3,))])
+    assert made.places[0] > 0
+    assert seen == [[]]
 
 
 def test_no_memory_for_the_copy_on_one_rank(tmp_path: Path) -> None:

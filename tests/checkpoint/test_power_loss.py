@@ -6,13 +6,13 @@ Also shown: the model sees a protocol that leaves out any one fsync.
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from checkpoint_helpers import alone, holds, save_alone, sharded, state
 from power_loss import Disk, Operation, put, recorded
+from power_loss import violations as all_violations
 
 from hpc_train.api import World
 from hpc_train.checkpoint import committed, prune, save, verify
@@ -41,20 +41,10 @@ def operations_of_a_save(directory: Path, step: int, ranks: int = 1) -> list[Ope
 
 
 def violations(before: Disk, operations: Sequence[Operation], step: int, scratch: Path, last: int = 1000) -> list[str]:
-    """Whatever is wrong with any state that the disk may be found in, after any of the `last` operations."""
-    drawn = random.Random(len(operations))
-    wrong, seen = [], set()
-    for number, operation in enumerate(operations, start=1):
-        before.apply(operation)
-        for found in before.states(MOST, drawn) if number > len(operations) - last else ():
-            returned = number == len(operations)
-            key = hash((returned, tuple(sorted(found.items()))))
-            if key not in seen:
-                seen.add(key)
-                why = problem(put(found, scratch / "found"), step, returned)
-                wrong += [f"after {number} ({operation.name} {operation.path.name}): {why}"] if why else []
-                shutil.rmtree(scratch / "found")
-    return wrong
+    def problem_of_step(directory: Path, returned: bool) -> str | None:
+        return problem(directory, step, returned)
+
+    return all_violations(before, operations, problem_of_step, scratch, MOST, last)
 
 
 def problem(directory: Path, step: int, returned: bool) -> str | None:

@@ -102,6 +102,23 @@ VALUES = [
     ("train train.micro_batch=32", "train.micro_batch=32: larger than train.global_batch=16; ..."),
     ("train optim.lr_scaling=sqrt", "optim.lr_scaling=sqrt: needs optim.base_batch, ..."),
     ("train checkpoint.resume=foo", "checkpoint.resume=foo: must be auto, never, a step, or the path of a checkpoint"),
+    ("train checkpoint.ranks_per_file=-1", "checkpoint.ranks_per_file=-1: must be >= 0"),
+    (
+        "train checkpoint.ranks_per_file=2 checkpoint.incremental=true",
+        "checkpoint.ranks_per_file=2: with checkpoint.incremental=true every rank has files of its own, ...",
+    ),
+    (
+        "train checkpoint.parallel_hdf5=true checkpoint.ranks_per_file=0",
+        "checkpoint.ranks_per_file=0: without meaning with checkpoint.parallel_hdf5=true, ...",
+    ),
+    (
+        "train checkpoint.parallel_hdf5=true checkpoint.stage_dir=/tmp",
+        "checkpoint.stage_dir=/tmp: without meaning with checkpoint.parallel_hdf5=true, ...",
+    ),
+    (
+        "train checkpoint.parallel_hdf5=true parallel=server",
+        "checkpoint.parallel_hdf5=true: the training uses MPI too, ...; set checkpoint.ranks_per_file=0, ...",
+    ),
     ("train train.sequence_length=4096", "train.sequence_length=4096: longer than model.max_positions=2048 ..."),
     ("train model.heads=3", "model.heads=3: does not divide model.hidden=128; set model.head_dim ..."),
     ("train model.kv_heads=3", "model.kv_heads=3: does not divide model.heads=4; ..."),

@@ -14,6 +14,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from late_copies import assert_same, save_both_ways
 from outcome import engine_steps, held, whole
 from plain_setup import engine_of, global_batch, share
 
@@ -26,6 +27,7 @@ from hpc_train.parallel.server.asynchronous import AsynchronousUpdates
 from hpc_train.runtime.start import identity_map, join, shut_down, start
 
 STEPS = (0, 1, 2)
+MODES = ("synchronous", "asynchronous", "peer")
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -137,6 +139,20 @@ def _apart(engine: Engine, world: World) -> float:
     return float(max((other - flat).norm() for other in others) / flat.norm())
 
 
+def saved(world: World, mode: str, folder: Path) -> tuple[list[str], int]:
+    """Errors of saves beside the next step, and how many tensors of this rank they copied late."""
+    config = config_of(f"parallel.server.mode={mode}")
+    found = save_both_ways(
+        world,
+        lambda world: engine_of("untied", config, world),
+        lambda world, step: share(global_batch("untied", step), world, "one"),
+        folder / mode,
+    )
+    torch.distributed.barrier()
+    assert_same(folder / mode)
+    return found
+
+
 def main(folder: Path) -> None:
     """Every scenario in one job; rank 0 prints them as JSON."""
     torch.set_num_threads(1)
@@ -148,6 +164,7 @@ def main(folder: Path) -> None:
         "asynchronous": everybody(world, asynchronous(world, "parallel.server.servers=2")),
         "hybrid": everybody(world, asynchronous(world, "parallel.server.replicas=2", "parallel.server.hybrid=true")),
         "peer": everybody(world, peers(world)),
+        "saved": {mode: everybody(world, saved(world, mode, folder)) for mode in MODES},
     }
     if world.rank == 0:
         print(json.dumps(found))

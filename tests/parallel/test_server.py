@@ -79,6 +79,14 @@ def test_neighbours_agree_roughly_and_a_checkpoint_makes_them_equal(seen: dict[s
         assert rank["apart_after"] == 0
 
 
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "peer"])
+def test_a_save_beside_the_next_step_has_the_state_of_its_own(seen: dict[str, Any], mode: str) -> None:
+    """Bit by bit, as server_ranks has seen. What others may write at any time is never copied late."""
+    for errors, late in seen["saved"][mode]:
+        assert errors == []
+        assert (late > 0) == (mode == "peer")
+
+
 def test_shares_are_even_and_hosts_are_apart() -> None:
     from plain_setup import model
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from hpc_train.api import RankMap, Task, World
 from hpc_train.config.degrees import AXES
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.runtime.start import start
+from hpc_train.runtime.start import shut_down, start
 from hpc_train.testing import run_ranks
 
 
@@ -33,6 +34,15 @@ def test_ddp_replicates_over_all_ranks() -> None:
 def test_one_rank_has_all_axes_too() -> None:
     (only,) = run_ranks(seen, 1)
     assert only == {"axes": AXES, "sizes": (1, 1, 1, 1, 1), "at": (0, 0, 0, 0, 0), "rank": (0, 1), "dp": (0, 1)}
+
+
+def test_a_rank_knows_its_node() -> None:
+    def start_elsewhere(_: World) -> int:
+        shut_down()
+        task = Task(0, 1, 0, 3, 1, "testing", "localhost", dist.HashStore())
+        return start(task, RankMap((0,)), RunConfig()).node
+
+    assert run_ranks(start_elsewhere, 1) == [3]
 
 
 def test_hybrid_sharding_counts_shares_over_both_axes() -> None:

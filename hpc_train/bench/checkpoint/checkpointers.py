@@ -27,7 +27,12 @@ def hpc_train(folder: Path, world: World, state: State, targets: State) -> Side:
         [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tensors.items()]
         for tensors in (state, targets)
     )
-    saver = Saver(folder, world)
+    at_once, saver = Saver(folder, world, background=False), Saver(folder, world)
+
+    def save() -> None:
+        at_once.save(_STEP, pieces, {})
+        for saved in at_once.wait():
+            saved.wait()
 
     def wait() -> None:
         for saved in saver.wait():
@@ -41,7 +46,7 @@ def hpc_train(folder: Path, world: World, state: State, targets: State) -> Side:
         problems = verify(folder, _STEP, world)
         assert not problems, problems
 
-    return Side(OURS, lambda: begin()(), begin, lambda: load(folder, _STEP, wanted, world), sound)
+    return Side(OURS, save, begin, lambda: load(folder, _STEP, wanted, world), sound)
 
 
 def torch_dcp(folder: Path, world: World, state: State, targets: State) -> Side:

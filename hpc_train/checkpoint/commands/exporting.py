@@ -48,7 +48,7 @@ def export(where: str, out: str, options: Options, json: bool) -> int:
     temporary = folder.with_name(f".{folder.name}.tmp-{new_token()}")
     temporary.mkdir(parents=True)
     try:
-        with progress(f"step {step.manifest.step}", total) as tell:
+        with progress(f"step {step.manifest.step}", total, json) as tell:
             files = _write(temporary, step, tensors, options, where, tell)
         sync_directory(temporary)
         temporary.rename(folder)

@@ -60,7 +60,7 @@ def import_weights(source: str, run_dir: str, options: Options, json: bool) -> i
     total = sum(it.rectangle.volume * it.itemsize for it in tensors)
     run.mkdir(parents=True, exist_ok=True, mode=0o700)
     extra = marked({"imported": {"format": options.format, "from": path.name}})
-    with progress("import", total) as tell:
+    with progress("import", total, json) as tell:
         step = write_step(directory, 0, read.source, cut(tensors, options.ranks, 0), About(extra), tell)
     overrides = [f"run_dir={run}", *(_overrides(read.model) if read.model is not None else [])]
     if json:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.commands.show import print_facts, print_json, print_table, size
+from hpc_train.checkpoint.commands.provenance import PARTS, in_words, moment, provenance
+from hpc_train.checkpoint.commands.show import print_facts, print_json, print_table, progress, size
 from hpc_train.checkpoint.commands.storage import storage_facts
 from hpc_train.checkpoint.commands.target import Step, one_step, target
 from hpc_train.checkpoint.holdings import Part, Tensor
 from hpc_train.checkpoint.index import INDEX, is_ordinary, mappings, write_index
+from hpc_train.checkpoint.manifest import ShardFile
+from hpc_train.checkpoint.poison import poison_of
+from hpc_train.checkpoint.shard import writers_of
 from hpc_train.checkpoint.weights import holds_weights_only
 from hpc_train.errors import UserError
 
+_SECONDS = ("seconds", "stall", *PARTS)
 _TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
 
 
@@ -33,7 +37,7 @@ def inspect(where: str, options: Options, json: bool) -> int:
     """Print what a step holds, after writing its index where that is asked for; returns 0."""
     step = one_step(where)
     if options.index:
-        _write_index(step, options.force)
+        _write_index(step, options.force, json)
     facts = facts_of(step)
     facts["timeline"] = timeline(target(where).run, step.manifest.step)
     if options.tensors:
@@ -54,14 +58,17 @@ def facts_of(step: Step) -> dict[str, Any]:
         "sequence": manifest.sequence,
         "world_size": manifest.world_size,
         "weights_only": holds_weights_only(manifest.extra),
+        "bad": poison_of(step.path, manifest),
+        **provenance(manifest),
         "bytes": manifest.size,
+        "shared": manifest.shared,
         "elements_bytes": sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors),
         "tensor_count": len(manifest.holdings.tensors),
         "layouts": len(manifest.holdings.layouts),
         "mappings": mappings(manifest),
         "index": (step.path / INDEX).exists(),
         "storage": storage_facts(step.path, [file.name for file in manifest.files]),
-        "files": [{"file": file.name, "bytes": file.bytes} for file in manifest.files],
+        "files": [_file(it) for it in manifest.files],
         "extra": manifest.extra,
     }
 
@@ -106,14 +113,15 @@ def _tensor(tensor: Tensor, parts: list[Part]) -> dict[str, Any]:
     }
 
 
-def _write_index(step: Step, force: bool) -> None:
+def _write_index(step: Step, force: bool, quiet: bool) -> None:
     if not is_ordinary(step.manifest) and not force:
         raise UserError(
             f"{step.path}: its index would have {mappings(step.manifest):,} mappings of "
             f"{len(step.manifest.holdings.tensors):,} tensors, with which HDF5 is slow; add --force, or make a step of "
             "fewer files by `hpc-train checkpoint reshard`"
         )
-    write_index(step.path, step.manifest)
+    with progress("tensors", len(step.manifest.holdings.tensors), quiet, of_bytes=False) as tell:
+        write_index(step.path, step.manifest, tell)
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -122,7 +130,10 @@ def _print(facts: dict[str, Any]) -> None:
         [
             ("path", facts["path"]),
             ("step", f"{facts['step']}{' (weights only)' if facts['weights_only'] else ''}"),
-            ("size", f"{size(facts['bytes'])} in {len(facts['files'])} files, saved by {facts['world_size']} ranks"),
+            *([("bad", facts["bad"])] if facts["bad"] else []),
+            *in_words(facts),
+            ("size", f"{size(facts['bytes'])} in {_files(facts)}, saved by {facts['world_size']} ranks"),
+            *_shared(facts),
             ("tensors", f"{facts['tensor_count']:,} of {size(facts['elements_bytes'])}, {facts['layouts']} layouts"),
             ("index", INDEX if facts["index"] else "none; --index writes it"),
             *((name.replace("_", " "), value) for name, value in storage.items() if value is not None),
@@ -131,7 +142,7 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["timeline"]:
         print()
-        print_table(("time", "attempt", "event", "step", "seconds", "stall"), [_event(it) for it in facts["timeline"]])
+        print_table(("time", "attempt", "event", "step", *_SECONDS), [_event(it) for it in facts["timeline"]])
     if "tensors" in facts:
         print()
         rows = [
@@ -141,11 +152,27 @@ def _print(facts: dict[str, Any]) -> None:
         print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
 
 
+def _file(file: ShardFile) -> dict[str, Any]:
+    return {"file": file.name, "bytes": file.bytes, "ranks": writers_of(file.name), "written_at": file.written_at}
+
+
+def _files(facts: dict[str, Any]) -> str:
+    """`8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
+    ranks, files = sorted({it["ranks"] for it in facts["files"]}), f"{len(facts['files'])} files"
+    if not ranks or ranks[-1] == 1:
+        return files
+    return f"{files} of {ranks[-1]} ranks each" if len(ranks) == 1 else f"{files} of {ranks[0]} to {ranks[-1]} ranks"
+
+
+def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    steps = sorted({it["written_at"] for it in facts["files"] if it["written_at"] is not None})
+    named = ", ".join(map(str, steps))
+    return [("shared", f"{size(facts['shared'])} of it, written with step {named}")] if steps else []
+
+
 def _event(event: dict[str, Any]) -> tuple[object, ...]:
-    time = event.get("time")
-    when = f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}" if isinstance(time, (int, float)) else ""
-    seconds = [f"{event[key]:.2f}" if isinstance(event.get(key), float) else "" for key in ("seconds", "stall")]
-    return when, event.get("attempt", ""), event["event"], event.get("step", ""), *seconds
+    seconds = [f"{event[key]:.2f}" if isinstance(event.get(key), float) else "" for key in _SECONDS]
+    return moment(event.get("time")), event.get("attempt", ""), event["event"], event.get("step", ""), *seconds
 
 
 def _by(numbers: list[int]) -> str:

@@ -32,6 +32,12 @@ class Entry:
     """None where the manifest cannot be read."""
     bad: str | None = None
     """Why checkpoint.resume=auto passes it over, though it may be sound."""
+    shared: int = 0
+    """Of `bytes`, those of files that were written with earlier steps."""
+    saved_at: float | None = None
+    """Seconds since the epoch by the clock of the node that saved it: for people, the order is that of the commits."""
+    attempt: int | None = None
+    """Of the run."""
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `ls --json`, and the state."""
@@ -45,7 +51,7 @@ def ls(where: str, with_verify: bool, json: bool) -> int:
         print_json([entry.to_json() for entry in listed])
         return 0
     columns = ("step", "state", "size", "holds", "path")
-    rows = [(it.step, it.state, size(it.bytes), _holds(it), it.path) for it in listed]
+    rows = [(it.step, it.state, _size(it), _holds(it), it.path) for it in listed]
     print_table(columns, rows, numbers=("step", "size"))
     return 0
 
@@ -80,11 +86,18 @@ def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> Ent
     state = states[verified] if manifest is not None else "damaged"
     holds = holds_weights_only(manifest.extra) if manifest is not None else None
     count = manifest.size if manifest is not None else bytes_of(path)
-    return Entry(step, True, verified, count, str(path), state, holds, poison_of(path, manifest))
+    shared = manifest.shared if manifest is not None else 0
+    times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
+    when = (times.at if times is not None else None, origin.attempt if origin is not None else None)
+    return Entry(step, True, verified, count, str(path), state, holds, poison_of(path, manifest), shared, *when)
 
 
 def _leftover(it: Leftover) -> Entry:
     return Entry(it.step, False, None, bytes_of(it.path), str(it.path), _KINDS[it.kind])
+
+
+def _size(entry: Entry) -> str:
+    return size(entry.bytes) + (f" ({size(entry.shared)} shared)" if entry.shared else "")
 
 
 def _holds(entry: Entry) -> str:

@@ -18,8 +18,8 @@ def reshard(where: str, out: str, ranks: int, dim: int, json: bool) -> int:
     manifest = step.manifest
     directory = Path(out).expanduser().absolute()
     total = sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors)
-    about = About(manifest.extra, manifest.finite, manifest.validation_loss)
-    with Saved(step.path, manifest, step.where) as source, progress(f"step {manifest.step}", total) as tell:
+    about = About(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
+    with Saved(step.path, manifest, step.where) as source, progress(f"step {manifest.step}", total, json) as tell:
         files = cut(manifest.holdings.tensors, ranks, dim)
         path = write_step(directory, manifest.step, source, files, about, tell)
     _mark(step, directory)

@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -58,17 +66,25 @@ def size(value: int | None) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Tell]:
-    """A bar of `total` bytes on stderr while the block runs, if that is a terminal."""
-    if not sys.stderr.isatty():
+def progress(what: str, total: int, quiet: bool = False, of_bytes: bool = True) -> Iterator[Tell]:
+    """A bar of `total` bytes, or things, on stderr while the block runs, if that is a terminal.
+
+    quiet: none, as with --json.
+    """
+    if quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(30), DownloadColumn(True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    done = (DownloadColumn(True), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(30), *done, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
 
+def plain(text: str) -> str:
+    """What cannot steer a terminal, whatever names are in it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _cell(value: object) -> Text:
-    """Text that cannot steer a terminal, whatever names are in it."""
-    return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value)))
+    return Text(plain(str(value)))

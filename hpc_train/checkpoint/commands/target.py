@@ -56,11 +56,13 @@ class Step:
 def target(text: str) -> Target:
     """Raises UserError if the path is not there or holds no checkpoint; a leftover counts as one."""
     path = Path(text).expanduser().absolute()
-    if not path.is_dir():
-        raise UserError(f"{text}: no such directory; give that of a run, of its checkpoints or of one step")
-    step = step_of(path)
-    if step is not None and found(path.parent).get(step) == path:
-        return Target(path.parent, step)
+    if not text or not path.is_dir():
+        named = text or "''"
+        raise UserError(f"{named}: no such directory; give that of a run, of its checkpoints or of one step")
+    for it in (path, path.resolve()):  # a link to a step may have any name
+        step = step_of(it)
+        if step is not None and found(it.parent).get(step) == it:
+            return Target(it.parent, step)
     places = (path, path / "checkpoints")
     for place in (*places, *(it / WEIGHTS for it in places)):
         if found(place) or leftovers(place):

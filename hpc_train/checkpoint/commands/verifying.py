@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.catalogue import committed, found, locate
-from hpc_train.checkpoint.commands.show import print_json, progress, size
+from hpc_train.checkpoint.commands.show import plain, print_json, progress, size
 from hpc_train.checkpoint.commands.target import newest, target
 from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.index import index_problem
@@ -73,7 +73,7 @@ def check(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> Ve
 
 def _verdict(directory: Path, step: int, jobs: int, quiet: bool) -> Verdict:
     path = found(directory)[step]
-    with progress(f"step {step}", _size(path, step)) as tell:
+    with progress(f"step {step}", _size(path, step), quiet) as tell:
         verdict = check(path, step, jobs, tell)
     if not quiet:
         _print(path, verdict)
@@ -90,10 +90,6 @@ def _size(path: Path, step: int) -> int:
 
 def _print(path: Path, verdict: Verdict) -> None:
     if not verdict.problems:
-        print(f"{_plain(str(path))}: sound: {verdict.tensors:,} tensors, {size(verdict.bytes)}")
+        print(f"{plain(str(path))}: sound: {verdict.tensors:,} tensors, {size(verdict.bytes)}")
     for problem in verdict.problems:
-        print(_plain(f"{path}: damaged: {problem}"), file=sys.stderr)
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        print(plain(f"{path}: damaged: {problem}"), file=sys.stderr)

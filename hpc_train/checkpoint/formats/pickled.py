@@ -17,6 +17,8 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
     Raises UserError for a file that torch.load(weights_only=True) does not take.
     """
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give the file of torch.save")
     return dict(_tensors(_load(path)))
 
 

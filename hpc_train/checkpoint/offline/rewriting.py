@@ -18,8 +18,9 @@ from hpc_train.checkpoint.image import Image, Row, make_image
 from hpc_train.checkpoint.lock import Lock, take_lock
 from hpc_train.checkpoint.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.offline.blocks import BlockWriter
-from hpc_train.checkpoint.offline.source import Tensors, blank, slabs
-from hpc_train.checkpoint.rectangle import Rectangle
+from hpc_train.checkpoint.offline.source import Tensors, blank
+from hpc_train.checkpoint.origin import Origin
+from hpc_train.checkpoint.rectangle import Rectangle, slabs
 from hpc_train.checkpoint.saving import commit, prepare
 from hpc_train.checkpoint.shard import shard_name
 from hpc_train.checkpoint.storage import Place
@@ -40,6 +41,7 @@ class About:
     extra: dict[str, Any]
     finite: bool = True
     validation_loss: float | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def _manifest(path: Path, ranks: int, shards: list[tuple[ShardFile, Held]], abou
     assert step is not None, path
     holdings = gather([held for _, held in shards])
     files = tuple(file for file, _ in shards)
-    number = next_sequence(path.parent)
-    return Manifest(step, number, ranks, holdings, files, about.extra, about.finite, about.validation_loss)
+    told = (about.extra, about.finite, about.validation_loss, about.origin)
+    return Manifest(step, next_sequence(path.parent), ranks, holdings, files, *told)
 
 
 def _groups(files: Sequence[list[Row]]) -> Iterator[list[tuple[int, list[Row]]]]:

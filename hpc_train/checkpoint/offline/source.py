@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,17 +103,3 @@ def whole(source: Tensors, tensors: Sequence[Tensor]) -> dict[str, torch.Tensor]
     pieces = [blank(tensor, tensor.rectangle) for tensor in tensors]
     source.fill([piece for piece in pieces if piece.local.numel()])
     return {piece.name: piece.local for piece in pieces}
-
-
-def slabs(rectangle: Rectangle, most: int) -> Iterator[Rectangle]:
-    """The same in parts of at most `most` elements, in the order of memory; each is contiguous in the rectangle."""
-    dim = next((d for d, size in enumerate(rectangle.shape) if size > 1), None)
-    if rectangle.volume <= most or dim is None:
-        yield rectangle
-        return
-    rows = max(1, most // (rectangle.volume // rectangle.shape[dim]))
-    for at in range(0, rectangle.shape[dim], rows):
-        offset, shape = list(rectangle.offset), list(rectangle.shape)
-        offset[dim] += at
-        shape[dim] = min(rows, shape[dim] - at)
-        yield from slabs(Rectangle(tuple(offset), tuple(shape)), most)

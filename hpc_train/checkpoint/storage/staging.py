@@ -24,7 +24,7 @@ from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.storage.kind import file_system
 from hpc_train.checkpoint.storage.policy import Behaviour
 from hpc_train.checkpoint.storage.space import human
-from hpc_train.checkpoint.stream import NO_DIRECT, fill_file, write_stream
+from hpc_train.checkpoint.stream import NO_DIRECT, fill_file, write_part, write_stream
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,16 @@ class LocalFile:
 
         Raises OSError, and CheckpointError if the bytes are no longer those that were put here.
         """
-        found = write_stream(path, _Reads(self.descriptor, self.size, how.write_bytes).read, self.size, how)
+        return self._checked(write_stream(path, self._reads(how).read, self.size, how))
+
+    def copy_into(self, path: Path, at: int, how: Behaviour) -> list[int]:
+        """The same as whole blocks of a file that is there, from byte `at` on."""
+        return self._checked(write_part(path, at, self._reads(how).read, self.size, how))
+
+    def _reads(self, how: Behaviour) -> _Reads:
+        return _Reads(self.descriptor, self.size, how.write_bytes)
+
+    def _checked(self, found: list[int]) -> list[int]:
         if found != self.digests:
             raise CheckpointError("the copy in checkpoint.stage_dir was damaged before it was committed")
         return found

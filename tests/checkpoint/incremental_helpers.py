@@ -1,0 +1,77 @@
+"""Savers that share, at sizes of a test, and what they have shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from checkpoint_helpers import State, alone, holds, whole
+from torch import Tensor
+
+from hpc_train.checkpoint import Saved, Saver, verify
+from hpc_train.checkpoint.incremental import Incremental, Limits
+from hpc_train.checkpoint.index import index_problem
+from hpc_train.checkpoint.manifest import Manifest, read
+
+SMALL = Limits(least=0, run=1024)
+
+
+def saver(directory: Path, limits: Limits = SMALL) -> Saver:
+    """Of one process."""
+    return Saver(directory, alone(), background=False, incremental=Incremental(limits))
+
+
+def adapter(seed: int = 0) -> State:
+    """Frozen weights, of several types, and a small trained part with its moments."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "body.weight": drawn((64, 48), torch.float32),
+        "body.bias": drawn((48,), torch.bfloat16),
+        "experts": drawn((2, 30, 40), torch.float64),
+        "adapter.weight": drawn((4, 48), torch.float32),
+        "optim.exp_avg.adapter.weight": drawn((4, 48), torch.float32),
+        "optim.step.adapter.weight": torch.tensor(seed),
+        "none": torch.zeros(0, 3),
+    }
+
+
+def trained(tensors: State, step: int) -> State:
+    """The same after a step."""
+    fresh = adapter(1000 * step)
+    return {name: fresh[name] if "adapter" in name else tensor for name, tensor in tensors.items()}
+
+
+def saved(of: Saver, step: int, tensors: State) -> Saved:
+    """Save a step and see that it is right: bit for bit, in the eyes of `verify` and in its index."""
+    of.save(step, whole(tensors), {"step": step})
+    (it,) = of.wait()
+    assert it.error is None
+    check(of.directory, step, tensors)
+    return it
+
+
+def check(directory: Path, step: int, tensors: State) -> None:
+    """A step is whole."""
+    assert holds(directory, step, tensors)
+    assert verify(directory, step) == []
+    assert index_problem(directory / f"step-{step}", manifest(directory, step)) is None
+
+
+def manifest(directory: Path, step: int) -> Manifest:
+    """Of a committed step."""
+    return read(directory / f"step-{step}", step)
+
+
+def steps_of(directory: Path, step: int) -> list[int | None]:
+    """With which step each of its files was written."""
+    return [file.written_at for file in manifest(directory, step).files]
+
+
+def inodes(directory: Path, step: int) -> dict[int | None, int]:
+    """The file that each step wrote, in the eyes of the file system."""
+    path = directory / f"step-{step}"
+    return {file.written_at: (path / file.name).stat().st_ino for file in manifest(directory, step).files}

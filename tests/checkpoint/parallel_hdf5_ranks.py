@@ -1,0 +1,39 @@
+"""One rank of mpirun for test_parallel_hdf5.py: saves and loads by parallel HDF5."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from checkpoint_helpers import blank, same_pieces, sharded, state, whole
+from sharing import LARGE
+
+from hpc_train.checkpoint import Saver, load, verify
+from hpc_train.checkpoint.crew import Sharing
+from hpc_train.config.run import RunConfig
+from hpc_train.runtime.start import identity_map, join, shut_down, start
+
+
+def main(directory: Path) -> None:
+    """Rows for every rank, another layout, then all on the last rank, then nothing at all."""
+    torch.set_num_threads(1)
+    task = join()
+    world = start(task, identity_map(task), RunConfig())
+    last = world.rank == world.size - 1
+    steps = {1: LARGE, 2: state(2), 3: state(3), 4: {}}
+    saver = Saver(directory, world, sharing=Sharing(parallel_hdf5=True))
+    for step, tensors in steps.items():
+        mine = sharded(tensors, 0, world.rank, world.size) if step != 3 else whole(tensors) if last else []
+        saver.save(step, mine, {})
+        assert [str(it.error or "") for it in saver.wait()] == [""]
+        found = blank(mine)
+        load(directory, step, found, world)
+        assert same_pieces(found, mine), step
+        assert verify(directory, step, world) == []
+    print(f"rank {world.rank}: saved")
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Saves of several ranks that share files, and what they leave, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from checkpoint_helpers import State, random_bits, sharded, state
+
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint import Saver
+from hpc_train.checkpoint.crew import Sharing
+from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint.storage import LocalStage
+from hpc_train.testing import run_ranks
+
+LARGE = {"large": random_bits((300, 513), torch.float32, 7), **state(3)}
+"""Blocks of its own for every rank, rows that end in the middle of one, and tensors that are smaller than a page."""
+Pieces = Callable[[World], Sequence[Piece]]
+
+
+def shards(tensors: State) -> Pieces:
+    """Rows for every rank."""
+    return lambda world: sharded(tensors, 0, world.rank, world.size)
+
+
+def on_nodes(world: World, nodes: int) -> World:
+    """The same rank, as if the job had so many nodes."""
+    return replace(world, node=world.rank * nodes // world.size)
+
+
+def save_steps(
+    directory: Path,
+    steps: dict[int, Pieces],
+    ranks: int,
+    sharing: Sharing,
+    nodes: int = 1,
+    disk: LocalStage | None = None,
+) -> list[list[str]]:
+    """Save steps one after the other; returns for every rank what went wrong in each."""
+
+    def work(world: World) -> list[str]:
+        saver, said = Saver(directory, on_nodes(world, nodes), sharing=sharing, local=disk), []
+        for step, pieces in steps.items():
+            saver.save(step, pieces(world), {"n": step})
+            said += [str(it.error or "") for it in saver.wait()]
+        return said
+
+    return run_ranks(work, ranks)
+
+
+def manifest(directory: Path, step: int = 1) -> Manifest:
+    return read(directory / f"step-{step}", step)
+
+
+def files(directory: Path, step: int = 1) -> list[str]:
+    """Their names, without the folders."""
+    return [Path(it.name).name for it in manifest(directory, step).files]

@@ -1,0 +1,73 @@
+"""Copies of a save made as late as they may be: while the training waits for them, before it changes anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from hpc_train.api import Engine, StepBatch, World
+from hpc_train.checkpoint import Saver
+from hpc_train.checkpoint.copying import Copying
+
+STEPS, RATE, MAX_NORM = 3, 1e-2, 0.05
+MakeEngine = Callable[[World], Engine]
+MakeBatch = Callable[[World, int], StepBatch]
+
+
+@contextmanager
+def latest() -> Iterator[list[int]]:
+    """Gives the number of tensors of every copy that was late."""
+    late: list[int] = []
+    complete, wait = Copying.complete, Copying.wait
+
+    def reached(copying: Copying) -> threading.Event:
+        event: threading.Event = copying.__dict__.setdefault("reached", threading.Event())
+        return event
+
+    def waited(copying: Copying) -> float:
+        reached(copying).set()
+        return wait(copying)
+
+    def completed(copying: Copying) -> None:
+        if copying._later:
+            assert reached(copying).wait(60), "nobody waits for the copy"
+            late.append(len(copying._later))
+        complete(copying)
+
+    with patch.object(Copying, "complete", completed), patch.object(Copying, "wait", waited):
+        yield late
+
+
+def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Path) -> tuple[list[str], int]:
+    """Train, and save every step at once and beside the next; returns the errors and how many tensors came late."""
+    engine = make(world)
+    at_once, beside = Saver(folder / "once", world, background=False), Saver(folder / "beside", world, overlap=True)
+    ended = []
+    with latest() as late:
+        for step in range(STEPS):
+            engine.forward_backward(batch(world, step))
+            beside.copied()
+            engine.clip(MAX_NORM)
+            engine.update(RATE)
+            pieces = list(engine.pieces())
+            at_once.save(step, pieces, {})
+            beside.save(step, pieces, {})
+        ended = at_once.wait() + beside.wait()
+    return [str(it.error) for it in ended if it.error is not None], sum(late)
+
+
+def assert_same(folder: Path) -> None:
+    """Every file of tensors, byte for byte; and the steps differ from one another."""
+    shards = []
+    for step in range(STEPS):
+        names = [file[0] for file in json.loads((folder / f"once/step-{step}/manifest.json").read_text())["files"]]
+        once, beside = (
+            [(folder / way / f"step-{step}" / name).read_bytes() for name in names] for way in ("once", "beside")
+        )
+        assert once == beside
+        shards.append(once)
+    assert all(shards[step] != shards[step + 1] for step in range(STEPS - 1))
