@@ -56,7 +56,10 @@ def _plain(text: str) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand before and after options; argparse takes the first row of them only."""
     parser = make_parser()
-    arguments, rest = parser.parse_known_args(joined(sys.argv[1:] if argv is None else argv))
+    words, command_there = _split(joined(sys.argv[1:] if argv is None else argv))
+    arguments, rest = parser.parse_known_args(words)
+    if command_there:
+        arguments.words = command_there
     unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
     if unknown:
         command = f"`hpc-train {arguments.command} --help`"
@@ -64,6 +67,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before `--` and, of attach, those after it: options between RUN and `--` confuse argparse."""
+    if "--" not in words or "attach" not in words[: words.index("--")]:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_train(commands)
     _add_submit(commands)
+    _add_runs(commands)
     _add_plan(commands)
     _add_data(commands)
     _add_checkpoint(commands)
@@ -109,7 +121,16 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_config_options(command)
     command.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     command.add_argument("--json", action="store_true", help="print the answer as JSON")
+    command.add_argument(
+        "--after", action="append", default=[], metavar="RUN", help="start when this run is done; repeatable"
+    )
     command.set_defaults(run=_submit)
+
+
+def _add_runs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.launch.arguments import add_arguments
+
+    add_arguments(commands)
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -256,7 +277,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     arguments.overrides = with_slurm(arguments.overrides)
     if arguments.cfg:
         return _print_config(arguments)
-    return submit_command(arguments.overrides, arguments.config_dir, arguments.dry_run, arguments.json)
+    a = arguments
+    return submit_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
 
 
 def _bench_step(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from hpc_train.checkpoint.agreement import on_first
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import make_directory, opened, write_at
 from hpc_train.errors import UserError
+from hpc_train.runtime.alive import machine, start_of
 
 NAME = "lock"
 BEAT = 10.0
@@ -157,9 +158,9 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
     restarts = env.get("SLURM_RESTART_COUNT", "0")
     return Owner(
         socket.gethostname(),
-        _machine(),
+        machine(),
         os.getpid(),
-        _start_of(os.getpid()) or "",
+        start_of(os.getpid()) or "",
         env.get("SLURM_JOB_ID"),
         int(restarts) if restarts.isdecimal() else 0,
         secrets.token_hex(8),
@@ -256,7 +257,7 @@ def _is_dead(found: _Found, me: Owner) -> bool | None:
     if owner is None:
         return None
     if owner.machine == me.machine and owner.host == me.host:
-        return _start_of(owner.process) != owner.started
+        return start_of(owner.process) != owner.started
     if owner.job is not None and owner.job == me.job and owner.attempt < me.attempt:
         return True
     return None
@@ -299,17 +300,3 @@ def _first_line(owner: Owner) -> bytes:
 
 def _line(count: int) -> bytes:
     return b"%020d\n" % count
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def _start_of(process: int) -> str | None:
-    """Field 22 of proc_pid_stat(5); None if there is no such process, or only what its parent has not yet heard of."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

@@ -39,6 +39,12 @@ class LaunchConfig:
     """How long before the time limit the job is told to save and stop; Slurm may be up to 60 s early."""
     max_attempts: int = setting(default=100, ge=1)
     """Runs of one job, counting the requeued ones, after which it is not requeued again."""
+    chain: int = setting(default=1, ge=1, le=1000)
+    """slurm: jobs to submit, each of which goes on where the one before it stopped at its time limit, in place of a
+    requeue; those that are left when the run is over are cancelled."""
+    export: list[str] = setting(default=[])
+    """slurm: more variables of the submitting shell that the job gets, by name or pattern; the usual ones it gets
+    anyway, secrets only by name. Their values are written to no file."""
     timeout_seconds: int = setting(default=1800, ge=10)
     """A collective or a rendezvous that takes longer than this ends the job."""
     extra: dict[str, str] = setting(default={})

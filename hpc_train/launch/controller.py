@@ -15,10 +15,10 @@ from pathlib import Path
 from submitit.local.local import Controller
 
 from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.launch.failures import EXITS
+from hpc_train.launch.state.attempts import mark_result
 from hpc_train.runtime.stop import STOP_SIGNALS, let_through
 
-EXITS = "exits.json"
-"""In an attempt's log directory: [[task, exit code], ...] in the order in which they were noticed."""
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -44,7 +44,7 @@ class RankController(Controller):
         finally:
             self.kill_tasks()
         (self._logs / EXITS).write_text(json.dumps(self._exits))
-        return next((code for _, code in self._exits if code != 0), 0)
+        return _shell_code(next((code for _, code in self._exits if code != 0), 0))
 
     def _watch(self) -> None:
         """Return when every task has ended, or a moment after the first that failed."""
@@ -72,6 +72,13 @@ class RankController(Controller):
                 self._exits.append((index, code))
 
 
+def _shell_code(code: int) -> int:
+    """As a shell says it: 128 + n for a task that signal n ended."""
+    return 128 - code if code < 0 else code
+
+
 if __name__ == "__main__":
-    code = RankController(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])).run()
-    sys.exit(128 - code if code < 0 else code)
+    logs = Path(sys.argv[2])
+    code = RankController(Path(sys.argv[1]), logs, int(sys.argv[3])).run()
+    mark_result(logs, code)
+    sys.exit(code)

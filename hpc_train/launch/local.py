@@ -12,6 +12,7 @@ from typing import Any, cast
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.state.attempts import mark_begun
 from hpc_train.launch.task import ATTEMPT_VARIABLE
 from hpc_train.launch.task import main as run_task
 from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
@@ -41,6 +42,7 @@ class PoolExecutor(LocalExecutor):
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the launcher, which turns it into a stop that saves
             )
+        mark_begun(logs, "local", process.pid)
         return LocalJob(self.folder, str(process.pid), tasks=list(range(self._ranks)), process=process)
 
     def _environment(self, command: str, logs: Path) -> dict[str, str]:

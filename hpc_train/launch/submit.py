@@ -8,9 +8,13 @@ from collections.abc import Sequence
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.slurm import make_request, nodes_of, render, submit
+from hpc_train.launch.clients import ask
+from hpc_train.launch.dependencies import jobs_to_wait_for
+from hpc_train.launch.partitions import check_partition
+from hpc_train.launch.request import Request, make_request, nodes_of
+from hpc_train.launch.slurm import render, submit
 from hpc_train.launch.train import check_run, freeze, planned
-from hpc_train.training.folder import open_folder
+from hpc_train.training.folder import RunFolder, open_folder
 from hpc_train.training.records import add_event
 
 
@@ -20,8 +24,13 @@ def with_slurm(overrides: Sequence[str]) -> list[str]:
     return [f"{group}=slurm" for group in ("cluster", "launch") if group not in chosen] + list(overrides)
 
 
-def submit_command(overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool) -> int:
-    """Submit one run, or print what would be submitted; returns the exit code. What sbatch refuses leaves nothing."""
+def submit_command(
+    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
+) -> int:
+    """Submit one run, or print what would be submitted; returns the exit code. What sbatch refuses leaves nothing.
+
+    after: runs that must have ended well before this one starts.
+    """
     config = compose(overrides, config_dir)
     if config.launch.kind != "slurm":
         raise UserError(
@@ -31,23 +40,35 @@ def submit_command(overrides: Sequence[str], config_dir: str | None, dry_run: bo
     config, why = planned(config, nodes * config.cluster.ranks_per_node if nodes else None)
     ranks = nodes_of(config) * config.cluster.ranks_per_node
     folder = open_folder(config)
-    request = make_request(config, folder)
+    request = make_request(config, folder).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
         script = render(folder, request)
         print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
         return 0
+    check_partition(config, request, ask)
     new = not folder.path.exists()
     freeze(config, ranks, folder, why)
     try:
-        job_id = submit(folder, request)
+        jobs = submit(folder, request)
     except UserError:
         if new:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    add_event(folder.events, "submit", -1, job_id=job_id, nodes=request.nodes, ranks=request.ranks)
-    if as_json:
-        print(json.dumps({"job_id": job_id, "run_dir": str(folder.path), "ranks": ranks}))
-    else:
-        print(f"job {job_id}: nodes {request.nodes} x ranks {request.ranks_per_node}, run directory {folder.path}")
+    _record(folder, request, jobs)
+    _tell(folder, request, jobs, as_json)
     return 0
+
+
+def _record(folder: RunFolder, request: Request, jobs: Sequence[str]) -> None:
+    chain = {"job_ids": jobs} if len(jobs) > 1 else {}
+    add_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
+
+
+def _tell(folder: RunFolder, request: Request, jobs: Sequence[str], as_json: bool) -> None:
+    if as_json:
+        chain = {"job_ids": jobs} if len(jobs) > 1 else {}
+        print(json.dumps({"job_id": jobs[0], "run_dir": str(folder.path), "ranks": request.ranks, **chain}))
+        return
+    what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
+    print(f"{what}: nodes {request.nodes} x ranks {request.ranks_per_node}, run directory {folder.path}")

@@ -37,9 +37,14 @@ def _run(run_dir: Path) -> int:
     import logging
     from datetime import timedelta
 
+    from hpc_train.launch.clients import slurm_job
     from hpc_train.launch.spec import read_spec
+    from hpc_train.launch.state.attempts import cancel_marker
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job = slurm_job(os.environ)
+    if job is not None and cancel_marker(run_dir, job).exists():
+        _request.ask("cancel")  # what the signal would have said, that came before there was a rank
     spec = read_spec(run_dir / "job.json")
     config = spec.run_config()
 

@@ -40,8 +40,10 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
 
 
 def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
+    from hpc_train.launch.failures import explain
     from hpc_train.launch.local import local_ranks, start_pool, threads_of
-    from hpc_train.launch.watch import KILLED, explain, watch
+    from hpc_train.launch.state.attempts import mark_result
+    from hpc_train.launch.watch import KILLED, watch
 
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
@@ -55,10 +57,11 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     attempt = new_attempt(folder)
     job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
     code = watch(job, folder, attempt, config.train.log_every, stop)
+    mark_result(folder.logs(attempt), code)  # where the controller was killed it could not
     if code == KILLED:
         print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
     elif code not in (EXIT_DONE, EXIT_REQUEUE):
-        why = explain(folder, attempt) or f"the ranks left no reason; see {folder.logs(attempt)}"
+        why = explain(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {why}", file=sys.stderr)
     return code
 
@@ -157,6 +160,8 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     """One rank of srun, torchrun or mpirun. Process 0 decides the run directory, the others take it from the store."""
     import logging
 
+    from hpc_train.launch.clients import slurm_job
+    from hpc_train.launch.state.attempts import mark_begun, mark_result
     from hpc_train.launch.task import leave
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
@@ -170,7 +175,12 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
         if answer.spec is None:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
-        return run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
+        if me.process == 0:
+            mark_begun(logs, me.launcher, os.getpid(), slurm_job(os.environ))
+        code = run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
+        if me.process == 0:
+            mark_result(logs, code)
+        return code
     except BaseException as error:
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
         leave(_tell(error, me, logs))
@@ -180,12 +190,14 @@ def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
     """Say why this rank ends, a mistake of the user only once; returns its exit code."""
     import traceback
 
+    from hpc_train.launch.state.attempts import mark_result
     from hpc_train.training.failure import record_failure
 
     if isinstance(error, _ToldElsewhere):
         return EXIT_USER_ERROR
     if logs is not None:
         record_failure(logs, me.process, me.host, error)
+        mark_result(logs, EXIT_USER_ERROR if isinstance(error, UserError) else 1)
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return 1

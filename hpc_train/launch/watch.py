@@ -14,18 +14,13 @@ from typing import Any
 
 from submitit.local.local import LocalJob
 
-from hpc_train.errors import EXIT_REQUEUE
-from hpc_train.launch.controller import EXITS
 from hpc_train.runtime.stop import StopRequest
-from hpc_train.training.failure import first_failure
 from hpc_train.training.folder import RunFolder
 from hpc_train.training.progress import Progress, progress
 
 KILLED = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C."""
 _POLL_SECONDS = 0.1
-_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
-"""A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
 
 
 class Tail:
@@ -115,25 +110,3 @@ def _follow(process: subprocess.Popen[bytes], follower: Follower, stop: StopRequ
             process.send_signal(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
     follower.show()
-
-
-def explain(folder: RunFolder, attempt: int) -> str | None:
-    """Why an attempt failed, by the rank that failed first; None if no rank left a trace."""
-    logs = folder.logs(attempt)
-    if not (logs / EXITS).exists():
-        return "the process that held the ranks was killed; the ranks were told to save and stop"
-    exits: list[tuple[int, int]] = json.loads((logs / EXITS).read_text())
-    silent = [
-        (task, code)
-        for task, code in exits
-        if code not in (0, EXIT_REQUEUE) and not (logs / f"task-{task}.failure.json").exists()
-    ]
-    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
-    failure = first_failure(logs)
-    if dead is None and failure is not None:
-        return failure.text()
-    if dead or silent:
-        task, code = dead or silent[0]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code} without a word"
-        return f"task {task} {how}; its log: {folder.log(attempt, task)}"
-    return None

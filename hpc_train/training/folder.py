@@ -73,6 +73,10 @@ class RunFolder:
         """Left by the ranks when they have saved and stopped on purpose: the batch script requeues the job."""
         return self.logs(attempt) / "requeue"
 
+    def done_marker(self, attempt: int) -> Path:
+        """Left by rank 0 after the last step: srun may say 0, too, when a time limit has ended its step."""
+        return self.logs(attempt) / "done"
+
     def steps(self) -> list[int]:
         """Steps that have a committed checkpoint, whole or not."""
         found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))

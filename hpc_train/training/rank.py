@@ -20,7 +20,7 @@ from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
 from hpc_train.data.loader import Loader
-from hpc_train.errors import UserError
+from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.models.init import Initialised, initialise
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import Say, build
@@ -59,7 +59,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     world = start(task, rank_map, config)
     _let_rank_0_speak(world, task, rank_map)
     try:
-        _write_rank_map(world, task, rank_map, folder)
+        _write_rank_map(world, task, rank_map, folder, attempt)
         data = open_data(config, world)
         model, said = make_model(config), list[str]()
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
@@ -76,6 +76,8 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
                 _announce(run, count, len(data), [*rank_map.lines, *said])
                 code = train(run)
                 _farewell(run, data)
+                if code == EXIT_DONE:
+                    run.reporter.mark_done()
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
                 return code
     finally:
@@ -210,14 +212,16 @@ def _task_of(rank: int, rank_map: RankMap) -> int:
     return rank_map.process_to_rank.index(rank)
 
 
-def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder) -> None:
+def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder, attempt: int) -> None:
+    """In the run directory, and beside the logs of this attempt, which another one may map differently."""
     at = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
     everybody: list[object] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object({**at, **rank_map.own}, everybody)
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
         found = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
-        write_private(folder.rank_map, json.dumps(found, indent=1) + "\n")
+        for path in (folder.rank_map, folder.logs(attempt) / folder.rank_map.name):
+            write_private(path, json.dumps(found, indent=1) + "\n")
 
 
 def _announce(run: Run, count: int, samples: int, techniques: list[str]) -> None:

@@ -80,6 +80,11 @@ class Reporter:
         if self.metrics is not None:
             self.folder.requeue_marker(self.attempt).touch()
 
+    def mark_done(self) -> None:
+        """Tell the batch script that the run has come to its end."""
+        if self.metrics is not None:
+            self.folder.done_marker(self.attempt).touch()
+
     def close(self) -> None:
         """Flush and close all of them."""
         if self.metrics is not None:

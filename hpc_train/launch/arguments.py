@@ -1,0 +1,87 @@
+"""What the commands on runs that were started take. A help text imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_RUN = "a run directory, a sweep directory, or a job id"
+_Commands = Any
+
+
+def add_arguments(commands: _Commands) -> None:
+    """Add status, logs, cancel and attach; each sets `run`, a function of the parsed arguments."""
+    _add_status(commands)
+    _add_logs(commands)
+    _add_cancel(commands)
+    _add_attach(commands)
+
+
+def _command(commands: _Commands, name: str, summary: str) -> Any:
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("target", metavar="RUN", help=_RUN)
+    return command
+
+
+def _count(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
+
+
+def _add_status(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.launch.status import status_command
+
+        return status_command(arguments.target, arguments.json, arguments.watch)
+
+    command = _command(commands, "status", "where a run, or every point of a sweep, has got to")
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument("-w", "--watch", action="store_true", help="a live table, until all has ended (or Ctrl-C)")
+    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    command.set_defaults(run=run)
+
+
+def _add_logs(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.launch.logs import Choice, logs_command
+
+        a = arguments
+        return logs_command(a.target, Choice(a.rank, a.attempt, a.tail), a.follow, a.first_error)
+
+    command = _command(commands, "logs", "what the ranks of a run print")
+    command.add_argument("-f", "--follow", action="store_true", help="go on as it grows, over requeues, to the end")
+    command.add_argument("--rank", type=_count, metavar="R", help="of this rank (default: 0, which speaks for all)")
+    command.add_argument("--attempt", type=_count, metavar="A", help="of this attempt (default: the newest)")
+    command.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+    command.add_argument("--first-error", action="store_true", help="the rank that failed first, and with what")
+    command.set_defaults(run=run)
+
+
+def _add_cancel(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.launch.cancel import cancel_command
+
+        return cancel_command(arguments.target, arguments.yes, arguments.now)
+
+    command = _command(commands, "cancel", "let a run save, and end it; nothing of it is requeued")
+    command.add_argument("--yes", action="store_true", help="do not ask")
+    command.add_argument("--now", action="store_true", help="do not wait for the ranks to save")
+    command.set_defaults(run=run)
+
+
+def _add_attach(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.launch.attach import attach_command
+
+        a = arguments
+        return attach_command(a.target, a.words, a.rank, a.node, a.dry_run)
+
+    command = _command(commands, "attach", "a shell, or a command after --, inside of a running job")
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--rank", type=_count, metavar="R", help="on the node of this rank (default: 0)")
+    where.add_argument("--node", metavar="NAME", help="on this node of the job")
+    command.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
+    command.epilog = "After -- comes the command to run there; without one it is a login shell."
+    command.set_defaults(run=run, words=[])

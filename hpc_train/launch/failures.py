@@ -1,0 +1,90 @@
+"""Which task of an attempt failed first, and how: its own word, else what those who watched it saw."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.training.failure import Failure, first_failure
+
+EXITS = "exits.json"
+"""In an attempt's log directory, by the local pool: [[task, exit code], ...] in the order of their ends."""
+SRUN_ERRORS = "srun.err"
+_SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+_DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
+_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+"""A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """The task that failed first."""
+
+    task: int
+    text: str
+    """For a person: one line, or with the traceback after it."""
+    host: str = ""
+    traceback: str = ""
+    """Of the task's own failure; "" where it left no word, or only the user is to blame."""
+
+    @property
+    def line(self) -> str:
+        """All in one line: with a traceback, its last one."""
+        last = self.traceback.strip().splitlines()[-1:] if self.traceback else []
+        return ": ".join([self.text.splitlines()[0].rstrip(":"), *last])
+
+
+def first_error(logs: Path) -> FirstError | None:
+    """The first failure of the attempt whose log directory this is; None if nobody left a trace of one.
+
+    Only the local pool sees the order in which tasks end; srun does not tell it, so there a task that was ended from
+    outside counts only if all others merely lost a peer.
+    """
+    failure = first_failure(logs)
+    dead = _seen_by_the_pool(logs, failure)
+    if dead is None and (failure is None or failure.lost_peer):
+        dead = _seen_by_srun(logs)
+    if dead is not None or failure is None:
+        return dead
+    return FirstError(
+        failure.task, failure.text().strip(), failure.host, "" if failure.user_error else failure.traceback
+    )
+
+
+def explain(logs: Path) -> str | None:
+    """Why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
+    if not (logs / EXITS).exists():
+        return "the process that held the ranks was killed; the ranks were told to save and stop"
+    error = first_error(logs)
+    return error.text if error else None
+
+
+def _is_silent(logs: Path, task: int | str) -> bool:
+    return not (logs / f"task-{task}.failure.json").exists()
+
+
+def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
+    exits: list[tuple[int, int]] = json.loads((logs / EXITS).read_text()) if (logs / EXITS).exists() else []
+    silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _is_silent(logs, task)]
+    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
+    if dead is None and (failure is not None or not silent):
+        return None
+    task, code = dead or silent[0]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code} without a word"
+    return FirstError(task, f"task {task} {how}; its log: {logs / f'task-{task}.log'}")
+
+
+def _seen_by_srun(logs: Path) -> FirstError | None:
+    """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
+    path = logs / SRUN_ERRORS
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in _SRUN_LINE.finditer(text):
+        task = re.split("[,-]", line["tasks"])[0]
+        if line["how"].startswith(_DEADLY_WORDS) and _is_silent(logs, task):
+            how = f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
+            return FirstError(int(task), how, line["host"])
+    return None

@@ -1,0 +1,226 @@
+"""`hpc-train logs RUN`: what a rank printed, in which attempt; the first error; and the log as it grows."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.launch.clients import ask
+from hpc_train.launch.failures import FirstError, first_error
+from hpc_train.launch.ranks import rank_of, task_of
+from hpc_train.launch.state.attempts import RESULT, read_attempts
+from hpc_train.launch.state.backoff import Backoff
+from hpc_train.launch.state.points import find, one
+from hpc_train.launch.state.states import State
+from hpc_train.launch.status import survey
+
+_POLL_SECONDS = 0.2
+_LINES_OF_AN_ERROR = 20
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which log, and how much of it."""
+
+    rank: int | None = None
+    attempt: int | None = None
+    tail: int | None = None
+    """Lines; None: all."""
+
+
+def logs_command(run: str, choice: Choice, follow: bool, error_only: bool) -> int:
+    """Print a log; returns the exit code. Raises UserError, one line, for what is not there (yet)."""
+    point = one(find(run, ask), run)
+    if error_only:
+        return _print_first_error(point.run, choice)
+    if follow:
+        return _follow(point.run, choice, lambda: survey([point])[0].state)
+    attempt = _attempt(point.run, choice)
+    _write(_end_of(_log(point.run, attempt, choice), choice.tail))
+    return 0
+
+
+def _attempts(run: Path) -> list[int]:
+    return [attempt.number for attempt in read_attempts(run)]
+
+
+def _attempt(run: Path, choice: Choice) -> int:
+    there = _attempts(run)
+    if not there:
+        raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")
+    if choice.attempt is None:
+        return there[-1]
+    if choice.attempt not in there:
+        raise UserError(f"--attempt {choice.attempt}: there is {', '.join(map(str, there))}")
+    return choice.attempt
+
+
+def _log(run: Path, attempt: int, choice: Choice) -> Path:
+    """The log of the chosen rank; that of the batch script where no rank came to print anything.
+
+    Raises UserError if the attempt has no such rank.
+    """
+    folder = run / "logs" / str(attempt)
+    path = folder / f"task-{task_of(folder, choice.rank or 0)}.log"
+    if path.exists():
+        return path
+    tasks = sorted(int(log.stem.removeprefix("task-")) for log in folder.glob("task-*.log"))
+    if tasks:
+        raise UserError(f"--rank {choice.rank or 0}: attempt {attempt} has ranks 0 to {tasks[-1]}")
+    for other in (_job_log(run, attempt), folder / "srun.log"):
+        if other is not None and other.exists():
+            return other
+    raise UserError(f"{folder}: no rank has printed anything (yet)")
+
+
+def _job_log(run: Path, attempt: int) -> Path | None:
+    begun = next((it.begun for it in read_attempts(run) if it.number == attempt), None)
+    return run / "logs" / f"job-{begun.job_id}.log" if begun and begun.job_id else None
+
+
+def _end_of(path: Path, lines: int | None) -> bytes:
+    """The last lines of a file, read from its end; all of it for None."""
+    if lines is None:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        at, found = file.seek(0, 2), b""
+        while at > 0 and found.count(b"\n") <= lines:
+            step = min(_BLOCK, at)
+            at -= step
+            file.seek(at)
+            found = file.read(step) + found
+    return b"".join(found.splitlines(keepends=True)[-lines:]) if lines else b""
+
+
+def _write(text: bytes) -> None:
+    sys.stdout.write(text.decode(errors="replace"))
+    sys.stdout.flush()
+
+
+def _print_first_error(run: Path, choice: Choice) -> int:
+    """The newest attempt that failed counts, unless one was chosen."""
+    attempts = [_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
+    for attempt in attempts:
+        folder = run / "logs" / str(attempt)
+        error = first_error(folder)
+        if error is not None and (choice.attempt is not None or not _is_done(run, attempt)):
+            _write(_told(error, folder, attempt, choice.tail).encode())
+            return 0
+    looked = f"attempt {choice.attempt}" if choice.attempt is not None else f"{len(attempts)} attempts"
+    result = next((it.result for it in reversed(read_attempts(run)) if it.number in attempts and it.result), None)
+    why = f"; attempt ended with exit code {result.exit_code}: {result.why}" if result and result.why else ""
+    print(f"no rank failed in {looked} of {run}{why}")
+    return 0
+
+
+def _is_done(run: Path, attempt: int) -> bool:
+    return any(it.number == attempt and it.result is not None and it.result.done for it in read_attempts(run))
+
+
+def _told(error: FirstError, folder: Path, attempt: int, tail: int | None) -> str:
+    """Who, the last lines that it printed before, and its traceback."""
+    log = folder / f"task-{error.task}.log"
+    rank = rank_of(folder, error.task)
+    where = f" on {error.host}" if error.host else ""
+    lines = _end_of(log, None).decode(errors="replace").splitlines() if log.exists() else []
+    if error.traceback and "Traceback (most recent call last):" in lines:
+        lines = lines[: lines.index("Traceback (most recent call last):")]
+    lines = lines[-(_LINES_OF_AN_ERROR if tail is None else tail) :] if tail != 0 else []
+    parts = [f"attempt {attempt}, rank {rank} (task {error.task}){where}: {log}", *lines, error.text]
+    return "\n".join(parts) + "\n"
+
+
+def _follow(run: Path, choice: Choice, state: Callable[[], State]) -> int:
+    """Print what is there and what comes, over requeues, until the run has ended."""
+    ended = _Ended(state)
+    shown = 0
+    for attempt in _as_they_begin(run, choice, ended):
+        path = _appearing(run, attempt, choice, ended)
+        if path is not None:
+            if shown:
+                print(f"==> attempt {attempt}: {path} <==", flush=True)
+            shown += 1
+            _grow(path, choice.tail, partial(_is_over, run, attempt, ended))
+    return 0
+
+
+class _Ended:
+    """Whether the run has come to its end; Slurm is asked politely."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state, self._backoff = state, Backoff()
+        self._last: State | None = None
+        self._due = 0.0
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._due and not self.already:
+            now = self._state()
+            self._due = time.monotonic() + self._backoff.seconds(now != self._last)
+            self._last = now
+        return self.already
+
+    @property
+    def already(self) -> bool:
+        return self._last is not None and self._last.ended
+
+
+def _as_they_begin(run: Path, choice: Choice, ended: Callable[[], bool]) -> Iterator[int]:
+    """The chosen attempt, or the newest and all that come after it."""
+    if choice.attempt is not None:
+        yield _attempt(run, choice)
+        return
+    seen = -1
+    while True:
+        over = ended()  # before looking, so that what began meanwhile is not missed
+        there = [number for number in _attempts(run) if number > seen]
+        if there:
+            seen = there[0] if seen >= 0 else there[-1]
+            yield seen
+        elif over:
+            return
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def _appearing(run: Path, attempt: int, choice: Choice, ended: Callable[[], bool]) -> Path | None:
+    """The log of an attempt as soon as there is one; None if it ends without."""
+    folder = run / "logs" / str(attempt)
+    while not _is_over(run, attempt, ended):
+        path = folder / f"task-{task_of(folder, choice.rank or 0)}.log"
+        if path.exists():
+            return path
+        time.sleep(_POLL_SECONDS)
+    try:
+        return _log(run, attempt, choice)
+    except UserError as error:
+        print(f"hpc-train: {error}", file=sys.stderr)
+        return None
+
+
+def _is_over(run: Path, attempt: int, ended: Callable[[], bool]) -> bool:
+    """Whether an attempt has left its result, or a later one has begun, or the run has ended without."""
+    logs = run / "logs"
+    return (logs / str(attempt) / RESULT).exists() or (logs / str(attempt + 1)).is_dir() or ended()
+
+
+def _grow(path: Path, tail: int | None, over: Callable[[], bool]) -> None:
+    shown = _end_of(path, tail)
+    at = path.stat().st_size
+    _write(shown)
+    while True:
+        last = over()  # before reading, so that its last words are read
+        with path.open("rb") as file:
+            file.seek(at)
+            new = file.read()
+        at += len(new)
+        if new:
+            _write(new)
+        if last:
+            return
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,28 @@
+"""Which task is which rank, and where: rankmap.json, as the attempt itself wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RANK_MAP = "rankmap.json"
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
+    try:
+        found = json.loads((folder / RANK_MAP).read_text())["ranks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def task_of(folder: Path, rank: int) -> int:
+    """The task that is this rank; without a rank map launchers' order holds."""
+    return next((int(entry["process"]) for entry in entries(folder) if entry["rank"] == rank), rank)
+
+
+def rank_of(folder: Path, task: int) -> int:
+    """The rank that a task is."""
+    return next((int(entry["rank"]) for entry in entries(folder) if entry["process"] == task), task)

@@ -1,0 +1,191 @@
+"""From facts to a state: pure, and in one place. What a run says of its own end counts more than what Slurm says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeGuard
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.launch.state.attempts import Attempt, Result
+from hpc_train.launch.state.facts import Facts
+from hpc_train.launch.state.records import Record, nodes
+from hpc_train.launch.state.states import State, Status, ours
+
+_FORGOTTEN = "Slurm does not know the job any more"
+_CANCELLED = "cancelled by hpc-train cancel"
+_SIGNS = 60.0
+"""Seconds without a sign of life after which nothing is said of a run on another machine."""
+_INTERRUPTED = 130
+
+
+def decide(facts: Facts) -> Status:
+    """The state of one point."""
+    newest = facts.newest
+    status = Status(
+        facts.point.name,
+        facts.jobs[-1] if facts.jobs else None,
+        newest.number if newest else None,
+        State.UNKNOWN,
+        nodes=_nodes(newest),
+    )
+    if newest and newest.result and newest.result.done:
+        job = newest.begun.job_id if newest.begun else status.job_id
+        return replace(status, job_id=job, state=State.DONE, exit_code=0)
+    if not facts.jobs or (_started_by_hand(newest) and (newest.result is not None or facts.alive is False)):
+        return _local(facts, status)
+    return _with_slurm(facts, status)
+
+
+def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
+    """By srun or mpirun inside of a job, which tells little of the ranks."""
+    return newest is not None and newest.begun is not None and newest.begun.launcher != "slurm"
+
+
+def _with_slurm(facts: Facts, status: Status) -> Status:
+    record = _telling(facts)
+    if record is None:
+        return _unrecorded(facts, status)
+    status = replace(status, job_id=record.job_id, nodes=record.nodes or status.nodes)
+    state, result = ours(record.state), facts.newest.result if facts.newest else None
+    began = any(it.begun is not None and it.begun.job_id == record.job_id for it in facts.attempts)
+    if state is State.UNKNOWN:
+        return replace(status, reason=f"Slurm calls it {record.state}")
+    if state.waiting:
+        again = state is State.REQUEUED or began or _chained(facts)
+        where = () if record.state == "PENDING" else status.nodes
+        return replace(status, state=State.REQUEUED if again else State.PENDING, reason=record.reason, nodes=where)
+    if state is State.RUNNING:
+        if record.state == "COMPLETING" and result is not None and began:
+            return _requeued(status, result) if result.goes_on else _ended(facts, status, result)
+        word = "" if record.state == "RUNNING" else record.state.lower()
+        return replace(status, state=state, reason="asked to stop and save" if facts.cancelled and not word else word)
+    return _over(facts, status, record, result if began else None)
+
+
+def _telling(facts: Facts) -> Record | None:
+    """The record that matters: of a chain's the one that runs, else the next one, else that of the newest attempt."""
+    for wanted in (State.RUNNING, State.REQUEUED, State.PENDING):
+        for record in facts.records:
+            if ours(record.state) is wanted:
+                return record
+    newest = facts.newest
+    job = newest.begun.job_id if newest and newest.begun else None
+    return next((it for it in facts.records if it.job_id == job), facts.records[-1] if facts.records else None)
+
+
+def _chained(facts: Facts) -> bool:
+    """Whether an earlier job of the chain has begun."""
+    return len(facts.jobs) > 1 and any(it.begun and it.begun.job_id in facts.jobs for it in facts.attempts)
+
+
+def _requeued(status: Status, result: Result) -> Status:
+    return replace(status, state=State.REQUEUED, reason=result.why)
+
+
+def _over(facts: Facts, status: Status, record: Record, result: Result | None) -> Status:
+    """Slurm says that the job has ended; why it did so the run may know better."""
+    state = ours(record.state)
+    code = result.exit_code if result else record.exit_code or None  # Slurm's 0 says only that no code is known
+    status = replace(status, state=state, exit_code=code)
+    if state is State.DONE:
+        # Our batch scripts end with the code of their ranks: a good end without a marker is a marker that was lost.
+        return replace(status, exit_code=0)
+    if state is State.FAILED and result is not None:
+        return _ended(facts, status, result)
+    return replace(status, reason=_reason(facts, result, record))
+
+
+def _reason(facts: Facts, result: Result | None, record: Record) -> str:
+    said = facts.failure or (result.why if result else "")
+    state = ours(record.state)
+    if state is not State.FAILED:
+        return ": ".join(filter(None, (record.reason, said))) or state.lower()
+    if said:
+        return said
+    code = record.exit_code
+    if code is not None and code > 128:
+        return f"killed by signal {code - 128}; it left no result"
+    return f"exit code {code}; it left no result" if code else record.reason
+
+
+def _unrecorded(facts: Facts, status: Status) -> Status:
+    """Slurm knows nothing, or says nothing."""
+    result = facts.newest.result if facts.newest else None
+    if result is not None and not result.goes_on:
+        return _ended(facts, status, result)
+    if facts.silent is not None:
+        return replace(status, reason=facts.silent)
+    if facts.cancelled:
+        return replace(status, state=State.CANCELLED, reason=_CANCELLED)
+    if facts.newest is None:
+        return replace(status, state=State.FAILED, reason=f"{_FORGOTTEN}, and it never started")
+    if result is not None:
+        return replace(status, state=State.FAILED, exit_code=result.exit_code, reason=f"{_FORGOTTEN}: {result.why}")
+    return replace(status, state=State.FAILED, reason=f"{_FORGOTTEN}, and it left no result: it was killed")
+
+
+def _ended(facts: Facts, status: Status, result: Result) -> Status:
+    """An attempt that told its own end."""
+    status = replace(status, exit_code=result.exit_code)
+    if result.then == "cancel":
+        return replace(status, state=State.CANCELLED, reason=result.why)
+    why = facts.failure or _why(result)
+    word, _, reason = result.slurm.partition(" ")
+    if word == "COMPLETING" or ours(word).ended:
+        return replace(status, state=_by_slurm(word, reason), reason=why)
+    if "out of memory" in why.lower():
+        return replace(status, state=State.OUT_OF_MEMORY, reason=why)
+    return replace(status, state=State.FAILED, reason=why)
+
+
+def _why(result: Result) -> str:
+    if result.then == "chain":
+        return f"the chain of jobs came to its end before the run did ({result.why})"
+    if result.then == "requeue":
+        return f"it was to be requeued and was not ({result.why})"
+    return result.why or f"exit code {result.exit_code}"
+
+
+def _by_slurm(word: str, reason: str) -> State:
+    """Why Slurm was ending a job while its script still ran: a job that only fails is RUNNING until its script ends."""
+    if word != "COMPLETING":
+        return ours(word)
+    return {"TimeLimit": State.TIMEOUT, "OutOfMemory": State.OUT_OF_MEMORY}.get(reason, State.CANCELLED)
+
+
+def _local(facts: Facts, status: Status) -> Status:
+    """A run without Slurm, or started by hand inside of a job."""
+    newest = facts.newest
+    if newest is None:
+        return replace(status, reason="it never started")
+    if newest.result is not None:
+        return _local_end(facts, status, newest.result)
+    if newest.begun is None:
+        return replace(status, reason="it left no word of who runs it")
+    if facts.alive:
+        return replace(status, state=State.RUNNING, reason="asked to stop and save" if facts.cancelled else "")
+    if facts.alive is False and facts.cancelled:
+        return replace(status, state=State.CANCELLED, reason=_CANCELLED)
+    if facts.alive is False:
+        return replace(status, state=State.FAILED, reason="the process that held the ranks was killed")
+    host = newest.begun.host
+    if facts.seen is not None and facts.seen < _SIGNS:
+        return replace(status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seen:.0f} s ago")
+    return replace(status, reason=f"runs or ran on {host}; ask there")
+
+
+def _local_end(facts: Facts, status: Status, result: Result) -> Status:
+    status = replace(status, exit_code=result.exit_code)
+    if result.exit_code == EXIT_REQUEUE:
+        why = "stopped on purpose and saved; the same command goes on"
+        return replace(status, state=State.CANCELLED, reason=why)
+    if facts.cancelled or result.exit_code == _INTERRUPTED:
+        return replace(status, state=State.CANCELLED, reason=_CANCELLED if facts.cancelled else "killed by Ctrl-C")
+    return replace(status, state=State.FAILED, reason=facts.failure or result.why or f"exit code {result.exit_code}")
+
+
+def _nodes(newest: Attempt | None) -> tuple[str, ...]:
+    begun = newest.begun if newest else None
+    if begun is None:
+        return ()
+    return nodes(begun.nodes) or (begun.host,)

@@ -1,0 +1,139 @@
+"""Everything that is known of a point before anybody says what it means: its own files, then Slurm's answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.clients import Ask
+from hpc_train.launch.failures import first_error
+from hpc_train.launch.state.attempts import Attempt, read_attempts
+from hpc_train.launch.state.points import Point
+from hpc_train.launch.state.polling import poll
+from hpc_train.launch.state.records import Record
+from hpc_train.runtime.alive import is_alive
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One point, seen at one moment."""
+
+    point: Point
+    attempts: tuple[Attempt, ...] = ()
+    jobs: tuple[str, ...] = ()
+    """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
+    failure: str = ""
+    """What the newest attempt's failure event says."""
+    cancelled: bool = False
+    """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
+    alive: bool | None = None
+    """Whether the process that holds the ranks lives; None if that cannot be seen from here."""
+    seen: float | None = None
+    """Seconds since anything of the run was written; of runs on another machine."""
+    records: tuple[Record, ...] = ()
+    """What Slurm says of `jobs`."""
+    silent: str | None = None
+    """Why Slurm could not be asked."""
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt of the last submission (of a run without Slurm: of all)."""
+        mine = [it for it in self.attempts if not self.jobs or it.begun is None or it.begun.job_id in self.jobs]
+        return mine[-1] if mine else None
+
+
+def gather(points: Sequence[Point], ask: Ask) -> list[Facts]:
+    """The facts of all points, with one poll for all of them that have not told their own end.
+
+    A run whose job Slurm does not know may have ended just now: its files are read again.
+    """
+    first = [read_files(point) for point in points]
+    polled = poll(_open_jobs(first), ask)
+    found = []
+    for facts in first:
+        records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
+        if facts.jobs and not _told(facts) and any(_is_over(record) for record in records or (None,)):
+            facts = read_files(facts.point)
+        found.append(replace(facts, records=records, silent=polled.silent))
+    return found
+
+
+def _is_over(record: Record | None) -> bool:
+    return record is None or record.state not in ("RUNNING", "PENDING")
+
+
+def read_files(point: Point) -> Facts:
+    """The facts that the run itself has left."""
+    attempts, events = read_attempts(point.run), read_events(point.run)
+    facts = Facts(point, attempts, _jobs(attempts, events))
+    if (newest := facts.newest) is None:
+        return replace(facts, cancelled=_was_cancelled(facts.jobs, None, events))
+    begun = newest.begun
+    return replace(
+        facts,
+        failure="" if newest.result and newest.result.exit_code == 0 else _failure(point.run, newest, events),
+        cancelled=_was_cancelled(facts.jobs, newest, events),
+        alive=is_alive(begun.process, begun.started, begun.machine) if begun else None,
+        seen=_seen(point.run),
+    )
+
+
+def _failure(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+    """What the batch script has recorded; else what the ranks have left."""
+    for event in events:
+        if event["event"] == "failure" and event["attempt"] == newest.number:
+            return str(event.get("why", ""))
+    error = first_error(run / "logs" / str(newest.number))
+    return error.line if error else ""
+
+
+def _seen(run: Path) -> float | None:
+    """Seconds since a step was recorded or a heart beat; the clock of the file server may be another one."""
+    times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Whole lines of events.jsonl."""
+    path, found = run / "events.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys():
+            found.append(event)
+    return found
+
+
+def _jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """Those of the last submission, unless something else has begun to run here since."""
+    submits = [event for event in events if event["event"] == "submit"]
+    last = submits[-1] if submits else None
+    jobs = tuple(str(job) for job in last.get("job_ids") or [last["job_id"]]) if last else ()
+    begun = attempts[-1].begun if attempts else None
+    if begun is None or begun.job_id in jobs:
+        return jobs
+    if last is not None and last["time"] > begun.time:
+        return jobs
+    return (begun.job_id,) if begun.job_id else ()
+
+
+def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable[dict[str, Any]]) -> bool:
+    cancels = [event for event in events if event["event"] == "cancel"]
+    if jobs:
+        return any(event.get("job_id") in jobs for event in cancels)
+    return newest is not None and any(event["attempt"] == newest.number for event in cancels)
+
+
+def _told(facts: Facts) -> bool:
+    """Whether the run says itself that it has come to its end, so that nobody need be asked."""
+    return facts.newest is not None and facts.newest.result is not None and facts.newest.result.done
+
+
+def _open_jobs(facts: Iterable[Facts]) -> list[str]:
+    return [job for it in facts if not _told(it) for job in it.jobs]

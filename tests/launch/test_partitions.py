@@ -1,0 +1,102 @@
+"""What a partition can never run is refused before sbatch is called, with what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.errors import UserError
+from hpc_train.launch.clients import Said
+from hpc_train.launch.partitions import Hardware, check_partition, minutes, parse
+from hpc_train.launch.request import make_request
+from hpc_train.launch.submit import with_slurm
+from hpc_train.training.folder import RunFolder
+
+RECORDED = """\
+batch*|up|1-00:00:00|4|8|8192|(null)
+urgent|up|1-00:00:00|4|8|8192|(null)
+"""
+SITE = """\
+standard*|up|2-00:00:00|100|128|257000+|(null)
+debug|up|30:00|2|128|257000|(null)
+gpu|up|1-00:00:00|16|64|515000|gpu:a100:4(S:0-3),nvme:1
+gpu|up|1-00:00:00|4|64|1031000|gpu:a100:8
+long|up|infinite|8|64|515000|gpu:4
+old|down|infinite|8|16|64000|gpu:k80:2
+"""
+
+
+def check(sinfo: Said, *overrides: str) -> None:
+    config = compose(with_slurm(overrides))
+    folder = RunFolder(Path("/work/run"), Path("/work/run/checkpoints"))
+
+    def ask(command: Sequence[str]) -> Said:
+        assert command[0] == "sinfo"
+        return sinfo
+
+    check_partition(config, make_request(config, folder), ask)
+
+
+def test_sinfo_as_recorded() -> None:
+    day = 24 * 60
+    assert parse(RECORDED) == [
+        Hardware("batch", True, True, day, 4, 8, 8192, 0),
+        Hardware("urgent", False, True, day, 4, 8, 8192, 0),
+    ]
+    assert [it.gpus for it in parse(SITE)] == [0, 0, 4, 8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("infinite", None), ("30:00", 30), ("2:00:00", 120), ("1-00:00:00", 1440), ("7-12:30:00", 10830), ("n/a", None)],
+)
+def test_time_limits(limit: str, expected: int | None) -> None:
+    assert minutes(limit) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.nodes=100"],
+        ["launch.partition=debug", "launch.time_minutes=30"],
+        ["launch.partition=gpu", "cluster.node.gpus=4", "cluster.nodes=20"],
+        ["launch.partition=gpu", "cluster.node.gpus=8", "cluster.nodes=4"],
+        ["launch.partition=long", "launch.time_minutes=100000"],
+        ["launch.partition='gpu,long'", "cluster.node.gpus=4", "cluster.nodes=16"],
+    ],
+)
+def test_what_fits(overrides: list[str]) -> None:
+    check(Said(0, SITE), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["launch.partition=nowhere"], "launch.partition=nowhere: invalid partition; this cluster has standard, debug"),
+        (["cluster.nodes=101"], "cluster.nodes=101: partition standard has 100 such nodes, at most 100 ranks of 1"),
+        (["launch.partition=debug"], "launch.time_minutes=60: partition debug allows 30; use launch.time_minutes=30"),
+        (["launch.partition=debug"], "it fits in partition standard, gpu, long"),
+        (
+            ["cluster.node.gpus=4"],
+            "cluster.node.gpus=4: the nodes of partition standard have 0; it has none; it fits in",
+        ),
+        (["launch.partition=gpu", "cluster.node.gpus=8", "cluster.nodes=5"], "has 4 such nodes, at most 32 ranks of 8"),
+        (["launch.partition=gpu", "cluster.node.gpus=16"], "have 8; use cluster.node.gpus=8"),
+        (["launch.memory_gib=2000"], "launch.memory_gib=2000: the nodes of partition standard have 250"),
+        (["launch.cpus_per_rank=200"], "1 ranks of 200 CPUs a node: the nodes of partition standard have 128"),
+        (["launch.partition=old"], "launch.partition=old: it is down; it fits in partition standard"),
+    ],
+)
+def test_what_does_not_fit_and_what_would(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check(Said(0, SITE), *overrides)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("sinfo", [Said(127, err="sinfo is not on the PATH"), Said(0, ""), Said(0, "a|b\nx|y|z\n")])
+def test_what_sinfo_does_not_say_is_left_to_sbatch(sinfo: Said) -> None:
+    check(sinfo, "cluster.nodes=1000", "launch.partition=any")

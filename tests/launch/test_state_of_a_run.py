@@ -1,0 +1,235 @@
+"""From what a run has left and what Slurm says to one word: every combination that there is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.errors import UserError
+from hpc_train.launch.clients import Said
+from hpc_train.launch.state.decide import decide
+from hpc_train.launch.state.facts import gather
+from hpc_train.launch.state.points import find, one
+from hpc_train.launch.state.states import Status
+
+
+class Run:
+    """A run directory as ranks and batch script leave it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / "logs").mkdir(parents=True)
+
+    def event(self, kind: str, attempt: int, time: float = 100.0, **fields: Any) -> Run:
+        with (self.path / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": kind, "time": time, "attempt": attempt, **fields}) + "\n")
+        return self
+
+    def submitted(self, *jobs: str) -> Run:
+        chain = {"job_ids": jobs} if len(jobs) > 1 else {}
+        return self.event("submit", -1, 10.0, job_id=jobs[0], **chain)
+
+    def attempt(self, number: int, job: str | None, result: dict[str, Any] | None = None, **begun: Any) -> Run:
+        logs = self.path / "logs" / str(number)
+        logs.mkdir()
+        told = {"job_id": job, "host": "node1", "nodes": "node[1-2]", "time": 20.0 + number, **begun}
+        (logs / "attempt.json").write_text(json.dumps(told))
+        if result is not None:
+            (logs / "result.json").write_text(json.dumps(result))
+        return self
+
+
+class Slurm:
+    """Answers of squeue, line by line; other commands know nothing. None: the controller is down."""
+
+    def __init__(self, *lines: str, up: bool = True) -> None:
+        self.lines, self.up, self.asked = lines, up, 0
+
+    def __call__(self, command: Sequence[str]) -> Said:
+        self.asked += 1
+        if not self.up:
+            return Said(1, err="slurm_load_jobs error: Unable to contact slurm controller")
+        if command[0] == "squeue" and self.lines:
+            return Said(0, "\n".join(self.lines))
+        return Said(1, err="slurm_load_jobs error: Invalid job id specified")
+
+
+def state(run: Run, *lines: str, up: bool = True) -> Status:
+    slurm = Slurm(*lines, up=up)
+    return decide(gather(find(str(run.path), slurm), slurm)[0])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+DONE = {"exit_code": 0}
+FAILED = {"exit_code": 1, "slurm": "RUNNING None"}
+REQUEUE = {"exit_code": 75, "then": "requeue", "why": "the ranks stopped on purpose", "slurm": "RUNNING None"}
+
+
+def test_a_job_that_waits(run: Run) -> None:
+    told = state(run.submitted("12"), "12|12|PENDING||Priority")
+    assert told.row() == {
+        "point": "run",
+        "job_id": "12",
+        "attempt": None,
+        "state": "PENDING",
+        "reason": "Priority",
+        "nodes": [],
+        "exit_code": None,
+    }
+
+
+def test_a_job_that_waits_for_its_second_attempt(run: Run) -> None:
+    told = state(run.submitted("12").attempt(0, "12", REQUEUE), "12|12|PENDING||BeginTime")
+    assert (told.state, told.attempt, told.reason, told.nodes) == ("REQUEUED", 0, "BeginTime", ())
+
+
+def test_a_job_whose_node_died_before_it_could_say_anything_is_requeued_all_the_same(run: Run) -> None:
+    assert state(run.submitted("12").attempt(0, "12"), "12|12|PENDING||BeginTime").state == "REQUEUED"
+
+
+def test_a_job_that_runs(run: Run) -> None:
+    told = state(run.submitted("12").attempt(0, "12"), "12|12|RUNNING|node[1-2]|None")
+    assert (told.state, told.attempt, told.nodes, told.exit_code) == ("RUNNING", 0, ("node1", "node2"), None)
+
+
+def test_a_second_attempt_runs_whatever_the_first_one_said(run: Run) -> None:
+    begun = run.submitted("12").attempt(0, "12", REQUEUE)
+    assert state(begun, "12|12|RUNNING|node1|None").state == "RUNNING"
+
+
+def test_one_that_is_done_asks_nobody(run: Run) -> None:
+    run.submitted("12").attempt(0, "12", DONE)
+    slurm = Slurm(up=False)
+    told = decide(gather(find(str(run.path), slurm), slurm)[0])
+    assert (told.state, told.exit_code, told.nodes, slurm.asked) == ("DONE", 0, ("node1", "node2"), 0)
+
+
+def test_one_that_raised_is_failed_and_says_why(run: Run) -> None:
+    run.submitted("12").attempt(0, "12", FAILED).event("failure", 0, why="task 1 failed first: ValueError: x")
+    for lines in ([], ["12|12|FAILED|node1|NonZeroExitCode"]):
+        told = state(run, *lines)
+        assert (told.state, told.exit_code, told.reason) == ("FAILED", 1, "task 1 failed first: ValueError: x")
+
+
+@pytest.mark.parametrize("word", ["TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED"])
+def test_how_slurm_ended_it_is_its_state_with_and_without_a_result(run: Run, word: str) -> None:
+    run.submitted("12").attempt(0, "12", {"exit_code": 75, "why": "", "slurm": "COMPLETING None"})
+    assert state(run, f"12|12|{word}|node1|None").state == word
+    (run.path / "logs/0/result.json").unlink()
+    assert state(run, f"12|12|{word}|node1|None").state == word
+
+
+@pytest.mark.parametrize(
+    ("slurm", "word"),
+    [
+        ("COMPLETING TimeLimit", "TIMEOUT"),
+        ("COMPLETING None", "CANCELLED"),
+        ("COMPLETING OutOfMemory", "OUT_OF_MEMORY"),
+        ("PREEMPTED None", "PREEMPTED"),
+        ("RUNNING None", "FAILED"),
+        ("", "FAILED"),
+    ],
+)
+def test_what_the_batch_script_saw_outlives_slurms_memory(run: Run, slurm: str, word: str) -> None:
+    told = state(run.submitted("12").attempt(0, "12", {"exit_code": 143, "slurm": slurm}))
+    assert (told.state, told.exit_code) == (word, 143)
+
+
+def test_one_that_was_killed_without_accounting_is_failed_as_soon_as_slurm_forgets_it(run: Run) -> None:
+    told = state(run.submitted("12").attempt(0, "12"))
+    assert (told.state, told.exit_code) == ("FAILED", None)
+    assert told.reason == "Slurm does not know the job any more, and it left no result: it was killed"
+
+
+def test_one_that_never_started(run: Run) -> None:
+    told = state(run.submitted("12"))
+    assert told.state == "FAILED"
+    assert told.reason.endswith("it never started")
+
+
+def test_one_that_was_to_be_requeued_and_vanished(run: Run) -> None:
+    told = state(run.submitted("12").attempt(0, "12", REQUEUE))
+    assert (told.state, told.exit_code) == ("FAILED", 75)
+
+
+def test_nothing_is_said_of_a_slurm_that_does_not_answer(run: Run) -> None:
+    told = state(run.submitted("12").attempt(0, "12"), up=False)
+    assert told.state == "UNKNOWN"
+    assert told.reason == "Slurm does not answer: Unable to contact slurm controller"
+
+
+def test_a_word_of_a_newer_slurm_is_shown_and_not_guessed(run: Run) -> None:
+    told = state(run.submitted("12"), "12|12|QUANTUM|node1|None")
+    assert (told.state, told.reason) == ("UNKNOWN", "Slurm calls it QUANTUM")
+
+
+def test_one_that_hpc_train_cancelled(run: Run) -> None:
+    run.submitted("12").event("cancel", 0, job_id="12")
+    assert state(run).state == "CANCELLED"
+    run.attempt(0, "12", {"exit_code": 75, "then": "cancel", "why": "stopped by hpc-train cancel"})
+    assert state(run).state == "CANCELLED"
+
+
+def test_an_old_submission_does_not_speak_for_a_new_one(run: Run) -> None:
+    run.submitted("12").attempt(0, "12", FAILED).event("submit", -1, 30.0, job_id="13")
+    told = state(run, "13|13|PENDING||Resources")
+    assert (told.job_id, told.state, told.attempt) == ("13", "PENDING", None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "job", "word"),
+    [
+        (["12|12|RUNNING|node1|None", "13|13|PENDING||Dependency"], "12", "RUNNING"),
+        (["12|12|FAILED|node1|None", "13|13|PENDING||Dependency"], "13", "REQUEUED"),
+        (["12|12|FAILED|node1|None", "13|13|RUNNING|node1|None"], "13", "RUNNING"),
+        (["12|12|FAILED|node1|None", "13|13|CANCELLED||None"], "12", "FAILED"),
+    ],
+)
+def test_of_a_chain_the_job_that_matters_counts(run: Run, lines: list[str], job: str, word: str) -> None:
+    run.submitted("12", "13").attempt(0, "12", {**REQUEUE, "then": "chain"})
+    told = state(run, *lines)
+    assert (told.job_id, told.state) == (job, word)
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"exit_code": ', "[1]", "null", '"x"'])
+def test_a_marker_that_cannot_be_read_is_none(run: Run, torn: str) -> None:
+    run.submitted("12").attempt(0, "12")
+    (run.path / "logs/0/result.json").write_text(torn)
+    (run.path / "logs/0/attempt.json").write_text(torn)
+    (run.path / "events.jsonl").open("a").write(torn)
+    assert state(run, "12|12|RUNNING|node1|None").state == "RUNNING"
+
+
+def test_a_sweep_is_a_list_of_runs_and_one_poll(tmp_path: Path) -> None:
+    for index in range(3):
+        Run(tmp_path / "points" / f"p{index}").submitted(f"12_{index}")
+    slurm = Slurm(*(f"12_{index}|{20 + index}|RUNNING|node1|None" for index in range(3)))
+    rows = [decide(facts) for facts in gather(find(str(tmp_path), slurm), slurm)]
+    assert [(row.point, row.job_id, row.state) for row in rows] == [
+        ("p0", "12_0", "RUNNING"),
+        ("p1", "12_1", "RUNNING"),
+        ("p2", "12_2", "RUNNING"),
+    ]
+    assert slurm.asked == 1
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+    for name, words in (
+        (str(tmp_path), "neither a run directory"),
+        ("12", "Slurm does not know"),
+        ("x", "no such run"),
+    ):
+        with pytest.raises(UserError, match=words):
+            find(name, Slurm())
+    for index in range(2):
+        Run(tmp_path / "points" / f"p{index}")
+    with pytest.raises(UserError, match="a sweep of 2 points"):
+        one(find(str(tmp_path), Slurm()), str(tmp_path))
