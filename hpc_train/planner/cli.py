@@ -70,6 +70,7 @@ def _add_validate(commands: _Commands) -> None:
 def _add_rehearse(commands: _Commands) -> None:
     command = _add(commands, "plan rehearse", _REHEARSE)
     _add_overrides(command)
+    command.add_argument("--ranks", default="sample", metavar="WHICH", help="all, sample (default), or as in 0,8,127")
     command.set_defaults(run=_rehearse)
 
 
@@ -99,7 +100,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _rehearse(arguments: argparse.Namespace) -> int:
     from hpc_train.planner.rehearse_command import rehearse_command
 
-    return rehearse_command(arguments.overrides, arguments.config_dir, arguments.json)
+    a = arguments
+    return rehearse_command(a.overrides, a.config_dir, a.json, a.ranks)
 
 
 def _fit(arguments: argparse.Namespace) -> int:
