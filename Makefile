@@ -21,6 +21,9 @@ SHELL_FILES := .ci/run slurm/health-check $(wildcard slurm/devcluster/hooks/*)
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 
+# The Slurm tests mostly wait: the others run beside them (tests/conftest.py).
+SIDE_BY_SIDE := -n 2 --no-loadscope-reorder
+
 .NOTPARALLEL:
 .PHONY: train test test-packages lint slurm-up slurm-down wheel clean
 
@@ -38,7 +41,7 @@ test: test-packages lint
 		trap 'exit 130' INT TERM HUP; \
 		slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
 	fi; \
-	$(BIN)/pytest
+	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-packages:
 	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi

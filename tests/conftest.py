@@ -2,12 +2,34 @@
 
 import multiprocessing
 import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
 torch.set_num_threads(1)
+
+SLURM = "tests/slurm/"
+
+
+class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """A worker takes a file at a time; the tests that share the one Slurm cluster are taken together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SLURM if nodeid.startswith(SLURM) else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
+    return FileByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slurm's first: they are the longest row, and mostly wait."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SLURM))
 
 
 def pytest_sessionfinish() -> None:
