@@ -17,7 +17,8 @@ from hpc_train.planner.step_time import time
 Floats = NDArray[np.float64]
 
 _ERROR = 0.05
-"""Of log(time) of a run by itself; beyond it a run counts less (soft_l1)."""
+"""Of log(time) of a run by itself; what is far beyond it hardly counts (a Cauchy distribution): of three runs that two
+agree on, the third was disturbed."""
 _WIDTH = 0.2
 """How far from cluster to cluster a constant is expected to differ, in shares of its range (standard deviation)."""
 _SCALE = 0.05
@@ -41,24 +42,27 @@ def calibrate(runs: Sequence[Run], constants: Constants) -> Constants:
 
     def residuals(step: Floats) -> Floats:
         errors = np.log(time(jobs, moved(step)).step / measured) / _ERROR
-        return np.concatenate([np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)), step])
+        return np.concatenate([np.sign(errors) * np.sqrt(np.log1p(errors**2)), step])
 
-    return moved(least_squares(residuals, np.zeros(len(limits) + 1), max_nfev=30).x)
+    start = np.zeros(len(limits) + 1)
+    start[-1] = -np.median(np.log(time(jobs, constants).step / measured)) / _SCALE
+    return moved(least_squares(residuals, start, max_nfev=30).x)
 
 
-def chosen(runs: Sequence[Run], count: int) -> list[Run]:
-    """`count` of a cluster's timed runs: evenly spread over all of them from the fastest step to the slowest, ends left
-    out. Deterministic; does not look at predictions."""
+def chosen(runs: Sequence[Run], count: int, shift: float = 0.5) -> list[Run]:
+    """`count` of a cluster's timed runs, evenly spread over all of them from the fastest step to the slowest: one of
+    each of `count` equal parts, as far into its part as `shift` says, from 0 to less than 1. Deterministic; does not
+    look at predictions."""
     timed = sorted((run for run in runs if np.isfinite(run.seconds)), key=lambda run: (run.seconds, run.id))
     if len(timed) <= count:
         return timed
-    places = (np.arange(count) + 0.5) * len(timed) / count
+    places = (np.arange(count) + shift) * len(timed) / count
     return [timed[int(place)] for place in places]
 
 
-def by_cluster(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Cluster -> its runs, in order."""
-    found: dict[str, list[Run]] = defaultdict(list)
+def together(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs of one cluster and one software, in order."""
+    found: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        found[run.cluster].append(run)
-    return dict(found)
+        found[run.cluster, run.software].append(run)
+    return list(found.values())

@@ -32,9 +32,15 @@ class Constants:
     """Time of attention's products over that with tensor cores, for a head_dim that is no multiple of 8: up to the
     ratio of tensor to vector peak, 16 on A100."""
     low_precision: float = _fitted(0.85, 0.5, 1.0)
-    """Further share of the peak that 8-bit and 4-bit products reach, scaling and casts included."""
-    casts: float = _fitted(0.5, 0.0, 1.5)
-    """Share of the way through memory that casts to 8 and 4 bits take, which fused kernels save."""
+    """Further share of the peak that 8-bit products reach, scaling and casts included."""
+    four_bits: float = _fitted(0.75, 0.4, 1.0)
+    """The same of 4-bit ones, whose blocks are scaled one by one."""
+    alignment: float = _fitted(1.05, 1.0, 1.5)
+    """Time of a product whose width is no multiple of 64 elements, over that of one whose is: rows of whole 128-byte
+    lines (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
+    score_passes: float = _fitted(4.5, 3.0, 9.0)
+    """Passes over the scores of attention that is not fused, forward: softmax reads and writes them, dropout too, with
+    a mask of one byte (4.5), and what fused kernels do not save."""
     memory_efficiency: float = _fitted(0.8, 0.5, 0.95)
     """Share of memory bandwidth that elementwise kernels reach."""
     eager: float = _fitted(1.5, 1.0, 3.0)

@@ -66,7 +66,7 @@ def volume(jobs: Jobs, layers: Column, ends: Column) -> Volume:
 
 @dataclass(frozen=True)
 class Windows:
-    """Seconds of a rank's computation in one micro-batch."""
+    """Seconds of a rank's computation in one micro-batch, or of the host's that launches it."""
 
     forward: Column
     backward: Column
@@ -84,7 +84,8 @@ def seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column, wind
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers of backward run beside it, as do reductions; those of forward beside forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
-    ahead, behind = np.where(both, gather / 2, gather), np.where(both, gather / 2, 0.0) + scatter
+    again = np.where(both, gather / 2, 0.0) * (1 + _gathered_for_recomputation(jobs))
+    ahead, behind = np.where(both, gather / 2, gather), again + scatter
     count = np.maximum(jobs.layers / jobs.pp, 1)
     forward = exposed(ahead, windows.forward * np.minimum(told.gathers, jobs.micro_batches), share, ahead / count)
     backward = exposed(behind, windows.backward * told.reductions, share, behind / count)
@@ -96,6 +97,13 @@ def _calls(jobs: Jobs) -> Column:
     DeepSpeed, which cuts up every tensor by itself, one for each of a layer's twelve."""
     tensors = np.where(jobs.stack == STACKS.index("deepspeed"), 12.0, 1.0)
     return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
+
+
+def _gathered_for_recomputation(jobs: Jobs) -> Column:
+    """1 where a recomputed layer's parameters are gathered once more: DeepSpeed frees them after the forward that
+    recomputation runs, FSDP not before backward has used them."""
+    recomputed = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
+    return recomputed * (jobs.stack == STACKS.index("deepspeed"))
 
 
 def _groups(jobs: Jobs, constants: Constants) -> tuple[Group, Group]:

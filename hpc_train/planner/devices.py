@@ -25,15 +25,18 @@ class Device:
     new_attention: float | None = None
     """By kernels written for the device (Shah et al. 2024, arXiv:2407.08608: 740 TFLOP/s on H100; cuDNN on Blackwell);
     None: there are none."""
+    triton: float = 1.0
+    """Of what `attention` says, that kernels in Triton reach: FlashAttention's first ones up to 1 / 1.3 on A100
+    (Dao 2023, section 4.1); on Hopper, whose own instructions Triton uses and FlashAttention-2 does not, no less."""
 
 
 _HOPPER = {16: 989.4e12, 8: 1978.9e12}
 # NVIDIA's power limits are 1,200 W a GPU for GB200 and 1,400 W for GB300: what products reach grows with it.
 _DEVICES = {
     "V100": Device(32, 0.9e12, 80, {16: 125e12}, 0.75, 0.3),
-    "A100-40GB": Device(40, 1.555e12, 108, {16: 312e12}, 0.869, 0.72),
-    "A100": Device(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72),
-    "A800": Device(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72),
+    "A100-40GB": Device(40, 1.555e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
+    "A100": Device(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
+    "A800": Device(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
     # The 96 GB variant with HBM2e is limited to 500 W in place of 700 (torchtitan's benchmarks say so of theirs).
     "H100-96GB": Device(96, 2.4e12, 132, _HOPPER, 0.803 * 0.85, 0.34 * 0.85, 0.75 * 0.85),
     "H100": Device(80, 3.35e12, 132, _HOPPER, 0.803, 0.34, 0.75),
@@ -61,6 +64,6 @@ def _is(name: str, key: str, size: str) -> bool:
     return key.split("-")[0] in name and size in name
 
 
-def attention_ceiling(known: Device, new_kernels: bool) -> float:
-    """Of fused attention; new_kernels: those written for the device."""
-    return (known.new_attention if new_kernels else None) or known.attention
+def attention_ceiling(known: Device, new_kernels: bool, triton: bool = False) -> float:
+    """Of fused attention; new_kernels: those written for the device; triton: the first ones in Triton."""
+    return ((known.new_attention if new_kernels else None) or known.attention) * (known.triton if triton else 1.0)

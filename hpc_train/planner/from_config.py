@@ -15,13 +15,11 @@ from hpc_train.parallel.support.data import sharded
 from hpc_train.placement.figures import figures_of
 from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.devices import attention_ceiling, device
-from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, STACKS, Jobs, column
+from hpc_train.planner.jobs import OFFLOAD, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, column, recomputed_share
 from hpc_train.schedules.requirements import REQUIREMENTS
 from hpc_train.traffic.work import BYTES
 
 _BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16}
-_UNKNOWN_HOST = 2.5e10
-"""Bytes/s between a GPU and its host where nobody says: about those of PCIe 4.0 x16."""
 _UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH, _UNKNOWN_MEMORY = 1e12, 1e11, 16.0
 """Of a machine that nobody has described: FLOP/s, bytes/s, GiB. Ratios hold, seconds do not; see `assumptions`."""
 
@@ -33,9 +31,10 @@ def jobs_of(config: RunConfig, world: int | None = None) -> Jobs:
     """
     world = world or node_count(config) * ranks_per_node(config)
     degrees = resolve(config.parallel, world)
+    shape = model_columns(config.model, config.train.sequence_length)
     columns = {
-        **model_columns(config.model, config.train.sequence_length),
-        **_technique(config, degrees),
+        **shape,
+        **_technique(config, degrees, shape["layers"]),
         **machine_columns(config.cluster, config.precision.name, ranks_per_node(config)),
         **_formats(config, degrees),
         "checkpoint_every": config.checkpoint.every or math.inf,
@@ -71,11 +70,11 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     )
 
 
-def _technique(config: RunConfig, degrees: Degrees) -> dict[str, float]:
+def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
     parallel, train = config.parallel, config.train
     pipeline, recompute = parallel.pipeline, parallel.recompute
     needs = REQUIREMENTS.get(pipeline.schedule)
-    virtual = pipeline.virtual_stages or (needs.virtual_stages if needs else 1)
+    virtual = (pipeline.virtual_stages or (needs.virtual_stages if needs else 1)) if degrees.pp > 1 else 1
     offloaded = parallel.offload.parameters != "none", parallel.offload.optimizer != "none"
     offload = "parameters" if offloaded[0] else "optimizer" if offloaded[1] else "none"
     return {
@@ -86,13 +85,13 @@ def _technique(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "cp": degrees.cp,
         "tp": degrees.tp,
         "pp": degrees.pp,
-        "virtual_stages": virtual if degrees.pp > 1 else 1,
+        "virtual_stages": virtual,
         "sequence_parallel": parallel.tensor.sequence and isinstance(config.model, TransformerConfig),
         "zero": _zero(config, degrees),
         "reshard": parallel.reshard_after_forward,
         "schedule": SCHEDULES.index(pipeline.schedule if needs else "1f1b"),
         "recompute": RECOMPUTE.index(recompute.mode),
-        "recompute_share": 1 / recompute.every,
+        "recompute_share": recomputed_share(layers, degrees.pp * virtual, recompute.every),
         "offload": OFFLOAD.index(offload),
         "overlap_tensor": parallel.tensor.asynchronous,
     }
@@ -158,8 +157,8 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
         "memory_bandwidth": speeds.bandwidth,
         "link_bandwidth": figures.inside_bandwidth,
         "nic_bandwidth": uplink / ranks,
-        "host_bandwidth": node.pcie_gb_s * 1e9 or _UNKNOWN_HOST,
-        "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or _UNKNOWN_HOST,
+        "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
+        "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
         "leaf_gpus": fabric.nodes_per_leaf * ranks or math.inf,
         "leaf_oversubscription": fabric.oversubscription,
         "group_gpus": fabric.nodes_per_group * ranks or math.inf,

@@ -19,14 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
+from hpc_train.planner.cells import Cells, impossible
 from hpc_train.planner.devices import Device, attention_ceiling, device
-from hpc_train.planner.jobs import RECOMPUTE, SCHEDULES, STACKS, Jobs, column
+from hpc_train.planner.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, column
 from hpc_train.planner.software import Software, software_of
 
 _NEEDED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
+_WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
+"""Formats of a precision whose speeds are not known here."""
 _ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
 _NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
 """Gbit/s a GPU where a run does not say: of the vendor's own servers; 400 for others."""
+_NO_NVLINK = 64
+"""GB/s in both directions together, of GPUs that no other link joins: PCIe 4.0 x16."""
 _USUAL_VOCAB = 51200
 """GPT-2's 50,257 filled up, as Megatron's scripts have it."""
 
@@ -40,7 +45,9 @@ class Run:
     """What the id begins with, a version left out: whose series of runs it is."""
     model: str
     cluster: str
-    """Family and device: runs that share machine and software."""
+    """Family and device: runs that share a machine."""
+    software: str
+    """Whose software ran it: runs of one cluster and one software are calibrated together."""
     group: str
     """Family, model and device: runs that a split of the data keeps together."""
     contest: str
@@ -136,34 +143,14 @@ def known_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return found
 
 
-class _Row:
-    """Cells by name; a number is NaN where its cell is empty."""
-
-    def __init__(self, cells: Mapping[str, str | None]) -> None:
-        self._cells = cells
-
-    def text(self, name: str) -> str:
-        return (self._cells.get(name) or "").strip()
-
-    def number(self, name: str, usual: float = math.nan) -> float:
-        text = self.text(name)
-        try:
-            return float(text) if text else usual
-        except ValueError:
-            return math.nan
-
-    def stated(self, name: str) -> bool:
-        return not math.isnan(self.number(name))
-
-
 def run_of(cells: Mapping[str, str | None]) -> Run | Refused:
     """One line of the table."""
-    row = _Row(cells)
+    row = Cells(cells)
     known = device(row.text("gpu_type"))
     why = _why_not(row, known)
     if why or known is None:
         return Refused(row.text("id"), why or "the device is not known")
-    software = software_of(row.text("source"), f"{row.text('id')} | {row.text('notes')}", int(row.number("year", 2024)))
+    software = software_of(row.text("source"), f"{row.text('id')} | {row.text('notes')}", row.year)
     columns = {
         **_shape(row, software),
         **_layout(row, software),
@@ -178,6 +165,7 @@ def run_of(cells: Mapping[str, str | None]) -> Run | Refused:
         family=family,
         model=model,
         cluster=f"{family}/{kind}",
+        software=software.name,
         group=f"{family}/{model}/{kind}",
         contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
         seconds=row.number("iter_time_s"),
@@ -190,7 +178,7 @@ def run_of(cells: Mapping[str, str | None]) -> Run | Refused:
     )
 
 
-def _memory_of(row: _Row, software: Software) -> str:
+def _memory_of(row: Cells, software: Software) -> str:
     """torchtitan reports what is reserved; users of DeepSpeed quote nvidia-smi; papers what is allocated."""
     if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
         return "device"
@@ -200,7 +188,7 @@ def _memory_of(row: _Row, software: Software) -> str:
 _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
 
 
-def _why_not(row: _Row, known: Device | None) -> str | None:
+def _why_not(row: Cells, known: Device | None) -> str | None:
     """Why a row cannot be modelled; None: it can."""
     if known is None:
         return f"{row.text('gpu_type') or 'no device'} is not a GPU whose figures are known"
@@ -209,8 +197,8 @@ def _why_not(row: _Row, known: Device | None) -> str | None:
     unknown = [name for name in _STATED if not row.stated(name)]
     if unknown:
         return f"not stated: {', '.join(unknown)}"
-    if row.text("sharding") not in _ZERO or row.text("recompute") not in ("", *RECOMPUTE):
-        return f"sharding {row.text('sharding')!r} or recompute {row.text('recompute')!r} is not known"
+    if why := impossible(row) or _unknown_word(row):
+        return why
     degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
     if math.prod(degrees) != row.number("gpus"):
         return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.number('gpus'):g} GPUs"
@@ -219,12 +207,21 @@ def _why_not(row: _Row, known: Device | None) -> str | None:
     return None
 
 
-def _assumed(row: _Row) -> tuple[str, ...]:
+def _unknown_word(row: Cells) -> str | None:
+    known = {
+        "sharding": row.text("sharding").lower() in _ZERO,
+        "recompute": row.text("recompute").lower() in ("", *RECOMPUTE),
+        "precision": not _WIDE.match(row.text("precision")),
+    }
+    return next((f"{name} {row.text(name)!r} is not known" for name, is_known in known.items() if not is_known), None)
+
+
+def _assumed(row: Cells) -> tuple[str, ...]:
     names = ("vocab", "recompute", "vpp", "inter_link_gbps_per_gpu", "ffn_hidden")
     return tuple(name for name in names if not row.text(name))
 
 
-def _shape(row: _Row, software: Software) -> dict[str, float]:
+def _shape(row: Cells, software: Software) -> dict[str, float]:
     hidden, heads, gated = row.number("hidden"), row.number("heads"), row.number("gated_mlp", 0)
     return {
         "layers": row.number("layers"),
@@ -241,15 +238,15 @@ def _shape(row: _Row, software: Software) -> dict[str, float]:
     }
 
 
-def _schedule(row: _Row) -> str:
+def _schedule(row: Cells) -> str:
     named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
     kind = named[1].lower().replace("-", "") if named else ""
     known = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
     return known.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
 
 
-def _layout(row: _Row, software: Software) -> dict[str, float]:
-    zero, dp, cp = _ZERO[row.text("sharding")], row.number("dp"), row.number("cp", 1)
+def _layout(row: Cells, software: Software) -> dict[str, float]:
+    zero, dp, cp = _ZERO[row.text("sharding").lower()], row.number("dp"), row.number("cp", 1)
     if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
         zero = 1  # what its users run unless they say otherwise
     sharded = zero > 0
@@ -266,7 +263,7 @@ def _layout(row: _Row, software: Software) -> dict[str, float]:
         "zero": zero,
         "reshard": "SHARD_GRAD_OP" not in row.text("notes"),
         "schedule": SCHEDULES.index(_schedule(row)),
-        "recompute": RECOMPUTE.index(row.text("recompute") or "none"),
+        "recompute": RECOMPUTE.index(row.text("recompute").lower() or "none"),
         "recompute_share": 1,
         "offload": 0,
         "stack": STACKS.index(software.stack),
@@ -278,7 +275,7 @@ def _layout(row: _Row, software: Software) -> dict[str, float]:
     }
 
 
-def _formats(row: _Row, software: Software) -> dict[str, float]:
+def _formats(row: Cells, software: Software) -> dict[str, float]:
     """Megatron and DeepSpeed keep 16-bit weights and an fp32 copy in the optimizer; FSDP keeps fp32 weights."""
     fp32 = software.stack == "fsdp"
     kept = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
@@ -290,7 +287,7 @@ def _formats(row: _Row, software: Software) -> dict[str, float]:
         "optimizer_bytes": 8 if fp32 else 12,
         "logit_bytes": software.logit_bytes,
         "checkpoint_every": math.inf,
-        "checkpoint_bandwidth": 1e9,
+        "checkpoint_bandwidth": PCIE,
     }
 
 
@@ -298,8 +295,8 @@ def _bits(precision: str) -> int:
     return 8 if "fp8" in precision else 4 if "fp4" in precision else 16
 
 
-def _machine(row: _Row, known: Device, software: Software) -> dict[str, float]:
-    kind, bits = row.text("gpu_type"), _bits(row.text("precision"))
+def _machine(row: Cells, known: Device, software: Software) -> dict[str, float]:
+    kind, bits = row.text("gpu_type"), _bits(row.text("precision").lower())
     stated = re.search(r"-(\d+)GB$", kind)
     nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
     per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
@@ -311,12 +308,12 @@ def _machine(row: _Row, known: Device, software: Software) -> dict[str, float]:
         "peak_flops": half,
         "peak_flops_attention": known.flops[16],
         "gemm_ceiling": known.ceiling,
-        "attention_ceiling": attention_ceiling(known, software.new_attention),
+        "attention_ceiling": attention_ceiling(known, software.new_attention, software.triton_attention),
         "multiprocessors": known.multiprocessors,
         "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * 2**30,
         "memory_bandwidth": known.bandwidth,
-        "link_bandwidth": row.number("intra_link_gbs", 600) / 2 * 1e9,
-        "nic_bandwidth": row.number("inter_link_gbps_per_gpu", nic) / 8 * 1e9,
+        "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
+        "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
         "host_bandwidth": 0,
         "leaf_gpus": math.inf,
         "leaf_oversubscription": 1,

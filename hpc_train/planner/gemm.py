@@ -18,8 +18,10 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 largest, whose operands are used most often: what cuBLAS has to choose from."""
 _ALIGNED = 8
 """Elements of a dimension that tensor cores need to be a multiple of, at 16 bits."""
-_CAST_BYTES = 5.0
-"""For an element of an operand in 8 or 4 bits: read for its scale, read, written."""
+_LINE = 64
+"""16-bit elements of a 128-byte line of memory."""
+_FOUR_BITS = 2.5
+"""Peak of a format over that of attention's 16 bits: 8-bit products have twice it, 4-bit ones four times or more."""
 
 
 def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Column, outputs: Column) -> Column:
@@ -28,13 +30,18 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     Backward is two more of the same size, whose three matrices change places: they take as long.
     """
     flops = 2 * rows * inputs * outputs
-    low = jobs.peak_flops > jobs.peak_flops_attention
-    rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency
-    rate = rate * np.where(low, constants.low_precision, 1.0)
+    rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision(jobs, constants)
+    rate = rate / np.where((inputs % _LINE == 0) & (outputs % _LINE == 0), 1.0, constants.alignment)
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
-    moved = moved + np.where(low, operands * _CAST_BYTES * constants.casts, 0.0)
     return flops / rate * waves(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+
+
+def _low_precision(jobs: Jobs, constants: Constants) -> Column:
+    """Share of the peak of 8 and 4 bits that is left when operands have been scaled and cast."""
+    over = jobs.peak_flops / jobs.peak_flops_attention
+    some = np.where(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
+    return np.where(over > 1, some, 1.0)
 
 
 def waves(jobs: Jobs, rows: Column, outputs: Column) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -20,6 +21,8 @@ RECOMPUTE = ("none", "selective", "full")
 """Code of a mode of recomputation. selective: what attention makes, scores and softmax, is made again."""
 OFFLOAD = ("none", "optimizer", "parameters")
 """Code of what lives in host memory between uses: the optimizer's state and its update; parameters too."""
+PCIE = 2.5e10
+"""Bytes/s between a GPU and its host where nobody says: about those of PCIe 4.0 x16."""
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 """Code of whose software runs the job: index into the constants that differ by software."""
 
@@ -184,6 +187,12 @@ def column(value: object) -> Column:
 def with_columns(jobs: Jobs, **columns: object) -> Jobs:
     """The same with other columns, in any shape that broadcasts."""
     return replace(jobs, **{name: column(value) for name, value in columns.items()})
+
+
+def recomputed_share(layers: float, stages: int, every: int) -> float:
+    """Of the layers of a stage, the first and then every so-many-th one: ceil(n / every) of its n layers."""
+    held = math.ceil(layers / stages)
+    return math.ceil(held / every) / held
 
 
 def take(jobs: Jobs, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Jobs:

@@ -74,11 +74,10 @@ class Best:
             return
         both = joined([self._rated, rated])
         both = both.take(np.lexsort((*(both.columns[name] for name in reversed(NAMES)), both.memory, both.step)))
-        mesh = _meshes(both)
-        _, first, mesh = np.unique(mesh, return_index=True, return_inverse=True)
-        quickest = both.step[first]
+        mesh, quickest = _quickest(both)
         self._quickest = np.sort(quickest)[: self._keep]
-        near = (quickest[mesh] <= self._quickest[-1]) & (both.step <= quickest[mesh] * (1 + ALIKE))
+        # A mesh that is not among the best yet may become so by a quicker candidate, and have this one as its simplest.
+        near = (both.step <= self.limit) & (both.step <= quickest[mesh] * (1 + ALIKE))
         rows = np.flatnonzero(near)
         self._rated = both.take(rows[_simpler(mesh[rows], complexity(both.take(rows).columns))])
 
@@ -86,15 +85,25 @@ class Best:
         """One of each mesh, the simplest of its quickest; the best first, the others by time."""
         if not self._rated.count:
             return self._rated
-        simple, step = complexity(self._rated.columns), self._rated.step
-        order = np.lexsort((step, simple, _meshes(self._rated)))
+        mesh, quickest = _quickest(self._rated)
+        rated = self._rated.take(np.flatnonzero(quickest[mesh] <= self._quickest[-1]))
+        simple, step = complexity(rated.columns), rated.step
+        order = np.lexsort((step, simple, _meshes(rated)))
         first = np.ones(len(order), bool)
-        first[1:] = np.diff(_meshes(self._rated)[order]) != 0
+        first[1:] = np.diff(_meshes(rated)[order]) != 0
         one = np.sort(order[first])
         one = one[np.argsort(step[one], kind="stable")][: self._keep]
         alike = one[step[one] <= step[one[0]] * (1 + ALIKE)]
         best = alike[np.argmin(simple[alike])]
-        return self._rated.take(np.concatenate([[best], one[one != best]]))
+        return rated.take(np.concatenate([[best], one[one != best]]))
+
+
+def _quickest(rated: Rated) -> tuple[NDArray[np.int64], Column]:
+    """(the mesh of each candidate, dense from 0; step time of the quickest candidate of each mesh)."""
+    _, mesh = np.unique(_meshes(rated), return_inverse=True)
+    quickest = np.full(mesh.max() + 1, np.inf)
+    np.minimum.at(quickest, mesh, rated.step)
+    return mesh, quickest
 
 
 def _meshes(rated: Rated) -> NDArray[np.int64]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpc_train.planner.activations import layer_activations
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import STACKS, Column, Jobs, columns_of
 from hpc_train.planner.stages import in_flight, layers_of
-from hpc_train.planner.work import again_shares
 
 NO, MAYBE, YES = 0, 1, 2
 """Whether a job fits in memory: Memory.fits."""
@@ -127,7 +127,7 @@ def _twice(jobs: Jobs) -> Column:
 
 def _weights(jobs: Jobs) -> Column:
     """[3, n]: parameters of a rank before any sharding over data-parallel axes."""
-    layers = layers_of(jobs, np.zeros(()))
+    layers = layers_of(jobs)
     table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.layer_parameters / jobs.tp
     whole = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
@@ -148,47 +148,18 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
     table = jobs.vocab * jobs.hidden / jobs.tp
     some = (3 * jobs.layer_parameters / jobs.tp + table) * jobs.activation_bytes
     some = np.where(jobs.stack == _DEEPSPEED, np.minimum(some, _DEEPSPEED_LIVE), some)
+    some = np.minimum(some, weights * jobs.activation_bytes)
     cast = weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
-    gathered = np.where(jobs.zero >= 3, np.where(jobs.reshard > 0, np.minimum(some, weights * 2), cast), cast)
+    gathered = np.where(jobs.zero >= 3, np.where(jobs.reshard > 0, some, cast), cast)
     return kept * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
 def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """[3, n]: of all layers of a rank and all micro-batches in flight, and of one layer that is being computed."""
     kept, alive = layer_activations(jobs, constants, tokens)
-    layers = layers_of(jobs, np.zeros(()))
+    layers = layers_of(jobs)
     counts = in_flight(jobs)
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where((jobs.stack == _DEEPSPEED) & (jobs.pp > 1), 2.0, 0.0)
     split = zip((layers.first, layers.middle, layers.last), counts, strict=True)
     return _stacked(*((kept * each + ends) * count + alive for each, count in split))
-
-
-def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """Bytes that one layer keeps of one micro-batch, and that a recomputed one needs besides while it is computed.
-
-    Korthikanti et al. 2022, arXiv:2205.05198, table 2, taken apart: inputs of norms and linear layers, what attention
-    and the activation function keep; dropout masks for GPTs.
-    """
-    item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    masks = np.where((jobs.gated > 0) | (jobs.stack >= _FSDP), 0.0, 2.0)
-    # Inputs of linear layers are kept as they are multiplied: in 8 bits by Megatron's fused layers.
-    given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == _MEGATRON), 1.0, item)
-    whole = (2 * item + 2 * given + masks) * jobs.hidden / width
-    heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
-    eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
-    wide = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
-    scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
-    linear, core, plain = again_shares(jobs)
-    everything = tokens * (whole + heads + wide + scores)
-    full = tokens * item * jobs.hidden / width
-    some = tokens * (whole * np.where(plain > 0, 0.5, 1.0) + heads + wide * (1 - 0.5 * plain) + scores * (1 - core))
-    some = some * (1 - 0.5 * linear)
-    kept = np.where(jobs.recompute == 2, full, np.where(jobs.recompute == 1, some, everything))
-    share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
-    kept = share * kept + (1 - share) * everything
-    # Backward: the layer that is made again, gradients of its widest part, and what tp gathers of split positions.
-    wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
-    gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    alive = everything * np.where(jobs.recompute > 0, 1.0, 0.0) + tokens * (wide_gradient + gathered)
-    return kept * constants.activations, alive * constants.activations

@@ -91,13 +91,13 @@ def _coarse(space: Space) -> Space:
     return replace(space, fixed=Fixed({**own, **{name: it for name, it in both.items() if it}}))
 
 
-def as_jobs(rest: Rest, columns: Columns) -> Jobs:
-    """Candidates as jobs."""
+def as_jobs(rest: Rest, columns: Columns, share: Column) -> Jobs:
+    """Candidates as jobs; share: of the layers of a stage that are recomputed."""
     own: dict[str, Column] = {name: it for name, it in columns.items() if name != "recompute_every"}
     if rest.reduce_bytes:
         whole = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
         own["reduce_bytes"] = np.where(whole, rest.base.weight_bytes, rest.reduce_bytes)
-    return with_columns(rest.base, **own, recompute_share=1 / columns["recompute_every"])
+    return with_columns(rest.base, **own, recompute_share=share)
 
 
 def host_holds(rest: Rest, jobs: Jobs) -> NDArray[np.bool_]:
@@ -124,7 +124,7 @@ class _Search:
         """Estimate every candidate: rows down, techniques across, so that what rows alone decide is computed once."""
         for rows in _slices(block.rows, max(1, ROWS // block.techniques.count)):
             down = {name: it[:, None] for name, it in rows.items()}
-            jobs = as_jobs(self._rest, {**down, **block.techniques.columns})
+            jobs = as_jobs(self._rest, {**down, **block.techniques.columns}, block.techniques.share)
             held, step = memory(jobs, self._constants), time(jobs, self._constants).step
             shape = len(rows["pp"]), block.techniques.count
             self.estimated += shape[0] * shape[1]
@@ -150,7 +150,7 @@ class _Search:
         """[n] step time with the quickest technique."""
         count = len(rows["pp"])
         self.estimated += count
-        jobs = as_jobs(self._rest, _with(rows, techniques, 0))
+        jobs = as_jobs(self._rest, _with(rows, techniques, 0), techniques.share[0])
         return np.broadcast_to(time(jobs, self._constants).step, (count,))
 
     @property
@@ -162,7 +162,8 @@ class _Search:
         """(least bytes of any technique, best chance to fit), [n]."""
         held, fits = np.full(len(rows["pp"]), math.inf), np.zeros(len(rows["pp"]))
         for number in _lean(techniques):
-            found = memory(as_jobs(self._rest, _with(rows, techniques, number)), self._constants)
+            jobs = as_jobs(self._rest, _with(rows, techniques, number), techniques.share[number])
+            found = memory(jobs, self._constants)
             held, fits = np.minimum(held, found.total), np.maximum(fits, found.fits)
         return held, fits
 

@@ -207,7 +207,7 @@ def _techniques(space: Space, kind: _Kind) -> Techniques:
     pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
     offload = fixed.of("offload", range(len(OFFLOAD)) if kind.sharded else [0])
     table = np.array([(*pair, place) for place, pair in product(offload, pairs)], np.float64).reshape(-1, 3).T
-    return Techniques(dict(zip(INNER, table, strict=True)), 1 / table[1])
+    return Techniques(dict(zip(INNER, table, strict=True)), np.ceil(kind.blocks / table[1]) / kind.blocks)
 
 
 def _every(mode: float, kind: _Kind) -> list[int]:

@@ -21,44 +21,39 @@ class Layers:
     last: Column
 
 
-def layers_of(jobs: Jobs, head: Column) -> Layers:
-    """The split; head: time of the head over that of a layer.
+def layers_of(jobs: Jobs) -> Layers:
+    """The split.
 
     Published stacks give each stage as many layers; where these do not divide, embedding and head count as a layer each
     if then they do, and else the last stage gets what is left. hpc_train balances by FLOPs (parallel.pipeline.stages),
-    for which two candidates of the last stage are enough.
+    for which two candidates of the last stage are enough; of the others the earlier ones have fewer.
     """
     stages = jobs.pp * jobs.virtual_stages
     even = jobs.layers / stages
     with_ends = ((jobs.layers + 2) % stages == 0) & (jobs.layers % stages != 0)
     middle = np.where(with_ends, (jobs.layers + 2) / stages, np.ceil(even))
     last = np.where(with_ends, middle - 1, np.maximum(jobs.layers - (stages - 1) * middle, 0))
-    ours_middle, ours_last = _balanced(jobs.layers, stages, head)
+    ours_middle, ours_last = _balanced(jobs, stages)
     ours = jobs.stack == OURS
     middle, last = np.where(ours, ours_middle, middle), np.where(ours, ours_last, last)
     rank, last_rank = middle * jobs.virtual_stages, middle * (jobs.virtual_stages - 1) + last
-    first = np.clip(jobs.layers - (jobs.pp - 2) * rank - last_rank, 0, rank)
+    fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
+    left = jobs.layers - (jobs.pp - 2) * rank - last_rank
+    first = np.clip(np.where(ours, np.maximum(left, fewest), left), 0, rank)
     whole = jobs.pp == 1
     return Layers(*(np.where(whole, jobs.layers, it) for it in (first, rank, last_rank)))
 
 
-def _balanced(layers: Column, stages: Column, head: Column) -> tuple[Column, Column]:
-    """(layers of a stage, layers of the last stage) whose slowest stage is fastest."""
-    others = np.maximum(stages - 1, 1)
-    fewer = np.clip(np.floor((layers - head * others) / stages), 0, layers)
-    best = None
-    for last in (fewer, fewer + 1):
-        middle = np.ceil((layers - last) / others)
-        slowest = np.maximum(middle, last + head)
-        best = (
-            (slowest, middle, last)
-            if best is None
-            else tuple(
-                np.where(slowest < best[0], new, old) for new, old in zip((slowest, middle, last), best, strict=True)
-            )
-        )
-    assert best is not None
-    return best[1], best[2]
+def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
+    """(layers of a stage, layers of the last stage) whose costliest stage has fewest FLOPs."""
+    layers, others = jobs.layers, np.maximum(stages - 1, 1)
+    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
+    fewer = np.clip(np.floor((layers - head * others) / stages), 1, np.maximum(layers - others, 1))
+    more = np.minimum(fewer + 1, np.maximum(layers - others, 1))
+    options = [(np.ceil((layers - last) / others), last) for last in (fewer, more)]
+    (middle, last), (other_middle, other_last) = options
+    better = np.maximum(other_middle, other_last + head) <= np.maximum(middle, last + head)
+    return np.where(better, other_middle, middle), np.where(better, other_last, last)
 
 
 def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:

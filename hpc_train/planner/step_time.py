@@ -10,7 +10,7 @@ from hpc_train.planner import data_axes
 from hpc_train.planner.bubble import bubble
 from hpc_train.planner.collectives import all_reduce, group, send
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.jobs import Column, Jobs
+from hpc_train.planner.jobs import PCIE, Column, Jobs
 from hpc_train.planner.stages import Layers, layers_of
 from hpc_train.planner.work import Work, score_width, work
 
@@ -69,7 +69,13 @@ class _Layer:
     tensor: Column
     """Exposed, forward and backward."""
     context: Column
-    launch: Column
+    launch_forward: Column
+    """Waiting for the host."""
+    launch_backward: Column
+
+    @property
+    def launch(self) -> Column:
+        return self.launch_forward + self.launch_backward
 
     @property
     def whole(self) -> Column:
@@ -80,7 +86,7 @@ def time(jobs: Jobs, constants: Constants) -> Time:
     """Seconds of each part."""
     done = work(jobs, constants)
     layer = _layer(jobs, constants, done)
-    layers = layers_of(jobs, done.head / layer.whole)
+    layers = layers_of(jobs)
     slow, ends = _slowest(jobs, layers, layer, done)
     others = _others(jobs, layers, layer, done) - slow * layer.whole - ends
     m = jobs.micro_batches
@@ -111,9 +117,11 @@ def _layer(jobs: Jobs, constants: Constants, done: Work) -> _Layer:
     forward, backward = done.forward, done.backward + done.again
     tensor_forward, tensor_backward = _tensor(jobs, constants)
     context = _context(jobs, constants, done)
-    launch = np.maximum(done.launch_forward - forward - tensor_forward, 0)
-    launch = launch + np.maximum(done.launch_backward - backward - tensor_backward, 0)
-    return _Layer(forward, backward, tensor_forward + tensor_backward, context, launch)
+    waits = (
+        np.maximum(done.launch_forward - forward - tensor_forward, 0),
+        np.maximum(done.launch_backward - backward - tensor_backward, 0),
+    )
+    return _Layer(forward, backward, tensor_forward + tensor_backward, context, *waits)
 
 
 def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
@@ -181,25 +189,36 @@ def _messages(jobs: Jobs, constants: Constants) -> Column:
     return np.where(jobs.pp > 1, 2 * jobs.micro_batches * jobs.virtual_stages * once, 0.0)
 
 
+def _heaviest(jobs: Jobs, layers: Layers) -> tuple[Column, Column]:
+    """(layers, parameters of the ends before sharding) of the rank that has most parameters."""
+    table = jobs.vocab * jobs.hidden / jobs.tp
+    layer = jobs.layer_parameters / jobs.tp
+    inner = (jobs.pp > 2) & (layers.middle * layer > layers.first * layer + table)
+    ends = np.where(jobs.pp > 1, np.where(inner, 0.0, table), (2 - jobs.tied) * table)
+    return np.where(inner, layers.middle, layers.first), ends
+
+
 def _data(jobs: Jobs, constants: Constants, layers: Layers, layer: _Layer) -> Column:
-    count, table = layers.first, jobs.vocab * jobs.hidden / jobs.tp
-    ends = np.where(jobs.pp > 1, table, (2 - jobs.tied) * table)
+    count, ends = _heaviest(jobs, layers)
     held = count * jobs.layer_parameters / jobs.tp
-    windows = data_axes.Windows(count * layer.forward, count * layer.backward)
+    beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
+    windows = data_axes.Windows(count * beside[0], count * beside[1])
     seconds = data_axes.seconds(jobs, constants, held, ends, windows)
     # A tied table's gradients are added up between the first and the last stage (traffic.pipeline.tied).
+    table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
     return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
 
 
 def _optimizer(jobs: Jobs, constants: Constants, layers: Layers) -> tuple[Column, Column]:
     """(seconds of the update, seconds in which gradients of micro-batches are added up)."""
-    table = jobs.vocab * jobs.hidden / jobs.tp
-    held = layers.first * jobs.layer_parameters / jobs.tp + np.where(jobs.pp > 1, 1.0, 2 - jobs.tied) * table
+    count, ends = _heaviest(jobs, layers)
+    held = count * jobs.layer_parameters / jobs.tp + ends
     shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
     update = held / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
-    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / np.maximum(jobs.host_bandwidth, 1e9)
+    pcie = np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
+    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / pcie
     update = update + np.where(jobs.offload > 0, 4 * host, 0.0)
     added = held * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
     times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)

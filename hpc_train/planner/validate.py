@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.planner.calibrate import by_cluster, calibrate, chosen
+from hpc_train.planner.calibrate import calibrate, chosen, together
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.from_runs import Refused, Run, Runs, jobs_of
 from hpc_train.planner.jobs import RECOMPUTE, Jobs, with_columns
@@ -91,11 +91,11 @@ class Validation:
 
 
 def validate(runs: Runs, constants: Constants, calibrated: int = 0) -> Validation:
-    """Every run that can be modelled. calibrated: runs of each cluster that its scale is taken from; these are then
-    left out of the errors of time."""
+    """Every run that can be modelled. calibrated: runs of each cluster and software that its constants are
+    moved to; these are then left out of the errors of time."""
     spare: set[str] = set()
     rows: list[Row] = []
-    for members in by_cluster(runs.runs).values():
+    for members in together(runs.runs):
         some = chosen(members, calibrated) if calibrated else []
         spare |= {run.id for run in some}
         rows += predict(members, calibrate(some, constants))

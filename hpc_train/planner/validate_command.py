@@ -34,14 +34,14 @@ def validate_command(options: Options) -> int:
         raise UserError(f"--calibrate {options.calibrate}: give a number of runs, such as 3, or 0 for none")
     constants = stored.read(Path(options.constants)) if options.constants else stored.default()
     found = validate(read_runs(Path(options.runs)), constants, options.calibrate)
-    if options.plot:
-        from hpc_train.planner.validate_plot import draw
-
-        draw(found, Path(options.plot))
     if options.json:
         print(json.dumps(as_json(found, options.rows), indent=1))
     else:
         _print(found, options.rows)
+    if options.plot:
+        from hpc_train.planner.validate_plot import draw
+
+        draw(found, Path(options.plot))
     return 0
 
 

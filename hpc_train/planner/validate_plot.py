@@ -11,7 +11,10 @@ from hpc_train.planner.validate import Validation
 
 
 def draw(found: Validation, path: Path) -> None:
-    """Raises UserError, one line, without matplotlib or for a file that cannot be written."""
+    """Raises UserError, one line, without matplotlib, without a run to draw, or for a file that cannot be written."""
+    rows = [row for row in found.rows if np.isfinite(row.ratio)]
+    if not rows:
+        raise UserError("--plot: nothing to draw: no run states a time and can be modelled")
     try:
         import matplotlib
     except ImportError:
@@ -20,7 +23,6 @@ def draw(found: Validation, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
-    rows = [row for row in found.rows if np.isfinite(row.ratio)]
     for name, errors in found.families.items():
         points = [(row.run.seconds, row.seconds) for row in rows if row.run.family == name]
         axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, label=f"{name} ({errors.mape:.1%})")

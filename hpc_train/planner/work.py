@@ -16,7 +16,6 @@ _NORM_PASSES = 4.0  # two norms, each read and written
 _RESIDUAL_PASSES = 7.0  # twice: input, residual and mask read, result written
 _WIDE_PASSES = 2.0
 _GATED_PASSES = 3.0
-_SCORE_PASSES = 4.5  # softmax read and written; dropout read and written, its mask of one byte written
 _ROTARY_PASSES = 4.0
 _BACKWARD_PASSES = 1.5
 """Backward over forward: the gradient is read besides, and written in place of the result."""
@@ -117,7 +116,7 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     scores = tokens * jobs.sequence * jobs.heads / jobs.tp * jobs.activation_bytes / jobs.memory_bandwidth
     products = 4 * tokens * jobs.sequence * width * slow / (peak * constants.gemm_efficiency)
     products = products + 2 * scores * constants.gemm_traffic
-    passes = scores * _SCORE_PASSES / constants.memory_efficiency
+    passes = scores * constants.score_passes / constants.memory_efficiency
     is_fused = jobs.fused_attention > 0
     forward = np.where(is_fused, fused, products + passes)
     return forward, np.where(is_fused, 2.5 * fused, 2 * products + _BACKWARD_PASSES * passes)

@@ -12,7 +12,7 @@ import pytest
 from hpc_train.cli import main
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
-from hpc_train.planner.calibrate import by_cluster, calibrate, chosen
+from hpc_train.planner.calibrate import calibrate, chosen, together
 from hpc_train.planner.constants import MEMORY, Constants, bounds, default
 from hpc_train.planner.fit import SPLIT, fit, fold_of, left_out, training
 from hpc_train.planner.from_runs import Run, Runs, jobs_of, read_runs
@@ -142,9 +142,7 @@ def test_the_shipped_constants_on_the_sample(sample: Runs) -> None:
 
 def test_calibrated_runs_are_left_out(sample: Runs) -> None:
     found = validate(sample, default(), calibrated=1)
-    timed = [
-        members for members in by_cluster(sample.runs).values() if any(np.isfinite(run.seconds) for run in members)
-    ]
+    timed = [members for members in together(sample.runs) if any(np.isfinite(run.seconds) for run in members)]
     assert found.overall.n == 19 - len(timed)
 
 

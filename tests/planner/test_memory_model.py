@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from planner_runs import run
 
+from hpc_train.planner.activations import layer_activations
 from hpc_train.planner.constants import Constants, default
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.jobs import RECOMPUTE, STACKS, Jobs, column, with_columns
-from hpc_train.planner.memory import MAYBE, NO, YES, Memory, layer_activations, memory
+from hpc_train.planner.memory import MAYBE, NO, YES, Memory, memory
 
 PLAIN = Constants(activations=1.0, fragmentation=0.0, context=0.0)
 

@@ -9,6 +9,7 @@ import pytest
 from planner_runs import run
 
 from hpc_train.errors import UserError
+from hpc_train.parallel.pipeline.stages import costs, split
 from hpc_train.planner.bubble import bubble
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.jobs import SCHEDULES, Jobs, with_columns
@@ -75,19 +76,29 @@ def test_micro_batches_in_flight_are_those_of_the_simulated_order(name: str) -> 
 @pytest.mark.parametrize("stack", [0, 3])
 def test_stages_hold_all_layers_and_none_is_much_larger(layers: int, ranks: int, virtual: int, stack: int) -> None:
     jobs = with_columns(job("1f1b", ranks, ranks, virtual), layers=layers, stack=stack)
-    found = layers_of(jobs, np.float64(0.6))
+    found = layers_of(jobs)
     assert float(found.first + (ranks - 2) * found.middle + found.last) == pytest.approx(layers, abs=virtual * ranks)
     assert float(found.middle) <= np.ceil(layers / (ranks * virtual) + 1) * virtual
     assert float(found.first) <= float(found.middle)
-    if layers % (ranks * virtual) == 0:
+    if layers % (ranks * virtual) == 0 and stack == 0:
         assert float(found.first) == float(found.middle) == layers / ranks
 
 
+@pytest.mark.parametrize("model", ["gpt3_1_3b", "llama_8b", "llama_70b", "gpt3_175b"])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 12])
+def test_ours_are_split_as_the_pipeline_splits_them(model: str, ranks: int) -> None:
+    config = run(f"model={model}", "train.sequence_length=2048", "cluster=dgx_h100", "precision=bf16")
+    jobs = with_columns(jobs_of(config, 1), pp=ranks)
+    real = split(costs(config.model, 2048, int(jobs.layers)), ranks)
+    told = layers_of(jobs)
+    assert float(told.last) == len(real[-1])
+    assert float(told.first) == len(real[0])
+    assert max(float(told.first), float(told.middle)) == max(map(len, real[:-1]))
+
+
 def test_a_heavy_head_takes_layers_from_the_last_stage_of_ours_only() -> None:
-    jobs = with_columns(job("1f1b", 4, 4, 1), layers=32)
-    ours, theirs = (
-        layers_of(with_columns(jobs, stack=3), np.float64(3)),
-        layers_of(with_columns(jobs, stack=0), np.float64(3)),
-    )
+    jobs = with_columns(job("1f1b", 4, 4, 1), layers=32, vocab=3 * 12 * 4096, hidden=4096, feed_forward=4 * 4096)
+    jobs = with_columns(jobs, heads=32, kv_heads=32, head_dim=128, gated=0, sequence=512)
+    ours, theirs = layers_of(with_columns(jobs, stack=3)), layers_of(with_columns(jobs, stack=0))
     assert float(ours.last) < float(ours.middle)
     assert float(theirs.last) == 8
