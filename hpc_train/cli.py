@@ -110,15 +110,26 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
 
 
+def _add_multirun(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a sweep: each override may have several values, as in optim.lr=1e-3,1e-4 train.seed=range(3)",
+    )
+
+
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _command(commands, "train", "train here; inside srun, torchrun or mpirun, join as a rank")
     _add_config_options(command)
+    _add_multirun(command)
     command.set_defaults(run=_train)
 
 
 def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _command(commands, "submit", "submit the run to Slurm and return at once")
     _add_config_options(command)
+    _add_multirun(command)
     command.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     command.add_argument("--json", action="store_true", help="print the answer as JSON")
     command.add_argument(
@@ -268,6 +279,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
     if arguments.cfg:
         return _print_config(arguments)
+    if arguments.multirun:
+        from hpc_train.launch.sweep.local import train_sweep
+
+        return train_sweep(arguments.overrides, arguments.config_dir, request)
     return train_here(arguments.overrides, arguments.config_dir, request)
 
 
@@ -278,6 +293,10 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.cfg:
         return _print_config(arguments)
     a = arguments
+    if a.multirun:
+        from hpc_train.launch.sweep.submit import submit_sweep
+
+        return submit_sweep(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
     return submit_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
 
 
@@ -349,6 +368,8 @@ def _completion(arguments: argparse.Namespace) -> int:
 def _print_config(arguments: argparse.Namespace) -> int:
     from hpc_train.config.compose import compose, to_yaml
 
+    if getattr(arguments, "multirun", False):
+        raise UserError("--cfg: shows one run; leave out -m, or give one value of each override")
     print(to_yaml(compose(arguments.overrides, arguments.config_dir)), end="")
     return 0
 

@@ -96,7 +96,8 @@ def test_every_candidate_key_composes() -> None:
         keys = {key.rstrip(".=") for key in found - deeper}
         return keys.union(*(offered(key) for key in deeper))
 
-    groups = {"cluster", "model", "data", "parallel", "optim", "precision", "checkpoint", "launch", "experiment"}
+    groups = {*("cluster", "model", "data", "parallel", "optim", "precision", "checkpoint", "launch", "container")}
+    groups |= {"experiment"}
     assert offered() - groups == leaves(to_container(compose()))
 
 

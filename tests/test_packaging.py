@@ -34,7 +34,8 @@ def wheel(dist: Path) -> Path:
 
 def test_wheel_has_every_module_and_conf_file(dist: Path) -> None:
     packed = set(zipfile.ZipFile(wheel(dist)).namelist())
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hpc_train").rglob("*.py")}
+    rooms = ("hpc_train", "hydra_plugins")
+    modules = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).rglob("*.py")}
     conf = {f"hpc_train/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert modules - packed == set()
     assert conf - packed == set()
@@ -67,6 +68,11 @@ def test_installed_wheel_composes_and_trains_outside_the_checkout(dist: Path, tm
         check=True,
     )
     assert where.stdout.strip() == str(site / "hpc_train/__init__.py")
+    launchers = "from hydra.core.plugins import Plugins; Plugins.instance(); import sys; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", launchers], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "hydra_plugins.hpc_train_launchers.plugin" in found.stdout.split()
     tiny = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "train.sequence_length=32"]
     trained = subprocess.run(
         [str(site / "bin/hpc-train"), "train", "run_dir=run", "train.steps=2", "launch.ranks=1", *tiny],

@@ -32,6 +32,11 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
+def check_group(config: Any, path: str) -> None:
+    """Raise UserError for the first value of one group's config that is out of range. path: its name, with a dot."""
+    _check_fields(config, path)
+
+
 def _check_fields(config: Any, path: str) -> None:
     for item in fields(config):
         value, where = getattr(config, item.name), f"{path}{item.name}"

@@ -112,6 +112,12 @@ class ClusterConfig:
     fabric: FabricConfig = setting(default=FabricConfig)
     filesystem: FileSystemConfig = setting(default=FileSystemConfig)
     slurm: SlurmConfig = setting(default=SlurmConfig)
+    modules: list[str] = setting(default=[])
+    """Modules that batch scripts load (Lmod, Environment Modules), in order, such as cuda/12.4."""
+    module_path: list[str] = setting(default=[])
+    """Folders of modulefiles to look in first, beside the site's."""
+    module_purge: bool = False
+    """Unload first what the submitting shell had loaded."""
     topology: str | None = None
     """File that describes switches and nodes, in any format of `hpc-train topology read`; None: what Slurm says."""
     calibration: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,22 +33,25 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
     config_dir: a folder laid out as conf/, whose options are added to the shipped ones.
     Raises UserError, in one line, for anything in the overrides or the files that is wrong.
     """
-    return _typed(_compose(list(overrides), config_dir), overrides, config_dir)
+    return typed(composed(list(overrides), config_dir), overrides, config_dir)
 
 
 def from_container(container: dict[str, Any]) -> RunConfig:
     """The run that `to_container` wrote, checked and read-only: no file of conf/ is read again."""
     kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
     schema = OmegaConf.structured(RunConfig)
-    typed = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
-    return _typed(OmegaConf.merge(schema, typed, container), (), None)  # type: ignore[arg-type]
+    chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
+    return typed(OmegaConf.merge(schema, chosen, container), (), None)  # type: ignore[arg-type]
 
 
 def to_container(config: RunConfig) -> dict[str, Any]:
     """Plain dictionaries, lists and scalars, for YAML or JSON."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]
+    plain = asdict(config)
+    if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
+        resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+        assert isinstance(resolved, dict)
+        return resolved  # type: ignore[return-value]
+    return plain
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -66,7 +70,8 @@ def _hydra() -> initialize_config_module:
     return initialize_config_module("hpc_train.conf", version_base="1.3")
 
 
-def _compose(overrides: list[str], config_dir: str | None) -> DictConfig:
+def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
+    """The same before its types and ranges are checked. Raises UserError, in one line."""
     extra = _search_path(config_dir)
     groups, values = suggest.split_groups(_parsed(overrides))
     if wrong := suggest.wrong_choice(groups, partial(options, config_dir=config_dir)):
@@ -106,12 +111,18 @@ def _diagnose(
     return suggest.wrong_key(values, base) or explain(error, values, config_dir)
 
 
-def _typed(composed: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
+def typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
+    """From what `composed` gave to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
-        config = OmegaConf.to_object(composed)
+        config = OmegaConf.to_object(plain)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, _parsed(overrides), config_dir)) from error
     assert isinstance(config, RunConfig)
+    return checked(config, overrides)
+
+
+def checked(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The same config, checked, with what it leaves to the cluster filled in, and sealed. Raises UserError."""
     if wrong := suggest.unknown_field(config):
         raise UserError(wrong)
     check(config)

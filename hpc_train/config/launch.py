@@ -42,9 +42,24 @@ class LaunchConfig:
     chain: int = setting(default=1, ge=1, le=1000)
     """slurm: jobs to submit, each of which goes on where the one before it stopped at its time limit, in place of a
     requeue; those that are left when the run is over are cancelled."""
+    parallel_points: int | None = setting(default=None, ge=1)
+    """Points of a sweep that run at a time; None: as many as Slurm lets (slurm), or as cores and GPUs allow (local)."""
+    points_per_job: int = setting(default=1, ge=1, le=1024)
+    """slurm: points of a sweep that share the nodes of one job, side by side, each with its own CPUs and GPUs."""
     export: list[str] = setting(default=[])
     """slurm: more variables of the submitting shell that the job gets, by name or pattern; the usual ones it gets
     anyway, secrets only by name. Their values are written to no file."""
+    snapshot: str = setting(default="auto", choices=("auto", "off"))
+    """slurm, auto: jobs run the code as it was when they were submitted: hpc_train, where it is a checkout, and the
+    project that model.module is in; off: whatever is there when they start."""
+    snapshot_dir: str | None = None
+    """Where snapshots of the code lie, shared by all runs that have the same; None: beside the run directory."""
+    snapshot_max_mib: float = setting(default=64.0, gt=0)
+    """Most that the code may be."""
+    snapshot_include: list[str] = setting(default=[])
+    """More files or folders of the project, such as extensions that were built in place and that git ignores."""
+    snapshot_exclude: list[str] = setting(default=[])
+    """Patterns of files and folders of the project that are not frozen, such as `notebooks` or `*.ipynb`."""
     timeout_seconds: int = setting(default=1800, ge=10)
     """A collective or a rendezvous that takes longer than this ends the job."""
     extra: dict[str, str] = setting(default={})

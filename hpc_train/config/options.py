@@ -19,6 +19,7 @@ GROUPS = (
     "precision",
     "checkpoint",
     "launch",
+    "container",
     "experiment",
 )
 """The groups of conf/."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import MISSING
 
 from hpc_train.config.cluster import ClusterConfig
+from hpc_train.config.container import ContainerConfig
 from hpc_train.config.data import DataConfig
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.model import ModelConfig
@@ -27,6 +28,7 @@ class RunConfig:
     precision: PrecisionConfig = setting(default=PrecisionConfig)
     checkpoint: CheckpointConfig = setting(default=CheckpointConfig)
     launch: LaunchConfig = setting(default=LaunchConfig)
+    container: ContainerConfig = setting(default=ContainerConfig)
     train: TrainConfig = setting(default=TrainConfig)
     plan: PlanConfig = setting(default=PlanConfig)
     run_dir: str | None = None

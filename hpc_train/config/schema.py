@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
-_SEALED = "_sealed"
+SEALED = "_sealed"
+"""Attribute of a config that `seal` has made read-only."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def schema(cls: type[T]) -> type[T]:
     made = dataclass(cls)
 
     def guarded(self: Any, name: str, value: Any) -> None:
-        if getattr(self, _SEALED, False):
+        if getattr(self, SEALED, False):
             raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name} is read-only")
         object.__setattr__(self, name, value)
 
@@ -77,5 +78,5 @@ def seal(config: T) -> T:
         value = getattr(config, item.name)
         if is_dataclass(value) and not isinstance(value, type):
             seal(value)
-    object.__setattr__(config, _SEALED, True)
+    object.__setattr__(config, SEALED, True)
     return config

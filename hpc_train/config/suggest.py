@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig
 
 from hpc_train.config.options import GROUPS
+from hpc_train.config.schema import SEALED
 
 Options = Callable[[str], list[str]]
 """Group name -> names of its options."""
@@ -70,7 +71,8 @@ def _refused(item: Override, text: str) -> str | None:
     """Forms of Hydra's that mean nothing for a run, or would change it without a word."""
     group = item.key_or_group
     if item.is_sweep_override():
-        return f"{text}: several values for one run; give one value, or quote it if it is a text with commas"
+        quote = "give one value, or quote it if it is a text with commas"
+        return f"{text}: several values for one run; {quote}; with -m it is a sweep"
     if not group:
         return f"{text}: has no key; write key=value"
     if group.replace("/", ".").split(".")[0] == "hydra":
@@ -113,7 +115,7 @@ def wrong_key(values: Iterable[Override], config: DictConfig) -> str | None:
             if not isinstance(node, DictConfig):
                 parent = ".".join(item.key_or_group.split(".")[:depth])
                 return f"{item.input_line}: '{parent}' is a value and has no '{component}'"
-            if component not in node:
+            if component not in map(str, node):  # which has those without a value yet, too
                 if node._metadata.object_type is dict:
                     return f"{item.input_line}: no key '{component}' yet; write +{item.input_line} to add it"
                 return f"{item.input_line}: no key '{component}'; {_meant(component, node, config)}"
@@ -141,7 +143,7 @@ def unknown_field(config: Any, path: str = "") -> str | None:
     """The first attribute that is no field of its dataclass: what `+key=value` adds where nothing reads it."""
     names = {item.name for item in fields(config)}
     for name, value in vars(config).items():
-        if name not in names:
+        if name not in names and name != SEALED:
             return f"+{path}{name}: nothing reads this key; {close(name, names)}"
         if is_dataclass(value) and (found := unknown_field(value, f"{path}{name}.")):
             return found

@@ -71,12 +71,26 @@ def ensure(config: TokenDataConfig) -> Path:
     """
     if config.path is not None:
         return Path(config.path).expanduser()
-    recipe = Recipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
-    files = find_files(recipe.sources, recipe.suffixes)
-    path = Path(config.cache).expanduser() / f"{recipe.tokenizer}-{recipe.vocab_size}-{_identity(recipe, files)}.h5"
+    recipe, files = _of(config)
+    path = _place(config, recipe, files)
     if not path.exists():
         _build(recipe, files, path)
     return path
+
+
+def store_path(config: TokenDataConfig) -> Path:
+    """Where `ensure` has the store; nothing is built."""
+    return Path(config.path).expanduser() if config.path is not None else _place(config, *_of(config))
+
+
+def _of(config: TokenDataConfig) -> tuple[Recipe, list[SourceFile]]:
+    recipe = Recipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
+    return recipe, find_files(recipe.sources, recipe.suffixes)
+
+
+def _place(config: TokenDataConfig, recipe: Recipe, files: Sequence[SourceFile]) -> Path:
+    name = f"{recipe.tokenizer}-{recipe.vocab_size}-{_identity(recipe, files)}.h5"
+    return Path(config.cache).expanduser() / name
 
 
 def _identity(recipe: Recipe, files: Sequence[SourceFile]) -> str:

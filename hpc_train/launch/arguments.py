@@ -10,11 +10,13 @@ _Commands = Any
 
 
 def add_arguments(commands: _Commands) -> None:
-    """Add status, logs, cancel and attach; each sets `run`, a function of the parsed arguments."""
+    """Add status, logs, cancel, attach, resume and results; each sets `run`, a function of the parsed arguments."""
     _add_status(commands)
     _add_logs(commands)
     _add_cancel(commands)
     _add_attach(commands)
+    _add_resume(commands)
+    _add_results(commands)
 
 
 def _command(commands: _Commands, name: str, summary: str) -> Any:
@@ -85,3 +87,41 @@ def _add_attach(commands: _Commands) -> None:
     command.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
     command.epilog = "After -- comes the command to run there; without one it is a login shell."
     command.set_defaults(run=run, words=[])
+
+
+def _add_resume(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.runtime import stop
+
+        request = stop.install()  # before anything slow is imported: a signal from now on is kept
+        from hpc_train.launch.sweep.resume import resume_command
+
+        return resume_command(arguments.target, arguments.mode, arguments.json, request)
+
+    command = _command(commands, "resume", "run again what a sweep or a run lacks, as it was frozen")
+    command.add_argument(
+        "--mode",
+        default="retry",
+        choices=("retry", "cached", "force", "read-only"),
+        help="retry: all that has ended and is not done (default); cached: only what has never begun; force: all that "
+        "has ended, from its first step; read-only: say what retry would do",
+    )
+    command.add_argument("--json", action="store_true", help="print the answer as JSON")
+    command.set_defaults(run=run)
+
+
+def _add_results(commands: _Commands) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from hpc_train.launch.sweep.results import Wanted, results_command
+
+        a = arguments
+        return results_command(a.target, Wanted(a.metric, a.best, a.json, a.csv, a.plot))
+
+    command = _command(commands, "results", "overrides and final metrics of every point, as a table, a file or a plot")
+    command.add_argument("--metric", metavar="NAME", help="of metrics.jsonl (default: validation_loss, else loss)")
+    command.add_argument("--best", action="store_true", help="also its best value, for which all steps are read")
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    shown.add_argument("--csv", metavar="FILE", help="write it as CSV; -: print it")
+    command.add_argument("--plot", metavar="FILE", help="draw the metric over what was swept, as .png, .svg or .pdf")
+    command.set_defaults(run=run)

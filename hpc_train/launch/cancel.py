@@ -10,19 +10,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.launch.clients import Ask, ask
 from hpc_train.launch.state.attempts import cancel_marker
 from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import Facts, gather
-from hpc_train.launch.state.points import find
+from hpc_train.launch.state.points import Point, find, points_of
 from hpc_train.launch.state.states import State, Status, ours
+from hpc_train.launch.sweep import ledger
 from hpc_train.training.records import add_event
 
+_NAMED = 4
+"""From so many on they are counted."""
 _AT_ONCE = 200
 """Job ids on one command line."""
 _TOO_LATE = ("already completing", "already completed", "Invalid job id", "not running")
@@ -35,6 +40,11 @@ class _Open:
     facts: Facts
     status: Status
 
+    @property
+    def waits_here(self) -> bool:
+        """Whether it waits for its turn in a sweep of this machine."""
+        return self.status.state is State.PENDING and not self.facts.jobs
+
     def jobs(self, running: bool) -> list[str]:
         """Its jobs that run, or those that wait."""
         states = {record.job_id: ours(record.state) for record in self.facts.records}
@@ -42,55 +52,143 @@ class _Open:
 
 
 def cancel_command(run: str, yes: bool, now: bool) -> int:
-    """End a run, all of a sweep, or a job; returns the exit code. On a terminal it asks first.
+    """End a run, a point or all of a sweep, or a job; returns the exit code. On a terminal it asks first.
 
     Raises UserError, one line, if it runs where it cannot be reached from here.
     """
-    seen = [_Open(facts, decide(facts)) for facts in gather(find(run, ask), ask)]
+    points = find(run, ask)
+    seen = _look(points)
     still = [it for it in seen if not it.status.state.ended]
     if not still:
-        print(f"nothing to cancel: {_counted(it.status for it in seen)}")
+        print(f"nothing to cancel: {_counted(seen)}")
         return 0
     if not yes and sys.stdin.isatty() and not _agreed(still):
         print("left as it is")
         return 1
-    _cancel_jobs([it for it in still if it.facts.jobs], now, ask)
-    for it in still:
-        if not it.facts.jobs:
-            _cancel_local(it, now)
+    if jobs := [it for it in still if it.facts.jobs]:
+        late = _cancel_jobs(jobs, now, ask)
+        if begun := [it for it in _look(late) if it.jobs(running=True)]:
+            _cancel_jobs(begun, now, ask)
+    _cancel_here([it for it in still if not it.facts.jobs], now)
     return 0
 
 
-def _counted(rows: Iterable[Status]) -> str:
-    return ", ".join(f"{row.point} is {row.state}" for row in rows)
+def _look(points: Sequence[Point]) -> list[_Open]:
+    return [_Open(facts, decide(facts)) for facts in gather(points, ask)]
+
+
+def _cancel_here(runs: Sequence[_Open], now: bool) -> None:
+    """Runs without Slurm. Who is told to stop all of a sweep tells those of its points that run."""
+    pools = {it.facts.point.placed.process for it in runs if it.waits_here and it.facts.point.placed}
+    if not pools:
+        for it in runs:
+            _cancel_local(it, now)
+        return
+    if not any(it.facts.newest for it in runs) and len(runs) == 1:
+        raise UserError(f"{runs[0].status.point}: waits for its turn in a sweep on this machine; cancel the sweep")
+    for process in pools:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+        print(f"process {process}: asked to save and end what runs, and to begin nothing more")
+    for it in runs:
+        if now and not it.waits_here:
+            _cancel_local(it, now)
+
+
+def _counted(runs: Sequence[_Open]) -> str:
+    if len(runs) < _NAMED:
+        return ", ".join(f"{it.status.point} is {it.status.state}" for it in runs)
+    return ", ".join(f"{count} are {state}" for state, count in Counter(it.status.state for it in runs).most_common())
 
 
 def _agreed(still: Sequence[_Open]) -> bool:
-    what = _counted(it.status for it in still) if len(still) < 4 else f"{len(still)} runs have not ended"
-    return input(f"{what}: cancel? [y/N] ").strip().lower() in ("y", "yes")
+    return input(f"{_counted(still)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> None:
-    """First those that wait, so that none of them starts in the place of one that ends."""
+def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> list[Point]:
+    """First those that wait, so that none of them starts in the place of one that ends.
+
+    Returns the points that waited, which may have begun at the same moment.
+    """
     for it in runs:
         if it.facts.silent is not None:
             raise UserError(f"{it.status.point}: {it.facts.silent}; try again")
-        for job in it.facts.jobs:
-            cancel_marker(it.facts.point.run, job).touch(0o600)
-        attempt = -1 if it.status.attempt is None else it.status.attempt
-        for job in it.facts.jobs:
-            add_event(it.facts.point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
-    waiting = [job for it in runs for job in it.jobs(running=False)]
-    running = [job for it in runs for job in it.jobs(running=True)]
+    shared = _shared(runs, ask)
+    _leave_word(runs, shared, now)
+    alone = [it for it in runs if it not in shared]
+    waiting = list(dict.fromkeys(job for it in alone for job in it.jobs(running=False)))
+    running = list(dict.fromkeys(job for it in alone for job in it.jobs(running=True)))
+    steps = [step for it in shared for step in _steps(it, ask)]
     if now:
-        _scancel([], waiting + running, ask)
+        _scancel([], waiting + running + steps, ask)
     else:
-        _scancel(["--state=PENDING"], waiting, ask)
-        _scancel(["--signal=USR2"], running, ask)
-    for job in waiting:
-        print(f"job {job}: cancelled")
+        _scancel(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
+        # With a filter, one element that waits stands for all of its array that do (Slurm 22.05). One that begins at
+        # this moment is told by SIGTERM, and has KillWait to save.
+        _scancel([], [job for job in waiting if "_" in job], ask)
+        _scancel(["--signal=USR2"], running + steps, ask)
+    _tell(waiting, [*running, *steps], now)
+    for it in shared:
+        print(f"{it.status.point}: {'will not begin' if it.status.state.waiting else 'asked to save and end'}")
+    return [it.facts.point for it in alone if it.status.state.waiting]
+
+
+def _tell(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
+    if len(waiting) < _NAMED:
+        for job in waiting:
+            print(f"job {job}: cancelled")
+    else:
+        print(f"{len(waiting)} jobs that waited: cancelled")
     for job in running:
         print(f"job {job}: {'cancelled' if now else 'asked to save and end'}")
+
+
+def _shared(runs: Sequence[_Open], ask: Ask) -> list[_Open]:
+    """Points whose job has others, too, that are to go on."""
+    packed = [it for it in runs if it.facts.point.packed]
+    if not packed:
+        return []
+    mine = {it.facts.point.run for it in packed}
+    sweeps = {it.facts.point.sweep.path: it.facts.point.sweep for it in packed if it.facts.point.sweep}
+    jobs = {job for it in packed for job in it.facts.jobs}
+    others = [
+        point
+        for sweep in sweeps.values()
+        for point in points_of(sweep)
+        if point.run not in mine and point.placed and point.placed.job in jobs
+    ]
+    going_on = {job for facts in gather(others, ask) if not decide(facts).state.ended for job in facts.jobs}
+    return [it for it in packed if going_on & set(it.facts.jobs)]
+
+
+def _steps(it: _Open, ask: Ask) -> list[str]:
+    """The job step of a point that runs beside others; it has the point's name."""
+    jobs = it.jobs(running=True)
+    if not jobs:
+        return []
+    said = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
+    found = (line.strip().partition("|") for line in said.out.splitlines())
+    return [step for step, _, name in found if name == it.facts.point.name]
+
+
+def _leave_word(runs: Sequence[_Open], shared: Sequence[_Open], now: bool) -> None:
+    """For the batch script, which does not requeue then, and for `status`. What has not begun has no run directory."""
+    waiting: dict[Path, dict[str, str]] = {}
+    for it in runs:
+        point = it.facts.point
+        if not point.run.exists() and point.sweep is not None:
+            waiting.setdefault(point.sweep.ledger, {})[point.name] = it.facts.jobs[-1]
+            if it not in shared:
+                continue
+            (point.run / "logs").mkdir(mode=0o700, parents=True)
+            point.run.chmod(0o700)
+        for job in it.facts.jobs:
+            cancel_marker(point.run, job).touch(0o600)
+        attempt = -1 if it.status.attempt is None else it.status.attempt
+        for job in it.facts.jobs:
+            add_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
+    for path, points in waiting.items():
+        ledger.append(path, "cancel", points=points)
 
 
 def _scancel(options: Sequence[str], jobs: Sequence[str], ask: Ask) -> None:

@@ -9,8 +9,9 @@ from hpc_train.launch.clients import Ask
 from hpc_train.launch.state import scontrol
 from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import gather
-from hpc_train.launch.state.points import find, is_job_id
+from hpc_train.launch.state.points import Point, find, is_job_id
 from hpc_train.launch.state.states import State, ours
+from hpc_train.launch.sweep import ledger
 
 
 def jobs_to_wait_for(runs: Sequence[str], ask: Ask) -> list[str]:
@@ -35,7 +36,8 @@ def _of_job(job_id: str, ask: Ask) -> list[str]:
 
 def _of_runs(name: str, ask: Ask) -> list[str]:
     jobs: list[str] = []
-    for facts in gather(find(name, ask), ask):
+    points = find(name, ask)
+    for facts in gather(points, ask):
         status = decide(facts)
         if status.state is State.DONE:
             continue
@@ -48,4 +50,16 @@ def _of_runs(name: str, ask: Ask) -> list[str]:
                 "submit this one when it is"
             )
         jobs += facts.jobs
-    return jobs
+    return _as_arrays(jobs, points)
+
+
+def _as_arrays(jobs: Sequence[str], points: Sequence[Point]) -> list[str]:
+    """Whole arrays in place of the elements of a sweep; but elements, where another one of theirs has failed and was
+    submitted again, so that the array will never have ended well.
+    """
+    sweeps = {point.sweep.path: point.sweep for point in points if point.sweep}
+    left = {array for sweep in sweeps.values() for array in ledger.left(ledger.read(sweep.ledger))}
+    if not sweeps:
+        return list(jobs)
+    arrays = [(job.partition("_")[0], job) for job in jobs]
+    return list(dict.fromkeys(job if array in left else array for array, job in arrays))

@@ -6,12 +6,14 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.share import SHARE
 from hpc_train.launch.state.attempts import mark_begun
 from hpc_train.launch.task import ATTEMPT_VARIABLE
 from hpc_train.launch.task import main as run_task
@@ -23,9 +25,10 @@ from hpc_train.training.folder import RunFolder
 class PoolExecutor(LocalExecutor):
     """submitit's local executor with our controller and our task entry."""
 
-    def __init__(self, folder: RunFolder, attempt: int, ranks: int, threads: int) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, ranks: int, threads: int, env: Mapping[str, str]) -> None:
         super().__init__(folder.submitit)
         self._run, self._attempt, self._ranks, self._threads = folder, attempt, ranks, threads
+        self._env = env
         self.update_parameters(tasks_per_node=ranks)
 
     @property
@@ -47,7 +50,8 @@ class PoolExecutor(LocalExecutor):
 
     def _environment(self, command: str, logs: Path) -> dict[str, str]:
         return {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != SHARE},
+            **self._env,
             "SUBMITIT_LOCAL_NTASKS": str(self._ranks),
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_TIMEOUT_S": "0",
@@ -63,9 +67,11 @@ class PoolExecutor(LocalExecutor):
         }
 
 
-def start_pool(folder: RunFolder, attempt: int, ranks: int, threads: int) -> LocalJob[int]:
-    """Start the ranks of the job whose spec is in `folder`; returns at once."""
-    executor = PoolExecutor(folder, attempt, ranks, threads)
+def start_pool(
+    folder: RunFolder, attempt: int, ranks: int, threads: int, env: Mapping[str, str] | None = None
+) -> LocalJob[int]:
+    """Start the ranks of the job whose spec is in `folder`; returns at once. env: more variables for them."""
+    executor = PoolExecutor(folder, attempt, ranks, threads, env or {})
     return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))
 
 
@@ -73,7 +79,7 @@ def local_ranks(config: RunConfig) -> int:
     """launch.ranks, else one a GPU of this machine, else 2."""
     if config.launch.ranks is not None:
         return config.launch.ranks
-    return _gpus() or 2
+    return gpus_here() or 2
 
 
 def threads_of(config: RunConfig, ranks: int) -> int:
@@ -81,7 +87,8 @@ def threads_of(config: RunConfig, ranks: int) -> int:
     return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _gpus() -> int:
+def gpus_here() -> int:
+    """Of this machine, as torch counts them."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
         return 0
     import torch  # only where there may be a GPU: it takes a second

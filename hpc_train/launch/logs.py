@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from hpc_train.launch.failures import FirstError, first_error
 from hpc_train.launch.ranks import rank_of, task_of
 from hpc_train.launch.state.attempts import RESULT, read_attempts
 from hpc_train.launch.state.backoff import Backoff
-from hpc_train.launch.state.points import find, one
+from hpc_train.launch.state.points import Point, find, one
 from hpc_train.launch.state.states import State
 from hpc_train.launch.status import survey
 
@@ -36,13 +36,26 @@ class Choice:
 
 def logs_command(run: str, choice: Choice, follow: bool, error_only: bool) -> int:
     """Print a log; returns the exit code. Raises UserError, one line, for what is not there (yet)."""
-    point = one(find(run, ask), run)
+    points = find(run, ask)
+    if error_only and len(points) > 1:
+        return _print_errors(points)
+    point = one(points, run)
     if error_only:
         return _print_first_error(point.run, choice)
     if follow:
-        return _follow(point.run, choice, lambda: survey([point])[0].state)
+        return _follow(point, choice, lambda: survey([point])[0].state)
     attempt = _attempt(point.run, choice)
-    _write(_end_of(_log(point.run, attempt, choice), choice.tail))
+    _write(_end_of(_log(point, attempt, choice), choice.tail))
+    return 0
+
+
+def _print_errors(points: Sequence[Point]) -> int:
+    """Of a sweep: a line for each point that failed."""
+    failed = [row for row in survey(points) if row.state.ended and row.state not in (State.DONE, State.CANCELLED)]
+    for row in failed:
+        print(f"{row.point}: {row.state}{f': {row.reason}' if row.reason else ''}")
+    if not failed:
+        print(f"no point of {len(points)} has failed")
     return 0
 
 
@@ -61,27 +74,27 @@ def _attempt(run: Path, choice: Choice) -> int:
     return choice.attempt
 
 
-def _log(run: Path, attempt: int, choice: Choice) -> Path:
+def _log(point: Point, attempt: int, choice: Choice) -> Path:
     """The log of the chosen rank; that of the batch script where no rank came to print anything.
 
     Raises UserError if the attempt has no such rank.
     """
-    folder = run / "logs" / str(attempt)
+    folder = point.run / "logs" / str(attempt)
     path = folder / f"task-{task_of(folder, choice.rank or 0)}.log"
     if path.exists():
         return path
     tasks = sorted(int(log.stem.removeprefix("task-")) for log in folder.glob("task-*.log"))
     if tasks:
         raise UserError(f"--rank {choice.rank or 0}: attempt {attempt} has ranks 0 to {tasks[-1]}")
-    for other in (_job_log(run, attempt), folder / "srun.log"):
+    for other in (_job_log(point, attempt), folder / "srun.log"):
         if other is not None and other.exists():
             return other
     raise UserError(f"{folder}: no rank has printed anything (yet)")
 
 
-def _job_log(run: Path, attempt: int) -> Path | None:
-    begun = next((it.begun for it in read_attempts(run) if it.number == attempt), None)
-    return run / "logs" / f"job-{begun.job_id}.log" if begun and begun.job_id else None
+def _job_log(point: Point, attempt: int) -> Path | None:
+    begun = next((it.begun for it in read_attempts(point.run) if it.number == attempt), None)
+    return point.job_logs / f"job-{begun.job_id}.log" if begun and begun.job_id else None
 
 
 def _end_of(path: Path, lines: int | None) -> bytes:
@@ -136,12 +149,12 @@ def _told(error: FirstError, folder: Path, attempt: int, tail: int | None) -> st
     return "\n".join(parts) + "\n"
 
 
-def _follow(run: Path, choice: Choice, state: Callable[[], State]) -> int:
+def _follow(point: Point, choice: Choice, state: Callable[[], State]) -> int:
     """Print what is there and what comes, over requeues, until the run has ended."""
-    ended = _Ended(state)
+    run, ended = point.run, _Ended(state)
     shown = 0
     for attempt in _as_they_begin(run, choice, ended):
-        path = _appearing(run, attempt, choice, ended)
+        path = _appearing(point, attempt, choice, ended)
         if path is not None:
             if shown:
                 print(f"==> attempt {attempt}: {path} <==", flush=True)
@@ -188,16 +201,16 @@ def _as_they_begin(run: Path, choice: Choice, ended: Callable[[], bool]) -> Iter
             time.sleep(_POLL_SECONDS)
 
 
-def _appearing(run: Path, attempt: int, choice: Choice, ended: Callable[[], bool]) -> Path | None:
+def _appearing(point: Point, attempt: int, choice: Choice, ended: Callable[[], bool]) -> Path | None:
     """The log of an attempt as soon as there is one; None if it ends without."""
-    folder = run / "logs" / str(attempt)
+    run, folder = point.run, point.run / "logs" / str(attempt)
     while not _is_over(run, attempt, ended):
         path = folder / f"task-{task_of(folder, choice.rank or 0)}.log"
         if path.exists():
             return path
         time.sleep(_POLL_SECONDS)
     try:
-        return _log(run, attempt, choice)
+        return _log(point, attempt, choice)
     except UserError as error:
         print(f"hpc-train: {error}", file=sys.stderr)
         return None

@@ -8,13 +8,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.degrees import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import script
+from hpc_train.launch.containers import container_of
 from hpc_train.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from hpc_train.launch.code.snapshot import Snapshot
 
 _NEVER = {
     "array": "a sweep is `hpc-train submit -m`",
@@ -45,16 +49,18 @@ class Request:
     """Jobs, each of which waits for the one before it."""
     export: tuple[str, ...] = ()
     """launch.export."""
+    code: Snapshot | None = None
+    """What the job imports from; None: what is installed."""
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
     def after(self, jobs: Sequence[str]) -> Request:
-        """The same, to start only when these jobs have ended well; an array counts as a whole."""
+        """The same, to start only when these jobs (or arrays, or elements of them) have ended well."""
         if not jobs:
             return self
-        wanted = ":".join(["afterok", *dict.fromkeys(job.partition("_")[0] for job in jobs)])
+        wanted = ":".join(["afterok", *dict.fromkeys(jobs)])
         more = [word for word in (wanted, self.parameters.get("dependency")) if word]
         extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
@@ -70,16 +76,24 @@ def nodes_of(config: RunConfig) -> int:
     return nodes
 
 
-def make_request(config: RunConfig, folder: RunFolder) -> Request:
+def make_request(config: RunConfig, folder: RunFolder, code: Snapshot | None = None) -> Request:
     """What this run asks of Slurm. Raises UserError for what the cluster cannot give, and for what cannot be quoted."""
     nodes, per_node = nodes_of(config), config.cluster.ranks_per_node
+    options = sbatch_options(config, folder)
+    container = container_of(config, folder, code.path if code else None)
+    options["setup"] = [*script.before(config, folder, code.python_path if code else ()), *container.before]
+    options["teardown"] = script.after(config)
+    command, export = script.step(config, container), tuple(config.launch.export)
+    return Request(nodes, per_node, command, options, config.launch.chain, export, code)
+
+
+def sbatch_options(config: RunConfig, folder: RunFolder) -> dict[str, Any]:
+    """Everything for sbatch but the script, as parameters of submitit's executor. Raises UserError as make_request."""
     _check_time(config)
     _check_options(config.launch.extra)
-    options = _resources(config, folder, nodes, per_node)
+    options = _resources(config, folder, nodes_of(config), config.cluster.ranks_per_node)
     _check_characters(config, folder, options)
-    options["setup"] = script.before(config, folder)
-    options["teardown"] = script.after(config)
-    return Request(nodes, per_node, script.step(config), options, config.launch.chain, tuple(config.launch.export))
+    return options
 
 
 def _file_pattern(path: Path) -> str:

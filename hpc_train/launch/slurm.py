@@ -25,7 +25,7 @@ class BatchExecutor(SlurmExecutor):
 
     def __init__(self, folder: RunFolder, request: Request) -> None:
         super().__init__(folder.submitit)
-        self._command, self._export = request.command, request.export
+        self._command, self._environment = request.command, environment_of(request)
         self.update_parameters(**request.parameters)
 
     @property
@@ -42,13 +42,26 @@ class BatchExecutor(SlurmExecutor):
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
     def _submit_command(self, command: str) -> SlurmJob[Any]:
-        """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets."""
+        return SlurmJob(folder=self.folder, job_id=self.send(), tasks=list(range(self._num_tasks())))
+
+    def send(self, *options: str) -> str:
+        """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets; the job id."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.folder / f"script-{uuid.uuid4().hex}.sh"
         path.touch(0o600)
-        path.write_text(self._make_submission_file_text(command, ""))
-        job_id = _sbatch(self._make_submission_command(path), job_environment(self._export))
+        path.write_text(self.script())
+        command, *rest = self._make_submission_command(path)
+        job_id = _sbatch([command, *options, *rest], self._environment)
         path.rename(self.folder / f"{job_id}_submission.sh")
-        return SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))
+        return job_id
+
+
+def environment_of(request: Request) -> dict[str, str]:
+    """The variables that the job gets; what is in the snapshot of its code is looked for there alone."""
+    found = job_environment(request.export)
+    if request.code and (path := found.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
+        found["PYTHONPATH"] = rest
+    return found
 
 
 def render(folder: RunFolder, request: Request) -> str:
@@ -61,12 +74,10 @@ def submit(folder: RunFolder, request: Request) -> list[str]:
 
     Raises UserError with sbatch's own reason if it refuses.
     """
-    if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not on the PATH: submit from a login node of the cluster; --dry-run shows the script"
-        )
-    job_environment(request.export)  # before anything is written
+    demand_sbatch()
+    environment_of(request)  # before anything is written
     jobs: list[str] = []
+    folder.submitit.mkdir(mode=0o700, exist_ok=True)  # submitit would go by the umask
     there = set(folder.submitit.glob("*"))
     try:
         for _ in range(request.chain):
@@ -80,15 +91,23 @@ def submit(folder: RunFolder, request: Request) -> list[str]:
     return jobs
 
 
+def demand_sbatch() -> None:
+    """Raise UserError where there is no Slurm."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch is not on the PATH: submit from a login node of the cluster; --dry-run shows the script"
+        )
+
+
 def _sbatch(command: list[str], env: dict[str, str]) -> str:
     said = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     match = _JOB.search(said.stdout)
     if said.returncode or match is None:
-        raise UserError(f"sbatch refused the job: {_reason(said.stderr or said.stdout)}")
+        raise UserError(f"sbatch refused the job: {sbatch_reason(said.stderr or said.stdout)}")
     return match[1]
 
 
-def _reason(text: str) -> str:
+def sbatch_reason(text: str) -> str:
     """sbatch's first error, without its own name in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,6 +17,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.support.pipeline import from_file
 from hpc_train.training.folder import RunFolder, open_folder, write_private
+
+if TYPE_CHECKING:
+    from hpc_train.launch.code.snapshot import Snapshot
 
 SPEC_VERSION = 1
 
@@ -29,6 +32,10 @@ class JobSpec:
     ranks: int
     degrees: dict[str, int]
     config: dict[str, Any]
+    code: str = ""
+    """Folder of the snapshot that the job imports from, whose name is its hash; "": what is installed."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Of the snapshot: root, commit, dirty and number of files of each tree that it was made from."""
     hpc_train: str = __version__
     spec_version: int = SPEC_VERSION
 
@@ -51,7 +58,12 @@ class JobSpec:
 
 
 def make_spec(
-    config: RunConfig, folder: RunFolder, ranks: int, degrees: dict[str, int], store: Path | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    ranks: int,
+    degrees: dict[str, int],
+    store: Path | None = None,
+    code: Snapshot | None = None,
 ) -> JobSpec:
     """The spec of a run in this folder, which reads the token store `store`, and the schedule that lies there."""
     container = to_container(config) | {"run_dir": str(folder.path)}
@@ -59,13 +71,22 @@ def make_spec(
         container["data"]["path"] = str(store.absolute())
     if from_file(config.parallel.pipeline):
         container["parallel"]["pipeline"]["schedule"] = str(folder.schedule)
-    return JobSpec(str(folder.path), ranks, degrees, container)
+    frozen = (str(code.path), list(code.sources)) if code else ("", [])
+    return JobSpec(str(folder.path), ranks, degrees, container, *frozen)
 
 
 def read_spec(path: Path) -> JobSpec:
     """Read a spec that this user wrote.
 
     Raises UserError if it is missing, damaged, of another version, or if anybody else could have written it.
+    """
+    return parse_spec(own_text(path), path)
+
+
+def own_text(path: Path) -> str:
+    """What this user wrote into a file; "" if it is no text.
+
+    Raises UserError if it is missing, or if anybody else could have written it.
     """
     try:
         with path.open() as file:
@@ -79,6 +100,11 @@ def read_spec(path: Path) -> JobSpec:
         text = ""
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
+    return text
+
+
+def parse_spec(text: str, path: Path) -> JobSpec:
+    """The spec in a text, which was read from `path`. Raises UserError if it is damaged, or of another version."""
     try:
         spec = JobSpec(**json.loads(text))
     except (ValueError, TypeError):

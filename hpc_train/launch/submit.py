@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.launch.clients import ask
+from hpc_train.launch.code.snapshot import snapshot
 from hpc_train.launch.dependencies import jobs_to_wait_for
 from hpc_train.launch.partitions import check_partition
 from hpc_train.launch.request import Request, make_request, nodes_of
@@ -40,7 +41,8 @@ def submit_command(
     config, why = planned(config, nodes * config.cluster.ranks_per_node if nodes else None)
     ranks = nodes_of(config) * config.cluster.ranks_per_node
     folder = open_folder(config)
-    request = make_request(config, folder).after(jobs_to_wait_for(after, ask))
+    code = snapshot(config, folder.path)
+    request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
         script = render(folder, request)
@@ -48,20 +50,26 @@ def submit_command(
         return 0
     check_partition(config, request, ask)
     new = not folder.path.exists()
-    freeze(config, ranks, folder, why)
+    kept = code.keep() if code else 0
     try:
+        freeze(config, ranks, folder, why, code)
         jobs = submit(folder, request)
     except UserError:
         if new:
             shutil.rmtree(folder.path, ignore_errors=True)
+        if code:
+            code.discard(kept)
         raise
-    _record(folder, request, jobs)
+    record(folder, request, jobs)
     _tell(folder, request, jobs, as_json)
     return 0
 
 
-def _record(folder: RunFolder, request: Request, jobs: Sequence[str]) -> None:
+def record(folder: RunFolder, request: Request, jobs: Sequence[str]) -> None:
+    """The submission as an event of the run."""
     chain = {"job_ids": jobs} if len(jobs) > 1 else {}
+    if request.code:
+        add_event(folder.events, "snapshot", -1, hash=request.code.hash, sources=request.code.sources)
     add_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
 
 

@@ -28,16 +28,18 @@ def main(run_dir: str) -> int:
     if me.launcher == "submitit":
         _stop_with_parent()
     try:
-        return _run(Path(run_dir))
+        return _run(Path(run_dir), me.process)
     except BaseException as error:
         return _failed(error, logs, me.process, me.host)
 
 
-def _run(run_dir: Path) -> int:
+def _run(run_dir: Path, process: int) -> int:
     import logging
     from datetime import timedelta
 
     from hpc_train.launch.clients import slurm_job
+    from hpc_train.launch.code.worker import enter
+    from hpc_train.launch.share import take_share
     from hpc_train.launch.spec import read_spec
     from hpc_train.launch.state.attempts import cancel_marker
 
@@ -46,7 +48,10 @@ def _run(run_dir: Path) -> int:
     if job is not None and cancel_marker(run_dir, job).exists():
         _request.ask("cancel")  # what the signal would have said, that came before there was a rank
     spec = read_spec(run_dir / "job.json")
+    enter(spec, process == 0)
     config = spec.run_config()
+    if config.launch.bind:
+        take_share()
 
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank

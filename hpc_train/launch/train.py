@@ -26,6 +26,7 @@ from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepa
 
 if TYPE_CHECKING:
     from hpc_train.api import Task
+    from hpc_train.launch.code.snapshot import Snapshot
 
 
 def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
@@ -40,10 +41,7 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
 
 
 def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
-    from hpc_train.launch.failures import explain
-    from hpc_train.launch.local import local_ranks, start_pool, threads_of
-    from hpc_train.launch.state.attempts import mark_result
-    from hpc_train.launch.watch import KILLED, watch
+    from hpc_train.launch.local import local_ranks
 
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
@@ -51,6 +49,16 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     folder = open_folder(config)
     _refuse_a_second(folder)
     freeze(config, ranks, folder)
+    return run_here(config, folder, ranks, stop)
+
+
+def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest) -> int:
+    """Run what is frozen in this folder by ranks of this machine, unless it is done; returns the exit code."""
+    from hpc_train.launch.failures import explain
+    from hpc_train.launch.local import start_pool, threads_of
+    from hpc_train.launch.state.attempts import mark_result
+    from hpc_train.launch.watch import KILLED, watch
+
     if done := finished(config, folder):
         print(done)
         return EXIT_DONE
@@ -84,18 +92,24 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
     return degrees
 
 
-def freeze(config: RunConfig, ranks: int, folder: RunFolder | None = None, why: str | None = None) -> JobSpec:
+def freeze(
+    config: RunConfig,
+    ranks: int,
+    folder: RunFolder | None = None,
+    why: str | None = None,
+    code: Snapshot | None = None,
+) -> JobSpec:
     """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
 
-    why: of `planned`, where that was asked before.
+    why: of `planned`, where that was asked before. code: the snapshot that the job runs.
     """
     config, told = planned(config, ranks)
     why = why or told
     degrees = check_run(config, ranks)
     folder = folder or open_folder(config)
     check_files(config, folder)
-    spec = make_spec(config, folder, ranks, asdict(degrees), _store(config))
-    schedule = _schedule(config)
+    spec = make_spec(config, folder, ranks, asdict(degrees), store_of(config), code)
+    schedule = schedule_text(config)
     prepare(folder, spec.run_config())
     if schedule is not None:
         write_private(folder.schedule, schedule)
@@ -119,24 +133,25 @@ def planned(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None
     return decision.config, decision.text
 
 
-def _schedule(config: RunConfig) -> str | None:
+def schedule_text(config: RunConfig) -> str | None:
     """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
     pipeline = config.parallel.pipeline
     return Path(pipeline.schedule).expanduser().read_text("utf-8-sig") if from_file(pipeline) else None
 
 
-def _store(config: RunConfig) -> Path | None:
+def store_of(config: RunConfig, build: bool = True) -> Path | None:
     """The token store that the run reads, built now if it must be: text that changes later changes nothing of the run.
 
-    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it.
+    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it. build: False
+    only says where it will be.
     """
     from hpc_train.config.data import TokenDataConfig
 
     if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
         return None
-    from hpc_train.data.build import ensure
+    from hpc_train.data.build import ensure, store_path
 
-    return ensure(config.data)
+    return ensure(config.data) if build else store_path(config.data)
 
 
 def finished(config: RunConfig, folder: RunFolder) -> str | None:
@@ -171,7 +186,7 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     try:
         timeout = timedelta(seconds=config.launch.timeout_seconds)
         task = join(interface=config.cluster.fabric.interface, timeout=timeout)
-        answer = _share_spec(config, task)
+        answer = share_spec(config, task)
         if answer.spec is None:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
@@ -211,14 +226,14 @@ class _ToldElsewhere(Exception):
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """What process 0 tells the others: what to run, or that there is nothing to do."""
 
     spec: JobSpec | None
     attempt: int = 0
 
 
-def _share_spec(config: RunConfig, task: Task) -> _Answer:
+def share_spec(config: RunConfig, task: Task) -> Answer:
     """Process 0 freezes the run; everybody gets its spec and attempt, or an exception where it could not."""
     assert task.store is not None
     if task.process != 0:
@@ -248,7 +263,7 @@ def _decide(config: RunConfig, processes: int) -> dict[str, Any]:
     return {"spec": asdict(spec), "attempt": new_attempt(spec.folder())}
 
 
-def _understood(message: dict[str, Any]) -> _Answer:
+def _understood(message: dict[str, Any]) -> Answer:
     if "refused" in message:
         raise _ToldElsewhere
-    return _Answer(JobSpec(**message["spec"]), message["attempt"]) if message else _Answer(None)
+    return Answer(JobSpec(**message["spec"]), message["attempt"]) if message else Answer(None)

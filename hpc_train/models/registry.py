@@ -84,9 +84,12 @@ def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
 
 
 def _import(name: str) -> None:
-    """Import the user's module, which may lie in the current folder: a console script does not look there by itself."""
+    """Import the user's module, which may lie in the current folder: a console script does not look there by itself.
+
+    Nor do batch jobs (python -P): they have a copy of that folder.
+    """
     here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
+    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
         sys.path.append(here)
     try:
         importlib.import_module(name)

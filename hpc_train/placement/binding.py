@@ -127,12 +127,21 @@ def _named(binding: Binding, seat: Seat) -> Binding:
 
 def _split(cpus: frozenset[int], ranks: int, processors: Processors) -> list[Binding]:
     """Even shares, by physical cores if there is at least one for each rank, else by hardware threads."""
-    cores = processors.cores(cpus)
-    if len(cores) < ranks:
-        cores = [(cpu,) for core in cores for cpu in core]
-    shares = [cores[index * len(cores) // ranks : (index + 1) * len(cores) // ranks] for index in range(ranks)]
+    shares = _shares(cpus, ranks, processors)
     flat = [tuple(sorted(cpu for core in share for cpu in core)) for share in shares]
     return [Binding(its, len(share), processors.numa_of(its), "") for its, share in zip(flat, shares, strict=True)]
+
+
+def split_cpus(cpus: frozenset[int], parts: int, processors: Processors) -> list[tuple[int, ...]]:
+    """Even shares of these processors, physical cores whole where there are at least as many as parts."""
+    return [tuple(sorted(cpu for core in share for cpu in core)) for share in _shares(cpus, parts, processors)]
+
+
+def _shares(cpus: frozenset[int], parts: int, processors: Processors) -> list[list[tuple[int, ...]]]:
+    cores = processors.cores(cpus)
+    if len(cores) < parts:
+        cores = [(cpu,) for core in cores for cpu in core]
+    return [cores[index * len(cores) // parts : (index + 1) * len(cores) // parts] for index in range(parts)]
 
 
 def bind(binding: Binding) -> str | None:

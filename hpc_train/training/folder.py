@@ -16,7 +16,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 
 _MAY_DIFFER = re.compile(
-    r"run_dir$|(cluster|parallel|launch|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
+    r"run_dir$|(cluster|parallel|launch|container|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
     r"|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
@@ -104,7 +104,7 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.path.chmod(0o700)
-        (folder.path / "logs").mkdir(exist_ok=True)
+        (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
         write_private(folder.config, to_yaml(config))
     except OSError as error:
         raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error

@@ -31,7 +31,7 @@ KEYS = [
     ("train train.qqq=1", "train.qqq=1: no key 'qqq'; there are deterministic, epochs, eval_batches, ..."),
     ("train optim.lr.x=1", "optim.lr.x=1: 'optim.lr' is a value and has no 'x'"),
     ("train optim.betas.5=0.9", "optim.betas.5=0.9: the list has no such index"),
-    ("train +foo=1", "+foo: nothing reads this key; there are checkpoint, cluster, data, ..."),
+    ("train +foo=1", "+foo: nothing reads this key; there are checkpoint, cluster, container, data, ..."),
     ("train +train.step=1", "+train.step: nothing reads this key; did you mean 'steps'?"),
     ("train launch.extra.nice=5", "launch.extra.nice=5: no key 'nice' yet; write +launch.extra.nice=5 to add it"),
     ("train launch.extra={nice:5}", "launch.extra={nice:5}: no key 'nice' yet; write +launch.extra.nice=<value> ..."),

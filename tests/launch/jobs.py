@@ -20,6 +20,7 @@ import numpy as np
 from hpc_train.training.records import read_metrics
 
 HERE = Path(__file__).parent
+PYTHON_PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 PATIENCE = 120.0
 """Seconds after which a test gives up on what should happen at once."""
 LAUNCHERS = re.compile(r"SLURM|PMI|OMPI|MPI_|SUBMITIT|TORCHELASTIC|RANK$|WORLD_SIZE|LOCAL_|MASTER_|HPC_TRAIN_")
@@ -98,7 +99,8 @@ class Workshop:
         """Begin to train in run directory `name`; later overrides win."""
         run_dir = self.folder / name
         clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
-        settings = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "FAULTS": faults, "FAULT_FOLDER": str(self.folder)}
+        settings = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+        settings |= {"FAULTS": faults, "FAULT_FOLDER": str(self.folder)}
         text = () if "data=digits" in overrides else ("data=text", f"data.path={self.store}")
         words = (*command, f"run_dir={run_dir}", *text, *TINY, *overrides)
         popen = subprocess.Popen(

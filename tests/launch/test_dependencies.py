@@ -70,8 +70,8 @@ def script(jobs: Sequence[str], *overrides: str) -> list[str]:
 
 def test_what_sbatch_is_told() -> None:
     assert not [line for line in script([]) if "dependency" in line]
-    lines = script(["12_0", "12_1", "14"])
-    assert "#SBATCH --dependency=afterok:12:14" in lines
+    lines = script(["12", "14_1", "12"])
+    assert "#SBATCH --dependency=afterok:12:14_1" in lines
     assert "#SBATCH --kill-on-invalid-dep=yes" in lines
 
 

@@ -13,7 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs import COMMAND, HERE, LONG, TINY, Workshop, assert_same_run, numbers, processes, saved_steps, wait_for
+from jobs import (
+    COMMAND,
+    LONG,
+    PYTHON_PATH,
+    TINY,
+    Workshop,
+    assert_same_run,
+    numbers,
+    processes,
+    saved_steps,
+    wait_for,
+)
 
 from hpc_train.errors import EXIT_USER_ERROR
 
@@ -122,7 +133,7 @@ def test_more_steps_continue_a_finished_run_and_a_terminal_shows_a_bar(workshop:
 def on_a_terminal(workshop: Workshop, *overrides: str) -> str:
     """What a person sees."""
     master, slave = pty.openpty()
-    environment = os.environ | {"PYTHONPATH": str(HERE), "TERM": "xterm", "COLUMNS": "120", "FAULTS": ""}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "TERM": "xterm", "COLUMNS": "120", "FAULTS": ""}
     words = (*COMMAND, "data=text", f"data.path={workshop.store}", *TINY, *overrides)
     with subprocess.Popen(
         words, env=environment, cwd=workshop.folder, stdin=slave, stdout=slave, stderr=slave

@@ -31,6 +31,8 @@ def decide(facts: Facts) -> Status:
     if newest and newest.result and newest.result.done:
         job = newest.begun.job_id if newest.begun else status.job_id
         return replace(status, job_id=job, state=State.DONE, exit_code=0)
+    if facts.point.packed and newest and newest.result and not newest.result.goes_on:
+        return _ended(facts, status, newest.result)  # whatever its neighbours make of their job
     if not facts.jobs or (_started_by_hand(newest) and (newest.result is not None or facts.alive is False)):
         return _local(facts, status)
     return _with_slurm(facts, status)
@@ -55,7 +57,7 @@ def _with_slurm(facts: Facts, status: Status) -> Status:
         where = () if record.state == "PENDING" else status.nodes
         return replace(status, state=State.REQUEUED if again else State.PENDING, reason=record.reason, nodes=where)
     if state is State.RUNNING:
-        if record.state == "COMPLETING" and result is not None and began:
+        if result is not None and began and (record.state == "COMPLETING" or facts.point.packed):
             return _requeued(status, result) if result.goes_on else _ended(facts, status, result)
         word = "" if record.state == "RUNNING" else record.state.lower()
         return replace(status, state=state, reason="asked to stop and save" if facts.cancelled and not word else word)
@@ -157,7 +159,7 @@ def _local(facts: Facts, status: Status) -> Status:
     """A run without Slurm, or started by hand inside of a job."""
     newest = facts.newest
     if newest is None:
-        return replace(status, reason="it never started")
+        return _not_begun(facts, status)
     if newest.result is not None:
         return _local_end(facts, status, newest.result)
     if newest.begun is None:
@@ -172,6 +174,15 @@ def _local(facts: Facts, status: Status) -> Status:
     if facts.seen is not None and facts.seen < _SIGNS:
         return replace(status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seen:.0f} s ago")
     return replace(status, reason=f"runs or ran on {host}; ask there")
+
+
+def _not_begun(facts: Facts, status: Status) -> Status:
+    """Of a sweep on this machine, a point whose turn has not come."""
+    if facts.point.placed is None or facts.alive is None:
+        return replace(status, reason="it never started")
+    if facts.alive:
+        return replace(status, state=State.PENDING, reason="waits for its turn")
+    return replace(status, state=State.CANCELLED, reason="the sweep was stopped before its turn came")
 
 
 def _local_end(facts: Facts, status: Status, result: Result) -> Status:

@@ -31,7 +31,8 @@ class Facts:
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
     alive: bool | None = None
-    """Whether the process that holds the ranks lives; None if that cannot be seen from here."""
+    """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
+    cannot be seen from here."""
     seen: float | None = None
     """Seconds since anything of the run was written; of runs on another machine."""
     records: tuple[Record, ...] = ()
@@ -68,10 +69,13 @@ def _is_over(record: Record | None) -> bool:
 
 def read_files(point: Point) -> Facts:
     """The facts that the run itself has left."""
-    attempts, events = read_attempts(point.run), read_events(point.run)
+    attempts = read_attempts(point.run)
+    events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
     facts = Facts(point, attempts, _jobs(attempts, events))
     if (newest := facts.newest) is None:
-        return replace(facts, cancelled=_was_cancelled(facts.jobs, None, events))
+        pool = point.placed
+        alive = is_alive(pool.process, pool.started, pool.machine) if pool and not pool.job else None
+        return replace(facts, cancelled=_was_cancelled(facts.jobs, None, events), alive=alive)
     begun = newest.begun
     return replace(
         facts,

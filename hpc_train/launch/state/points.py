@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.launch.clients import Ask
 from hpc_train.launch.state import scontrol
 from hpc_train.launch.state.records import UNKNOWN_JOB
+from hpc_train.launch.sweep import ledger
+from hpc_train.launch.sweep.frozen import SweepFolder, point_ids, sweep_of
 
 _JOB_ID = re.compile(r"\d{1,12}(_\d{1,7})?")
 
@@ -21,7 +24,32 @@ class Point:
 
     name: str
     run: Path
-    """Run directory."""
+    """Run directory; that of a point is made when it begins."""
+    sweep: SweepFolder | None = None
+    placed: ledger.Placed | None = None
+    """Of a sweep's point: where it was last sent to."""
+    cancels: tuple[tuple[str, float], ...] = ()
+    """(job, time) of each cancellation that was asked for while it waited."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether it shares its job with other points."""
+        return self.placed is not None and self.placed.packed
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the sweep's ledger says of it, as events.jsonl would."""
+        found: list[dict[str, Any]] = []
+        if self.placed and self.placed.job:
+            found.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
+        for job, time in self.cancels:
+            found.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
+        return found
+
+    @property
+    def job_logs(self) -> Path:
+        """Where the batch script's own words are."""
+        return self.sweep.logs if self.sweep else self.run / "logs"
 
 
 def is_run(path: Path) -> bool:
@@ -37,6 +65,8 @@ def is_job_id(name: str) -> bool:
 def find(name: str, ask: Ask) -> list[Point]:
     """The points that `name` stands for, in order. Raises UserError, one line, if it is nothing that we know."""
     path = Path(name).expanduser().absolute()
+    if sweep := sweep_of(path):
+        return points_of(sweep) if path == sweep.path else [_the_point(sweep, path)]
     if path.is_dir():
         return _in_directory(path)
     if is_job_id(name):
@@ -44,11 +74,28 @@ def find(name: str, ask: Ask) -> list[Point]:
     raise UserError(f"{name}: no such run directory; give a run directory, a sweep directory, or a job id")
 
 
+def points_of(sweep: SweepFolder) -> list[Point]:
+    """All points of a sweep, those that have not begun too."""
+    events = ledger.read(sweep.ledger)
+    placed, cancels = ledger.placements(events), ledger.cancellations(events)
+    return [
+        Point(name, sweep.run(name), sweep, placed.get(name), tuple(cancels.get(name, ())))
+        for name in point_ids(sweep)
+    ]
+
+
 def one(points: Sequence[Point], name: str) -> Point:
     """The only point, for commands that take one run."""
     if len(points) == 1:
         return points[0]
     raise UserError(f"{name}: a sweep of {len(points)} points; give one of them, such as {points[0].run}")
+
+
+def _the_point(sweep: SweepFolder, path: Path) -> Point:
+    for point in points_of(sweep):
+        if point.run == path:
+            return point
+    raise UserError(f"{path}: the sweep has no such point; `hpc-train status {sweep.path}` lists them")
 
 
 def _in_directory(path: Path) -> list[Point]:
@@ -63,15 +110,28 @@ def _in_directory(path: Path) -> list[Point]:
 
 
 def _of_job(job_id: str, ask: Ask) -> list[Point]:
-    """Slurm knows where a job's log and its script are: in folders of its run directory."""
+    """Slurm knows where a job's log and its script are: in folders of its run or sweep directory."""
     said = ask(scontrol.command(job_id))
     if said.code != 0:
         known = "Slurm does not know it (any more)" if UNKNOWN_JOB in said.err else said.reason
         raise UserError(f"job {job_id}: {known}; give its run directory")
     shown = [scontrol.fields(line) for line in said.out.splitlines() if line.startswith("JobId=")]
     files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
-    runs = dict.fromkeys(run for file in files for run in file.parents[1:2] if is_run(run))
+    places = dict.fromkeys(place for file in files for place in file.parents[1:2])
+    if found := _of_arrays(job_id, filter(None, map(sweep_of, places))):
+        return found
+    runs = [place for place in places if is_run(place)]
     if not runs:
         where = shown[0].get("WorkDir", "an unknown folder") if shown else "an unknown folder"
         raise UserError(f"job {job_id}: was not submitted by hpc-train (but from {where})")
     return [Point(run.name, run) for run in runs]
+
+
+def _of_arrays(job_id: str, sweeps: Iterable[SweepFolder]) -> list[Point]:
+    """The points of an array, `12`, or of its element, `12_3`, that it is still the last job of."""
+
+    def mine(point: Point) -> bool:
+        job = point.placed.job if point.placed and point.placed.job else ""
+        return job == job_id or job.startswith(f"{job_id}_")
+
+    return [point for sweep in sweeps for point in points_of(sweep) if mine(point)]

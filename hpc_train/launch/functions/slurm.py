@@ -1,0 +1,198 @@
+"""Functions as Slurm jobs: submitit's executor with our script, environment and states; all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, _make_sbatch_string
+
+from hpc_train.errors import UserError
+from hpc_train.launch.arrays import largest_array, split
+from hpc_train.launch.clients import ask, client_environment
+from hpc_train.launch.functions import script
+from hpc_train.launch.functions.files import pickled, private_folder, write
+from hpc_train.launch.slurm import sbatch_reason
+from hpc_train.launch.state.polling import poll
+
+_TAGS = ("%j", "%t", "%A", "%a")
+FORGOTTEN = "NOT_FOUND"
+"""The state of a job that Slurm has forgotten; submitit takes every word it does not know for an end."""
+
+
+class StateWatcher(SlurmInfoWatcher):
+    """The states of all jobs by one poll, with and without accounting."""
+
+    def update(self) -> None:
+        """Ask about every job that is not known to have ended."""
+        self._num_calls += 1
+        wanted = sorted(self._registered - self._finished)
+        polled = poll(wanted, ask)
+        for job in wanted:
+            record = polled.records.get(job)
+            if record is not None:
+                self._info_dict[job] = {"JobID": job, "State": record.state, "NodeList": ",".join(record.nodes)}
+            elif polled.silent is None:
+                self._info_dict[job] = {"JobID": job, "State": FORGOTTEN}
+        self._mark_finished(wanted)
+
+    def _mark_finished(self, jobs: Sequence[str]) -> None:
+        self._last_status_check = time.time()
+        self._finished.update(job for job in jobs if self.is_done(job, mode="cache"))
+
+
+class FunctionJob(SlurmJob[Any]):
+    """submitit's job, whose end is noticed however it came."""
+
+    watcher = StateWatcher(delay_s=60)
+
+
+@dataclass
+class _Taken:
+    """What a submission has made so far."""
+
+    files: list[Path] = field(default_factory=list)
+    jobs: list[str] = field(default_factory=list)
+
+    def undo(self) -> None:
+        if self.jobs:
+            ask(["scancel", *self.jobs])
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+
+class FunctionExecutor(SlurmExecutor):
+    """submitit's Slurm executor; what it submits is private to its owner, and ends with a word on how it ended."""
+
+    job_class = FunctionJob
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        max_attempts: int = 100,
+    ) -> None:
+        """environment: of the jobs; None: all of this process's but what steers Slurm's clients."""
+        super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
+        self._environment = dict(client_environment() if environment is None else environment)
+        self._max_attempts = max_attempts
+        self._throttling = 0.0
+        self._taken = _Taken()
+        if any(tag in str(self.folder) for tag in _TAGS):
+            raise UserError(f"{self.folder}: all jobs share this folder; leave out {', '.join(_TAGS)}")
+
+    @classmethod
+    def name(cls) -> str:
+        """As submitit's own, whose environment it keeps."""
+        return "slurm"
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return " ".join([self.python, *script.WORKER, shlex.quote(str(self.folder))])
+
+    def submit_elements(self, call: Callable[[], Any], count: int) -> list[str]:
+        """One array whose `count` elements share one pickle of `call`; returns their job ids.
+
+        The call learns from functions.call.element() which it is. Raises UserError with sbatch's reason.
+        """
+        data = self._pickled(DelayedSubmission(call))
+        with self._all_or_nothing():
+            base = self._submit_array(count)
+            self._keep(data, JobPaths(self.folder, base))
+        return [f"{base}_{index}" for index in range(count)]
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        calls = [self._pickled(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
+        with self._all_or_nothing():
+            if len(calls) == 1:
+                job = self._submit_command(self._submitit_command_str)
+                self._keep(calls[0], job.paths)
+                return [job]
+            parts = split(len(calls), max(1, largest_array(ask)))
+            return [job for part in parts for job in self._as_array([calls[index] for index in part])]
+
+    def _as_array(self, calls: Sequence[bytes]) -> list[Job[Any]]:
+        base, tasks = self._submit_array(len(calls)), list(range(self._num_tasks()))
+        jobs: list[Job[Any]] = [self.job_class(self.folder, f"{base}_{index}", tasks) for index in range(len(calls))]
+        for job, data in zip(jobs, calls, strict=True):
+            self._keep(data, job.paths)
+        return jobs
+
+    def _submit_array(self, count: int) -> str:
+        array = copy.copy(self)  # of our own class, with all of its parameters
+        array.parameters = {**self.parameters, "map_count": count}
+        return str(array._submit_command(self._submitit_command_str).job_id)
+
+    def _pickled(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
+        """Before anything is submitted. Raises UserError for calls that are too large to lie in files together."""
+        delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+        data = pickled(delayed)
+        if (size := count * len(data) / 1024**3) > self.max_pickle_size_gb:
+            raise UserError(
+                f"{count} calls of {len(data)} bytes are {size:.2f} GiB, more than {self.max_pickle_size_gb:g}; "
+                "let the function read its data itself, or raise max_pickle_size_gb"
+            )
+        return data
+
+    def _keep(self, data: bytes, paths: JobPaths) -> None:
+        self._taken.files.append(paths.submitted_pickle)
+        write(data, paths.submitted_pickle)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        private_folder(self.folder)
+        self._taken = _Taken()
+        try:
+            yield
+        except BaseException:
+            self._taken.undo()
+            raise
+
+    def _submit_command(self, command: str) -> Job[Any]:
+        """Hand the script to sbatch, in the environment that the job gets. Raises UserError with its reason."""
+        path = self.folder / f"script-{uuid.uuid4().hex}.sh"
+        self._taken.files.append(path)
+        write(self._make_submission_file_text(command, "").encode(), path)
+        try:
+            said = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
+        except FailedJobError as refused:
+            raise UserError(f"sbatch refused the job: {sbatch_reason(str(refused))}") from None
+        job = self.job_class(
+            self.folder, self._get_job_id_from_submission_command(said), list(range(self._num_tasks()))
+        )
+        self._taken.jobs.append(job.job_id)
+        self._taken.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))
+        return job
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        """The batch script. Raises UserError for a value with a control character: the rest of it would be run."""
+        given = {"setup": None, "teardown": None, "srun_args": None, **self.parameters}
+        _refuse_control_characters(given)
+        parameters = {
+            **given,
+            "setup": script.before(self.folder, given["setup"] or (), given.get("signal_delay_s", 90)),
+            "teardown": [(lines := script.after(self._max_attempts))[0], *(given["teardown"] or ()), *lines[1:]],
+            "srun_args": [*script.srun_options(given.get("cpus_per_task")), *(given["srun_args"] or ())],
+        }
+        folder = str(self.folder).replace("%", "%%")  # Slurm's file patterns
+        return str(_make_sbatch_string(command=command, folder=folder, **parameters))
+
+
+def _refuse_control_characters(parameters: Mapping[str, Any]) -> None:
+    for name, value in [*parameters.items(), *(parameters.get("additional_parameters") or {}).items()]:
+        lines = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(line, str) and not line.replace("\t", " ").isprintable() for line in lines):
+            raise UserError(f"{name}: {value!r} has a control character; leave it out")

@@ -1,0 +1,185 @@
+"""A Hydra application for tests, whose points do what their configuration says, and launching it as sweepers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig
+
+CONF = """
+do: value
+x: 1.0
+place: ???
+variable: ${oc.env:NAMED_IN_THE_CONFIGURATION,none}
+"""
+PATIENCE = 60.0
+
+
+class Picky(Exception):
+    """Cannot be made from what it prints, as many exceptions of libraries cannot."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def rank() -> int:
+    return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID", os.environ.get("SLURM_PROCID", "0")))
+
+
+def task(config: DictConfig) -> Any:
+    """The task function of the application."""
+    return ACTIONS[config.do](config, Path(config.place))
+
+
+def _seen(config: DictConfig, place: Path) -> dict[str, Any]:
+    ours = ("MY_SECRET", "NAMED_IN_THE_CONFIGURATION", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    return {"x": config.x, "variable": config.variable, "env": {name: os.environ.get(name) for name in ours}}
+
+
+def _raise(config: DictConfig, place: Path) -> None:
+    raise Picky(3, 4)
+
+
+def _once(config: DictConfig, place: Path) -> int:
+    """The first run of the point waits to be stopped; the second returns how many there were."""
+    runs = place / f"runs-{config.x}-{rank()}"
+    with runs.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    count = len(runs.read_text().splitlines())
+    if count == 1:
+        _hold(config, place)
+    return count
+
+
+def _hold(config: DictConfig, place: Path) -> None:
+    """Wait for a signal."""
+    (place / f"holds-{config.x}").write_text(str(os.getpid()))
+    time.sleep(PATIENCE)
+    raise TimeoutError("nobody sent a signal")
+
+
+def _kill_job(config: DictConfig, place: Path) -> None:
+    """SIGKILL for everything of the job, its batch script first: nobody is left to tell."""
+    job = f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environ = (process / "cmdline").read_bytes(), (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if job in environ and b"slurmstepd" not in command and int(process.name) != os.getpid():
+            found.append((b"slurm_script" not in command, int(process.name)))
+    for _, number in sorted(found):
+        os.kill(number, signal.SIGKILL)
+    _kill(config, place)
+
+
+def _kill(config: DictConfig, place: Path) -> None:
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _count(config: DictConfig, place: Path) -> int:
+    """How many points run at this moment; the first two wait for one another."""
+    mine = place / f"runs-now-{config.x}"
+    mine.touch()
+    while config.x < 2 and not {place / "runs-now-0", place / "runs-now-1"} <= set(place.glob("runs-now-*")):
+        time.sleep(0.01)
+    now = len(list(place.glob("runs-now-*")))
+    if config.x < 2:  # nobody leaves before both have counted
+        (place / f"counted-{config.x}").touch()
+        while len(list(place.glob("counted-*"))) < 2:
+            time.sleep(0.01)
+    mine.unlink()
+    return now
+
+
+def _edit(config: DictConfig, place: Path) -> float:
+    """What the next point reads, if it reads anything."""
+    (place / "conf/config.yaml").write_text(CONF.replace("x: 1.0", "x: 999.0"))
+    return float(config.x)
+
+
+def _only_first_ends_well(config: DictConfig, place: Path) -> int:
+    if rank() == 1:
+        raise Picky(5, 6)
+    return rank()
+
+
+ACTIONS = {
+    "value": lambda config, place: config.x**2,
+    "seen": _seen,
+    "raise": _raise,
+    "exit": lambda config, place: sys.exit(3),
+    "kill": _kill,
+    "kill_job": _kill_job,
+    "lambda": lambda config, place: lambda: 1,
+    "thread": lambda config, place: __import__("threading").Lock(),
+    "once": _once,
+    "hold": _hold,
+    "count": _count,
+    "edit": _edit,
+    "rank": lambda config, place: rank(),
+    "rank_1_raises": _only_first_ends_well,
+}
+
+
+@dataclass(frozen=True)
+class Sweeping:
+    """Where an application lies, and its outputs."""
+
+    place: Path
+
+    @property
+    def sweep(self) -> Path:
+        return self.place / "sweep"
+
+    @property
+    def folder(self) -> Path:
+        """With calls, results and logs."""
+        return self.sweep / ".submitit"
+
+    def launch(self, launcher: str, settings: Sequence[str], *points: Sequence[str], first: int = 0) -> list[JobReturn]:
+        """The returns of these points, launched as a sweeper does it; settings of the launcher without its prefix."""
+        conf = self.place / "conf"
+        conf.mkdir(exist_ok=True)
+        if not (conf / "config.yaml").exists():
+            (conf / "config.yaml").write_text(CONF)
+        words = [f"hydra.launcher.{word}" if word[0] != "+" else f"+hydra.launcher.{word[1:]}" for word in settings]
+        base = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={self.sweep}", "hydra.job.name=app", *words]
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            config = hydra.compose_config("config", [*base, f"place={self.place}"], run_mode=RunMode.MULTIRUN)
+            context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
+            it = Plugins.instance().instantiate_launcher(context, task, config)
+            shared = [f"place={self.place}"]
+            return list(it.launch([[*shared, *point] for point in points], initial_job_idx=first))
+
+
+def value(returned: JobReturn) -> Any:
+    """What a point returned; its exception if it failed."""
+    assert returned.status is not JobStatus.UNKNOWN
+    return returned._return_value
+
+
+def wait_for(path: Path) -> str:
+    """The content of a file as soon as there is some."""
+    deadline = time.monotonic() + PATIENCE
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+    return path.read_text()

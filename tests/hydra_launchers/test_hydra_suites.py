@@ -1,0 +1,30 @@
+"""Hydra's own suites for launchers, on the local one. On Slurm they run in tests/slurm/."""
+
+from __future__ import annotations
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+
+QUIET = ["-m", "hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
+
+
+@pytest.mark.parametrize("name", ["HpcLocalLauncher", "HpcSlurmLauncher"])
+def test_launchers_are_discovered(name: str) -> None:
+    assert name in [launcher.__name__ for launcher in Plugins.instance().discover(Launcher)]
+
+
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", [])])
+class TestLocalLauncher(LauncherTestSuite):
+    """Hydra's rules for any launcher."""
+
+
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", ["hydra.sweeper.max_batch_size=2"])])
+class TestLocalLauncherInBatches(BatchedSweeperTestSuite):
+    """A sweeper that hands over a few points at a time."""
+
+
+@pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, [*QUIET, "hydra/launcher=hpc_local"])])
+class TestLocalLauncherWithApplications(IntegrationTestSuite):
+    """Applications in processes of their own."""

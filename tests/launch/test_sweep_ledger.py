@@ -1,0 +1,154 @@
+"""The ledger outlives crashes, and with the run directories it tells where every point of a sweep is at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweeps import make
+
+from hpc_train.errors import UserError
+from hpc_train.launch.clients import Said
+from hpc_train.launch.dependencies import jobs_to_wait_for
+from hpc_train.launch.state.decide import decide
+from hpc_train.launch.state.facts import gather
+from hpc_train.launch.state.points import find
+from hpc_train.launch.sweep import ledger
+from hpc_train.launch.sweep.frozen import SweepFolder
+from hpc_train.launch.sweep.resume import MODES, look
+
+
+def test_a_torn_line_is_no_event_and_the_next_one_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger.append(path, "sweep", points=1)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with path.open("a") as file:
+        file.write('{"event": "submit", "time": 1, "job_id": "7", "elem')
+    assert [event["event"] for event in ledger.read(path)] == ["sweep"]
+    ledger.append(path, "resume", mode="retry")
+    assert [event["event"] for event in ledger.read(path)] == ["sweep", "resume"]
+    path.write_bytes(path.read_bytes() + b"\xff\xfe[1]\nnull\n")
+    assert [event["event"] for event in ledger.read(path)] == ["sweep", "resume"]
+    assert ledger.read(tmp_path / "nothing") == []
+
+
+class Slurm:
+    """squeue's lines; other commands know nothing."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.asked = lines, 0
+
+    def __call__(self, command: Sequence[str]) -> Said:
+        self.asked += command[0] == "squeue"
+        if command[0] == "squeue" and self.lines:
+            return Said(0, "\n".join(self.lines))
+        return Said(1, err="slurm_load_jobs error: Invalid job id specified")
+
+
+def states(folder: SweepFolder, *lines: str) -> dict[str, str]:
+    slurm = Slurm(*lines)
+    found = {it.point: str(it.state) for it in map(decide, gather(find(str(folder.path), slurm), slurm))}
+    assert slurm.asked <= 1, "one poll for all"
+    return found
+
+
+def submitted(folder: SweepFolder, job: str, *elements: Sequence[str], **more: Any) -> None:
+    ledger.append(folder.ledger, "submit", job_id=job, nodes=1, ranks=2, elements=elements, **more)
+
+
+def attempt(folder: SweepFolder, point: str, number: int, job: str, **result: Any) -> None:
+    logs = folder.run(point) / "logs" / str(number)
+    logs.mkdir(parents=True)
+    (logs / "attempt.json").write_text(json.dumps({"job_id": job, "host": "n", "nodes": "n1", "time": 1}))
+    if result:
+        (logs / "result.json").write_text(json.dumps(result))
+
+
+def chosen(folder: SweepFolder, mode: str, *lines: str) -> list[str]:
+    slurm = Slurm(*lines)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr("hpc_train.launch.sweep.resume.ask", slurm)
+        return [it.status.point for it in look(find(str(folder.path), slurm), mode) if it.again]
+
+
+def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
+    folder, ids = make(tmp_path / "s", "train.seed=range(6)")
+    submitted(folder, "12", *([it] for it in ids))
+    attempt(folder, ids[0], 0, "12_0", exit_code=0)
+    attempt(folder, ids[1], 0, "12_1", exit_code=1, why="launch.setup failed")
+    attempt(folder, ids[2], 0, "12_2")
+    attempt(folder, ids[3], 0, "12_3", exit_code=75, then="requeue")
+    ledger.append(folder.ledger, "cancel", points={ids[5]: "12_5"})
+    lines = (
+        *("12_1|21|FAILED|n1|NonZeroExitCode", "12_2|22|RUNNING|n1|None", "12_3|23|PENDING||BeginTime"),
+        "12_4|12|PENDING||JobArrayTaskLimit",
+    )
+    expected = ["DONE", "FAILED", "RUNNING", "REQUEUED", "PENDING", "CANCELLED"]
+    assert list(states(folder, *lines).values()) == expected
+    assert list(states(folder, *lines)) == ids
+    again = {mode: chosen(folder, mode, *lines) for mode in MODES}
+    assert again == {
+        "retry": [ids[1], ids[5]],
+        "read-only": [ids[1], ids[5]],
+        "cached": [ids[5]],
+        "force": [ids[0], ids[1], ids[5]],
+    }
+    submitted(folder, "13", [ids[1]], [ids[5]])
+    lines = (*lines, "13_0|31|PENDING||Priority", "13_1|32|RUNNING|n1|None")
+    assert list(states(folder, *lines).values()) == ["DONE", "PENDING", "RUNNING", "REQUEUED", "PENDING", "RUNNING"]
+    assert chosen(folder, "retry", *lines) == []
+
+
+def test_what_comes_after_a_sweep_waits_for_arrays_and_where_one_of_them_failed_for_elements(tmp_path: Path) -> None:
+    folder, ids = make(tmp_path / "s", "train.seed=range(3)")
+    submitted(folder, "12", *([it] for it in ids))
+    lines = [f"12_{index}|2{index}|RUNNING|n1|None" for index in range(3)]
+    assert jobs_to_wait_for([str(folder.path)], Slurm(*lines)) == ["12"]
+    attempt(folder, ids[0], 0, "12_0", exit_code=0)
+    attempt(folder, ids[1], 0, "12_1", exit_code=1)
+    lines[1] = "12_1|21|FAILED|n1|NonZeroExitCode"
+    with pytest.raises(UserError, match=f"{ids[1]} is FAILED .*; submit it again first"):
+        jobs_to_wait_for([str(folder.path)], Slurm(*lines))
+    submitted(folder, "13", [ids[1]])
+    found = jobs_to_wait_for([str(folder.path)], Slurm(*lines, "13_0|31|PENDING||Priority"))
+    assert found == ["13", "12_2"]
+
+
+def test_points_of_one_job_end_before_it_does(tmp_path: Path) -> None:
+    folder, ids = make(tmp_path / "s", "train.seed=range(4)")
+    submitted(folder, "12", ids, packed=True)
+    attempt(folder, ids[0], 0, "12_0", exit_code=0)
+    attempt(folder, ids[1], 0, "12_0", exit_code=1, why="it raised", slurm="RUNNING None")
+    attempt(folder, ids[2], 0, "12_0", exit_code=75, then="requeue", why="stopped")
+    attempt(folder, ids[3], 0, "12_0")
+    for line, last in (
+        ("12_0|21|RUNNING|n1|None", ["REQUEUED", "RUNNING"]),
+        ("12_0|21|PENDING||BeginTime", ["REQUEUED", "REQUEUED"]),
+        ("12_0|21|FAILED|n1|NonZeroExitCode", ["FAILED", "FAILED"]),
+        ("12_0|21|NODE_FAIL|n1|None", ["NODE_FAIL", "NODE_FAIL"]),
+    ):
+        assert list(states(folder, line).values()) == ["DONE", "FAILED", *last], line
+
+
+def test_a_point_is_found_by_its_path_before_it_begins_and_a_job_by_its_points(tmp_path: Path) -> None:
+    folder, ids = make(tmp_path / "s", "train.seed=range(3)")
+    submitted(folder, "12", ids[:2], ids[2:], packed=True)
+    (folder.scripts / "12_submission.sh").touch()
+
+    def asked(command: Sequence[str]) -> Said:
+        return Said(0, f"JobId=12 JobState=PENDING Command={folder.scripts}/12_submission.sh StdOut=/x/y WorkDir=/")
+
+    (point,) = find(str(folder.run(ids[1])), asked)
+    assert (point.name, point.placed and point.placed.job, point.run.exists()) == (ids[1], "12_0", False)
+    assert [it.name for it in find("12", asked)] == ids
+    assert [it.name for it in find("12_0", asked)] == ids[:2]
+    assert [it.name for it in find("12_1", asked)] == ids[2:]
+    with pytest.raises(UserError, match="the sweep has no such point"):
+        find(str(folder.run("x")), asked)
+    folder.points.write_text("{")
+    with pytest.raises(UserError, match=r"points.jsonl: is damaged"):
+        find(str(folder.path), asked)
