@@ -113,6 +113,15 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy every source into its target, of the same shape. Lets other threads run meanwhile.
+
+    Private because torch has no public way to copy many tensors by one call.
+    """
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor has been changed in place.
 

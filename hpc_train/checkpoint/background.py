@@ -19,6 +19,7 @@ from hpc_train.api import Piece, World
 from hpc_train.checkpoint.catalogue import step_path
 from hpc_train.checkpoint.copying import Copying
 from hpc_train.checkpoint.crew import Crew, Sharing, make_crew
+from hpc_train.checkpoint.described import Described
 from hpc_train.checkpoint.errors import CheckpointError, one_line
 from hpc_train.checkpoint.incremental import Incremental
 from hpc_train.checkpoint.lock import Lock
@@ -76,7 +77,10 @@ class Saver:
     """Only what has changed since the save before is written. Such a save has no use for `local`."""
     sharing: Sharing = field(default_factory=Sharing)
     """Of files, which `incremental` has no use for, and of a node's link or disk."""
+    level: int = 0
+    """At which zlib compresses the tensors, 1 to 9; 0: not. With neither shared files nor `local`."""
     _stage: Stage = field(default_factory=Stage)
+    _described: Described = field(default_factory=Described)
     _under_way: _UnderWay | None = None
     _copying: Copying | None = None
     _ended: deque[Saved] = field(default_factory=deque)
@@ -87,6 +91,8 @@ class Saver:
 
     def __post_init__(self) -> None:
         assert self.incremental is None or not self.sharing.files
+        assert not self.level or not (self.sharing.files or self.local)
+        self._stage.level = self.level
         if self.sharing.files and self.world.size > 1:
             self._stage.make = make_section
         if self.sharing.parallel_hdf5:
@@ -178,7 +184,8 @@ class Saver:
             except Exception as error:  # told to the others when they meet
                 taken = replace(taken, failure=error)
         try:
-            saved = finish(self.directory, taken, self.world, self._group, self.place, self.lock, self._crew)
+            how = (self._group, self.place, self.lock, self._crew, self._described)
+            saved = finish(self.directory, taken, self.world, *how)
         finally:
             if taken.staged is not None and isinstance(taken.staged.image, LocalFile):
                 taken.staged.image.close()

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
-from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read, sequence
 from hpc_train.errors import UserError
 
 _ROOM = 1000
@@ -99,7 +99,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _sequence(path: Path, step: int, identity: tuple[int, ...]) -> int:
     """Of one step; read once, as a manifest of many tensors takes longer than a small save."""
-    return read(path, step).sequence
+    return sequence(path, step)
 
 
 def readable(path: Path, step: int) -> Manifest | None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.image import Image
+from hpc_train.checkpoint.slots import SMALL, Bytes, Slot, Slots, bytes_of, copy, copy_part, shares
 from hpc_train.compat import version
 
 _SLICE = 16 << 20
-"""Bytes of one copy: small enough to be shared out evenly over threads."""
-_Bytes = NDArray[np.uint8]
+"""Bytes of one copy, about: small enough to be shared out evenly over threads."""
 
 
 class _Placed(NamedTuple):
@@ -29,36 +26,37 @@ class _Placed(NamedTuple):
 
     name: str
     tensor: Tensor
-    place: int
-    """Byte of the image at which it begins."""
+    slot: Slot
     version: int
     """As it is now."""
 
 
-def begin(memory: memoryview, image: Image, pieces: Sequence[Piece], threads: int, overlap: bool = False) -> Copying:
+def begin(slots: Slots, pieces: Sequence[Piece], threads: int, overlap: bool = False) -> Copying:
     """Copy the structure and every tensor to its place, but what is still if they are to overlap: that comes later.
 
     Copies from a GPU are queued, here and now, and nobody waits: of what is still on a stream beside that of the
     training, of the rest in the training's own, so that what it does next comes after them.
     """
-    for at, content in image.structure:
-        memory[at : at + len(content)] = content
-    whole = np.frombuffer(memory, dtype=np.uint8)
-    now: list[_Placed] = []
+    slots.write_structure()
+    now: list[Slot] = []
     later: list[_Placed] = []
-    for piece, place in zip(pieces, image.places, strict=True):
-        tensor = piece.local.detach()
-        wanted = later if overlap and piece.still else now
-        wanted.append(_Placed(piece.name, tensor, place, version(tensor)))
-    _copy(whole, now, threads)
-    return Copying(whole, later, later, _queue(whole, now, later))
+    for slot in slots.slots:
+        piece = pieces[slot.piece]
+        if overlap and piece.still:
+            later.append(_Placed(piece.name, piece.local.detach(), slot, version(piece.local)))
+        else:
+            now.append(slot)
+    on_cpu = [slot for slot in now if pieces[slot.piece].local.is_cpu]
+    _copy(slots.whole, on_cpu, pieces, threads)
+    from_gpu = [_placed(slot, pieces) for slot in now] if len(on_cpu) < len(now) else []
+    return Copying(slots.whole, later, later, _queue(slots.whole, from_gpu, later))
 
 
 @dataclass
 class Copying:
     """A copy that was begun. The thread of the save completes it, that of the training waits for it."""
 
-    _whole: _Bytes | None
+    _whole: Bytes | None
     _later: list[_Placed]
     """Not copied yet."""
     _seen: list[_Placed]
@@ -83,7 +81,7 @@ class Copying:
         """Copy what is left; then all is in the image. In the thread of the save, any number of times."""
         try:
             if not self._copied.is_set() and self._whole is not None:
-                _copy(self._whole, self._later, threads=1)
+                _copy_later(self._whole, [it for it in self._later if it.tensor.is_cpu])
         finally:
             self._end()
         if self._queued is not None:
@@ -133,7 +131,7 @@ class _Queued(NamedTuple):
     """Behind the last of them."""
 
 
-def _queue(whole: _Bytes, now: Sequence[_Placed], later: Sequence[_Placed]) -> _Queued | None:
+def _queue(whole: Bytes, now: Sequence[_Placed], later: Sequence[_Placed]) -> _Queued | None:
     """Start them. None: there are none."""
     device = next((tensor.device for _, tensor, *_ in (*now, *later) if tensor.is_cuda), None)
     if device is None:
@@ -149,53 +147,39 @@ def _queue(whole: _Bytes, now: Sequence[_Placed], later: Sequence[_Placed]) -> _
             return _Queued(device, event)
 
 
-def _from_gpu(whole: _Bytes, placed: Sequence[_Placed]) -> None:
+def _from_gpu(whole: Bytes, placed: Sequence[_Placed]) -> None:
     """Onto the current stream. It also has the memory of what had to be made contiguous."""
-    for _, tensor, place, _ in placed:
+    for _, tensor, slot, _ in placed:
         if tensor.is_cuda:
             source = tensor.contiguous().reshape(-1).view(torch.uint8)
-            torch.from_numpy(whole[place : place + source.numel()]).copy_(source, non_blocking=True)
+            torch.from_numpy(whole[slot.begin : slot.begin + slot.size]).copy_(source, non_blocking=True)
 
 
-def _copy(whole: _Bytes, placed: Sequence[_Placed], threads: int) -> None:
+def _copy(whole: Bytes, slots: Sequence[Slot], pieces: Sequence[Piece], threads: int) -> None:
     """What is in the processor's memory."""
-    on_cpu = ((it.place, it.tensor) for it in placed if not it.tensor.is_cuda)
-    slices = (it for place, tensor in on_cpu for it in _slices(whole, place, _bytes(tensor)))
-    shares = _shares(slices)
-    if threads == 1 or len(shares) == 1:
-        for share in shares:
-            _copy_all(share)
+    large = {slot.piece: bytes_of(pieces[slot.piece].local) for slot in slots if slot.size > SMALL}
+
+    def copy_share(share: tuple[list[Slot], int, int]) -> None:
+        found, low, high = share
+        if high:
+            copy_part(found[0], large[found[0].piece], whole, low, high)
+        else:
+            copy(found, pieces, whole)
+
+    work = list(shares(slots, _SLICE))
+    if threads == 1 or len(work) == 1:
+        for share in work:
+            copy_share(share)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_copy_all, shares))
+        list(pool.map(copy_share, work))
 
 
-def _slices(whole: _Bytes, place: int, source: _Bytes) -> Iterator[tuple[_Bytes, _Bytes]]:
-    """(target, source) of at most _SLICE bytes each."""
-    for at in range(0, len(source), _SLICE):
-        part = source[at : at + _SLICE]
-        yield whole[place + at : place + at + len(part)], part
+def _copy_later(whole: Bytes, placed: Sequence[_Placed]) -> None:
+    for _, tensor, slot, _ in placed:
+        copy_part(slot, bytes_of(tensor), whole, slot.begin, slot.begin + slot.size)
 
 
-def _shares(slices: Iterator[tuple[_Bytes, _Bytes]]) -> list[list[tuple[_Bytes, _Bytes]]]:
-    """Slices that a thread copies in one go: about _SLICE bytes, be it of one tensor or of thousands."""
-    shares: list[list[tuple[_Bytes, _Bytes]]] = []
-    room = 0
-    for it in slices:
-        if room < len(it[0]):
-            shares.append([])
-            room = _SLICE
-        shares[-1].append(it)
-        room -= len(it[0])
-    return shares
-
-
-def _copy_all(slices: list[tuple[_Bytes, _Bytes]]) -> None:
-    for target, source in slices:
-        np.copyto(target, source)
-
-
-def _bytes(tensor: Tensor) -> _Bytes:
-    """A tensor's memory as one row of bytes."""
-    row: _Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return row
+def _placed(slot: Slot, pieces: Sequence[Piece]) -> _Placed:
+    piece = pieces[slot.piece]
+    return _Placed(piece.name, piece.local.detach(), slot, version(piece.local))

@@ -13,10 +13,10 @@ from hpc_train.checkpoint.holdings import Held, Within, held_by
 from hpc_train.checkpoint.image import Image, Row, make_image, occurrences
 from hpc_train.checkpoint.links import Older, written
 from hpc_train.checkpoint.manifest import ShardFile
-from hpc_train.checkpoint.packing import Buffers, Packing
+from hpc_train.checkpoint.packing import Buffers, Packing, lying_in
 from hpc_train.checkpoint.rectangle import Rectangle
 from hpc_train.checkpoint.runs import Run, merged
-from hpc_train.checkpoint.shard import Staged, write_shard, write_table
+from hpc_train.checkpoint.shard import Staged, compress_shard, write_shard, write_table
 from hpc_train.checkpoint.storage.policy import Behaviour
 from hpc_train.checkpoint.stream import write_stream
 
@@ -176,7 +176,10 @@ def _write(
     assert isinstance(staged.image, memoryview)
     rows, spans = delta.rows(group), [(run.begin, run.size) for run, _ in delta.merged(group)]
     image = shop.image(rows)
-    source = Packing(staged.image, image, spans, shop.buffers)
+    if staged.level:
+        begins = [begin for begin, _ in spans]
+        return compress_shard(path.parent, path.name, staged, held_by(rows, image), begins, image.size, how)
+    source = Packing(lying_in(staged.image, image, spans), image, shop.buffers)
     digests = write_stream(path, source.read, image.size, how)
     return write_table(path.parent, path.name, image.size, digests), held_by(rows, image)
 

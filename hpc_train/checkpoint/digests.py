@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hpc_train.checkpoint.chunks import PART, Parts
 from hpc_train.checkpoint.errors import CheckpointError
 
 BLOCK = 128 << 10
@@ -26,12 +28,13 @@ def digest_blocks(data: memoryview) -> list[int]:
     return [digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK)]
 
 
-def first_wrong(data: memoryview, expected: Sequence[int] | Digests) -> int | None:
+def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
     """Index of the first block of `data`, which begins at a block, that is not as expected."""
     found = digest_blocks(data)
     assert len(found) == len(expected), (len(found), len(expected))
-    wrong = np.flatnonzero(np.asarray(found, dtype=np.uint64) != np.asarray(expected, dtype=np.uint64))
-    return int(wrong[0]) if len(wrong) else None
+    if found == expected:
+        return None
+    return next(index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
 
 
 def blocks(size: int) -> int:
@@ -39,13 +42,25 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def to_bytes(size: int, digests: Sequence[int]) -> bytes:
-    """A table of digests as it lies beside its file of `size` bytes."""
-    return _HEADER.pack(_MAGIC, size, BLOCK) + np.asarray(digests, dtype="<u8").tobytes()
+class Table(NamedTuple):
+    """What lies beside a file."""
+
+    digests: Digests
+    parts: Parts | None
+    """Of its image, where the file is compressed."""
 
 
-def from_bytes(data: bytes, size: int) -> Digests:
+def to_bytes(size: int, digests: Sequence[int], parts: Parts | None = None) -> bytes:
+    """A table as it lies beside its file of `size` bytes."""
+    more = b"" if parts is None else parts.tobytes()
+    return _HEADER.pack(_MAGIC, size, BLOCK) + np.asarray(digests, dtype="<u8").tobytes() + more
+
+
+def from_bytes(data: bytes, size: int, compressed: bool = False) -> Table:
     """Raises CheckpointError if it is not the table of a file of `size` bytes."""
-    if len(data) != _HEADER.size + 8 * blocks(size) or data[: _HEADER.size] != _HEADER.pack(_MAGIC, size, BLOCK):
+    end = _HEADER.size + 8 * blocks(size)
+    whole = (len(data) - end) % PART.itemsize == 0 if compressed else len(data) == end
+    if len(data) < end or not whole or data[: _HEADER.size] != _HEADER.pack(_MAGIC, size, BLOCK):
         raise CheckpointError("it is not the table of digests of that file")
-    return np.frombuffer(data, dtype="<u8", offset=_HEADER.size).astype(np.uint64)
+    digests = np.frombuffer(data[:end], dtype="<u8", offset=_HEADER.size).astype(np.uint64)
+    return Table(digests, np.frombuffer(data, dtype=PART, offset=end) if compressed else None)

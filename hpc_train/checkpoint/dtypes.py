@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,13 @@ _NUMPY = {
 }
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """As in the manifest: `float32`, `bfloat16`, ..."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of that name. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)

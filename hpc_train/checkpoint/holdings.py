@@ -6,6 +6,7 @@ shards and their bytes in its file are those of its neighbours, and where a shar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,6 +76,17 @@ class Part:
     rectangle: Rectangle
 
 
+class Lone(NamedTuple):
+    """The only part of a tensor."""
+
+    tensor: Tensor
+    file: int
+    place: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the part."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Rows that several files hold at the same bytes, though of different parts of the tensors."""
@@ -127,6 +139,23 @@ class Holdings:
             for row, tensor in enumerate(layout.tensors.tolist()):
                 found.setdefault(names[tensor], []).append((layout, row))
         return found
+
+    @cached_property
+    def lone(self) -> dict[str, Lone]:
+        """By name, the tensors of which one file has one rectangle and no other has any: mostly all of many."""
+        found: dict[str, Lone] = {}
+        for name, rows in self._rows.items():
+            layout, row = rows[0]
+            if len(rows) == len(layout.files) == 1:
+                offset = tuple(layout.offsets[row][0].tolist())
+                tensor, place = self.tensors[layout.tensors[row]], int(layout.places[row])
+                found[name] = Lone(tensor, int(layout.files[0]), place, offset, layout.shapes[row])
+        return found
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """What `to_json` gives, each value as the text of a manifest."""
+        return {key: json.dumps(value, sort_keys=True, separators=(",", ":")) for key, value in to_json(self).items()}
 
     def is_in_one_part(self, tensor: Tensor) -> bool:
         """Whether one file has all of a tensor, in one rectangle, and no other has any of it."""
@@ -203,10 +232,11 @@ def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str]
     """known: what was decoded before; rows that are cut alike have equal offsets, and then one array."""
     files = decode(body["files"])
     shapes = tuple(tuple(shape) for shape in body["shapes"])
-    for codes in body["offsets"]:
-        if (key := (len(files), str(codes))) not in known:
+    keys = [(len(files), str(codes)) for codes in body["offsets"]]
+    for key, codes in zip(keys, body["offsets"], strict=True):
+        if key not in known:
             known[key] = _columns(codes, len(files))
-    offsets = tuple(known[len(files), str(codes)] for codes in body["offsets"])
+    offsets = tuple(known[key] for key in keys)
     within = tuple(Within(int(n), tuple(of), tuple(at)) for n, of, at in body["within"]) if "within" in body else None
     layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets, within)
     rows = len(layout.tensors)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,45 +97,27 @@ def occurrences(tensors: Iterable[str]) -> list[int]:
 
 def make_image(rows: Sequence[Row]) -> Image:
     """Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file."""
-    with nameless(lambda path: open_hdf5(path, "w"), partial(_lay_out, rows)) as (places, content):
+    with nameless(partial(_lay_out, rows)) as (places, content):
         data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
         size = os.fstat(content.fileno()).st_size
-        return Image(size, tuple(places), tuple(_gaps(content, data, size)))
+        return Image(size, tuple(places), tuple(gaps(content, data, size)))
 
 
 @contextmanager
-def nameless(make: Callable[[Path], Any], fill: Callable[[Any], T]) -> Iterator[tuple[T, BinaryIO]]:
-    """What `fill` says of the small HDF5 file that `make` opens, and its content. Errors as make_image.
+def nameless(fill: Callable[[Path], T]) -> Iterator[tuple[T, BinaryIO]]:
+    """What `fill` says of a small file that it fills by `open_hdf5`, and its content. Errors as make_image.
 
-    The file loses its name as soon as it is open: nothing is left of it, however the process ends.
+    It is in memory, as sparse as the model is large, and no directory has it: nothing is left of it, however the
+    process ends.
     """
-    descriptor, name = tempfile.mkstemp(prefix="hpc_train-image-", dir=_memory())
+    descriptor = os.memfd_create("hpc_train-image")
     with os.fdopen(descriptor, "rb") as content:
         try:
-            try:
-                opened = make(Path(name))
-            finally:
-                Path(name).unlink()
-            with opened as file:
-                found = fill(file)
+            found = fill(Path(f"/proc/self/fd/{descriptor}"))
         except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
+            os.ftruncate(descriptor, 1 << 50)  # the cause that it does not tell, where files may not be large
             raise CheckpointError(one_line(error)) from error
         yield found, content
-
-
-@contextmanager
-def scratch_file() -> Iterator[Path]:
-    """The path of a small file that is opened more than once; where there is no disk behind it, if it can be.
-
-    It is as sparse as the model is large.
-    """
-    with tempfile.TemporaryDirectory(prefix="hpc_train-image-", dir=_memory()) as folder:
-        yield Path(folder) / "image.h5"
-
-
-def _memory() -> str | None:
-    shared = "/dev/shm"
-    return shared if os.access(shared, os.W_OK | os.X_OK) else None
 
 
 def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int = ALIGNMENT) -> Any:
@@ -144,6 +125,7 @@ def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int =
     return h5py.File(
         path,
         mode,
+        driver="stdio",  # the usual one refuses links, as all in /proc/self/fd are; the files are the same
         libver=("v110", "v110"),  # checksummed metadata, readable by HDF5 1.10 and later
         locking=False,
         alignment_threshold=threshold,
@@ -152,10 +134,11 @@ def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int =
     )
 
 
-def _lay_out(rows: Sequence[Row], file: Any) -> list[int]:
-    writer = Writer(file)
+def _lay_out(rows: Sequence[Row], path: Path) -> list[int]:
     named = zip(dataset_names(row.name for row in rows), rows, strict=True)
-    return [writer.create(name, row) for name, row in named]
+    with open_hdf5(path, "w") as file:
+        writer = Writer(file)
+        return [writer.create(name, row) for name, row in named]
 
 
 class Writer:
@@ -171,13 +154,26 @@ class Writer:
 
     def create(self, name: str, row: Row) -> int:
         """Byte of the file at which its data begins; 0 for one that has no place, and for one without elements."""
+        return self._create(name, row, self._creation).get_offset() or 0
+
+    def create_chunked(self, name: str, row: Row, chunk: tuple[int, ...], level: int) -> Any:
+        """One in chunks of that shape, shuffled and deflated, which are to be written as they are stored."""
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_chunk(chunk)
+        creation.set_shuffle()
+        creation.set_deflate(level)
+        creation.set_fill_time(h5d.FILL_TIME_NEVER)
+        creation.set_obj_track_times(False)
+        return self._create(name, row, creation)
+
+    def _create(self, name: str, row: Row, creation: Any) -> Any:
         kind, text = self._dtype(row.dtype)
-        dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), self._creation, self._link)
+        dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), creation, self._link)
         h5a.create(dataset, b"torch_dtype", self._text, self._space(())).write(text)
         for attribute, values in ((b"global_shape", row.shape), (b"offset", row.offset)):
             numbers = np.asarray(values, dtype=np.int64)
             h5a.create(dataset, attribute, self._integer, self._space(numbers.shape)).write(numbers)
-        return dataset.get_offset() or 0
+        return dataset
 
     def _dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(its HDF5 type, its name as HDF5 writes it)."""
@@ -202,7 +198,7 @@ def _creation_properties(late: bool) -> tuple[Any, Any]:
     return creation, link
 
 
-def _gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
+def gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
     """Everything between the tensors."""
     found, at = [], 0
     for begin, end in [*data, (size, size)]:

@@ -8,7 +8,8 @@ A file is shared as long as at least half of it is still wanted, and of those th
 changed is written anew, into a file of its own, so that from then on it can be shared whole.
 
 Only what this process has itself written, in a step that it saw committed, is ever shared: after a resume the first
-save is whole.
+save is whole. What is shared is on the disk once, and damage to it is damage to all steps that share it; who wants more
+copies of it than that has every so many saves written whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hpc_train.checkpoint.errors import CheckpointError, one_line
 from hpc_train.checkpoint.holdings import Held
 from hpc_train.checkpoint.links import CANNOT, Older, link
 from hpc_train.checkpoint.manifest import ShardFile
-from hpc_train.checkpoint.poison import all_finite
+from hpc_train.checkpoint.poison import all_finite, spans
 from hpc_train.checkpoint.runs import LENGTH, digests_of, runs_of
 from hpc_train.checkpoint.shard import Staged
 from hpc_train.checkpoint.storage.policy import Behaviour
@@ -64,7 +65,7 @@ class Changes:
             rows = sorted({self.delta.runs[index].row for index in self.delta.changed})
             held = staged.held
             new = Held(tuple(held.rows[row] for row in rows), tuple(held.places[row] for row in rows))
-            self.finite = all_finite(staged.image, new)
+            self.finite = all_finite(staged.image, spans(staged.image, new))
         else:
             self.finite = staged.is_finite()
         return self.finite
@@ -98,7 +99,11 @@ class Incremental:
     """One writer's memory of what it has on the disk."""
 
     limits: Limits = Limits()
+    whole_every: int = 0
+    """Of so many saves one shares nothing; 0: the first one only."""
     _base: Base | None = None
+    _since: int = 0
+    """Saves that were committed after the last that was to be whole; the same on every rank that writes."""
     _shop: Workshop = field(default_factory=Workshop)
     _refused: bool = False
 
@@ -114,13 +119,15 @@ class Incremental:
             self._base = None  # training went back: names of files would no longer tell them apart
         runs = runs_of(staged.held, self.limits.run)
         delta = Delta(step, staged.held, runs, digests_of(staged.image, runs), {})
-        if self._base is not None:
-            delta = self._shared(delta, self._base)
+        base = None if 0 < self.whole_every <= self._since + 1 else self._base
+        if base is not None:
+            delta = self._shared(delta, base)
         size = staged.size if delta.is_whole else sum(self._shop.image(delta.rows(it)).size for it in delta.groups())
-        return Changes(delta, self._base, size, self._shop)
+        return Changes(delta, base, size, self._shop)
 
     def adopt(self, changes: Changes, path: Path) -> None:
         """The step that they were written with is committed, and lies in this directory."""
+        self._since = 0 if changes.base is None else self._since + 1
         if changes.stored is not None:
             self._base = Base(path, changes.delta.step, changes.stored.runs, changes.finite)
         self._refused |= changes.refused

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.dtypes import dtype_of, hdf5_type
 from hpc_train.checkpoint.errors import Problem, one_line
 from hpc_train.checkpoint.files import sync_directory, write_file
 from hpc_train.checkpoint.holdings import Layout, Tensor
-from hpc_train.checkpoint.image import dataset_name, dataset_names, nameless
+from hpc_train.checkpoint.image import dataset_name, dataset_names, nameless, open_hdf5
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.rectangle import Rectangle
 
@@ -61,15 +61,15 @@ def index_image(manifest: Manifest, tell: Tell = lambda done: None) -> bytes:
     tell: is called with the tensors that are done.
     """
 
-    def fill(file: Any) -> None:
+    def fill(path: Path) -> None:
         tensors = manifest.holdings.tensors
         of_tensor = _mapped(manifest)
-        for dataset, tensor in zip(dataset_names(it.name for it in tensors), tensors, strict=True):
-            _create(file, dataset, tensor, of_tensor[tensor.name])
-            tell(1)
+        with open_hdf5(path, "w", interval=1) as file:
+            for dataset, tensor in zip(dataset_names(it.name for it in tensors), tensors, strict=True):
+                _create(file, dataset, tensor, of_tensor[tensor.name])
+                tell(1)
 
-    # The image of an open file, which needs none on a disk, is damaged in HDF5 1.10.
-    with nameless(lambda path: h5py.File(path, "w", libver=("v110", "v110"), locking=False), fill) as (_, content):
+    with nameless(fill) as (_, content):
         return content.read()
 
 

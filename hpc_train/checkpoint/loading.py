@@ -13,7 +13,7 @@ from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.dtypes import dtype_name
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.exchange import agree
-from hpc_train.checkpoint.holdings import Tensor
+from hpc_train.checkpoint.holdings import Lone, Tensor
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle, uncovered
@@ -44,7 +44,7 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> d
     with uncollected():
         on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
         targets = [Target(piece) for piece in wanted]
-    sizes = [file.bytes for file in manifest.files]
+    sizes = [file.image for file in manifest.files]
     own, shared = agree(plan[0], sizes, world)
     with Source(path, manifest.files) as source:
         reader = Reader(source, wanted, targets)
@@ -73,10 +73,23 @@ def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strip
         raise UserError(
             f"{where} has no tensor {missing[0]!r}{more}; it is of another model or optimizer: choose another"
         )
-    rows = (
-        row for index, piece in enumerate(pieces) for row in _copies(index, piece, tensors[piece.name], manifest, where)
-    )
+    rows: list[Numbers] = []
+    lone = manifest.holdings.lone
+    for index, piece in enumerate(pieces):
+        size = _lone_size(piece, lone.get(piece.name))
+        if size:
+            rows.append((lone[piece.name].file, lone[piece.name].place, 1, size, size, index, 0, size))
+        else:
+            rows += _copies(index, piece, tensors[piece.name], manifest, where)
     return in_file_order(cut(strips(rows)))
+
+
+def _lone_size(piece: Piece, part: Lone | None) -> int:
+    """Bytes of a piece that is just what was saved, and nowhere else; 0 for any other, which takes a longer look."""
+    if part is None or piece.offset != part.offset or piece.local.shape != part.shape:
+        return 0
+    alike = piece.shape == part.tensor.shape and dtype_name(piece.dtype) == part.tensor.dtype
+    return piece.local.nbytes if alike else 0
 
 
 def _copies(index: int, piece: Piece, tensor: Tensor, manifest: Manifest, where: str) -> list[Numbers]:

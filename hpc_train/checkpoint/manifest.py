@@ -13,13 +13,17 @@ from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.holdings import Holdings, from_json, to_json
+from hpc_train.checkpoint.holdings import Holdings, from_json
 from hpc_train.checkpoint.origin import Origin, Times
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes up when an older release could no longer read what is written."""
+_CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+"""The same text for equal content, on which the checksum is."""
+_UNCOMPRESSED = 2
+"""That of a step without compressed files, which older releases read."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class ShardFile:
     """`<algorithm>:<hex>` of its table of digests, which lies beside it."""
     written_at: int | None = None
     """The earlier step that it was written with, where it is a file of both (see links); None: this one."""
+    inflated: int | None = None
+    """Bytes of its image, where it is compressed: places in it are in that (see chunks)."""
+
+    @property
+    def image(self) -> int:
+        """Bytes of its image."""
+        return self.bytes if self.inflated is None else self.inflated
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,17 @@ class Manifest:
         """Bytes of those that were written with earlier steps."""
         return sum(file.bytes for file in self.files if file.written_at is not None)
 
+    @property
+    def inflated(self) -> int | None:
+        """Bytes of all images, if there is a compressed file."""
+        compressed = any(file.inflated is not None for file in self.files)
+        return sum(file.image for file in self.files) if compressed else None
+
     @uncollected()
     def to_bytes(self) -> bytes:
         """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON."""
         body = {
-            "format_version": FORMAT_VERSION,
+            "format_version": _UNCOMPRESSED if self.inflated is None else FORMAT_VERSION,
             "step": self.step,
             "sequence": self.sequence,
             "world_size": self.world_size,
@@ -77,15 +94,16 @@ class Manifest:
             "validation_loss": self.validation_loss,
             "block": BLOCK,
             "algorithm": ALGORITHM,
-            **to_json(self.holdings),
             "files": [[file.name, file.bytes, file.digests] for file in self.files],
             **({"written_at": [file.written_at for file in self.files]} if self.shared else {}),
+            **({"inflated": [file.inflated for file in self.files]} if self.inflated is not None else {}),
             "extra": json.loads(json.dumps(self.extra, allow_nan=False)),  # as a reader will see it: no int keys
             **({"origin": origin.to_json(self.origin)} if self.origin is not None else {}),
             **({"times": origin.to_json(self.times)} if self.times is not None else {}),
         }
-        text = _canonical(body)
-        return text[:-1] + f',"checksum":"{checksum_of(text)}"}}\n'.encode()
+        values = {key: json.dumps(value, **_CANONICAL) for key, value in body.items()} | self.holdings.texts
+        text = "{" + ",".join(f'"{key}":{values[key]}' for key in sorted(values)) + "}"
+        return (text[:-1] + f',"checksum":"{checksum_of(text.encode())}"}}\n').encode()
 
 
 @uncollected()
@@ -95,12 +113,13 @@ def from_bytes(data: bytes) -> Manifest:
     version = body.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
-    if body.pop("checksum", None) != checksum_of(_canonical(body)):
+    if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    if version != FORMAT_VERSION or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
+    known = version in (_UNCOMPRESSED, FORMAT_VERSION)
+    if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
         raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
     try:
-        files = _files(body["files"], body.get("written_at"))
+        files = _files(body["files"], body.get("written_at"), body.get("inflated"))
         step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
         holdings, score = _within(from_json(body), len(files)), body.get("validation_loss")
         finite, score = bool(body.get("finite", True)), None if score is None else float(score)
@@ -115,15 +134,30 @@ def read(path: Path, step: int) -> Manifest:
 
     UnreadableError, which is one too, if the file system fails.
     """
+    manifest = from_bytes(_content(path))
+    if manifest.step != step:
+        raise CheckpointError(f"it is the manifest of step {manifest.step}")
+    return manifest
+
+
+def sequence(path: Path, step: int) -> int:
+    """Of the manifest in the directory of a step, without a look at what the step holds. Raises as `read` does."""
+    data = _content(path)
+    body = _parsed(data)
+    if not _is_intact(data, body.pop("checksum", None), body):
+        raise CheckpointError("its content does not match its own checksum")
+    if body.get("step") != step or not isinstance(body.get("sequence"), int):
+        raise CheckpointError("it is not the manifest of that step")
+    return int(body["sequence"])
+
+
+def _content(path: Path) -> bytes:
     try:
-        manifest = from_bytes((path / MANIFEST).read_bytes())
+        return (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise CheckpointError("missing") from None
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from error
-    if manifest.step != step:
-        raise CheckpointError(f"it is the manifest of step {manifest.step}")
-    return manifest
 
 
 def incomplete(holdings: Holdings) -> tuple[str, str] | None:
@@ -153,17 +187,23 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
-    """The same text for equal content, on which the checksum is."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+def _is_intact(data: bytes, checksum: object, body: dict[str, Any]) -> bool:
+    """checksum, body: what `data` says. As it was written its text can be looked at; elsewise its content."""
+    written = data[: max(0, data.rfind(b',"checksum":'))] + b"}"
+    return checksum == checksum_of(written) or checksum == checksum_of(json.dumps(body, **_CANONICAL).encode())
 
 
-def _files(rows: list[Any], steps: list[int | None] | None) -> tuple[ShardFile, ...]:
-    steps = [None] * len(rows) if steps is None else steps
+def _files(rows: list[Any], *optional: list[int | None] | None) -> tuple[ShardFile, ...]:
+    """optional: the columns that a manifest may lack, written_at and inflated."""
+    columns = ([None] * len(rows) if column is None else map(_integer, column) for column in optional)
     return tuple(
-        ShardFile(_checked(str(name)), int(size), str(digests), None if step is None else int(step))
-        for (name, size, digests), step in zip(rows, steps, strict=True)
+        ShardFile(_checked(str(name)), int(size), str(digests), *rest)
+        for (name, size, digests), *rest in zip(rows, *columns, strict=True)
     )
+
+
+def _integer(value: int | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _checked(name: str) -> str:

@@ -54,15 +54,10 @@ class Buffers:
 class Packing:
     """A source for `stream.write_stream`."""
 
-    def __init__(self, memory: memoryview, image: Image, spans: Sequence[tuple[int, int]], buffers: Buffers) -> None:
-        """spans: (begin, size) in `memory` of the data of each of the image's rows. buffers: no other packing's now."""
-        rows = [
-            Extent(place, memory[begin : begin + size], (begin - place) % ALIGNMENT == 0)
-            for place, (begin, size) in zip(image.places, spans, strict=True)
-            if size
-        ]
+    def __init__(self, rows: Sequence[Extent], image: Image, buffers: Buffers) -> None:
+        """rows: the data of the image. buffers: no other packing's now."""
         structure = [Extent(begin, memoryview(content)) for begin, content in image.structure]
-        self._extents = sorted(rows + structure, key=lambda it: it.begin)
+        self._extents = sorted([*rows, *structure], key=lambda it: it.begin)
         self._begins = [it.begin for it in self._extents]
         self._buffers = buffers
         buffers.free()
@@ -78,3 +73,12 @@ class Packing:
             low, high = max(begin, extent.begin), min(end, extent.end)
             buffer[low - begin : high - begin] = extent.data[low - extent.begin : high - extent.begin]
         return buffer
+
+
+def lying_in(memory: memoryview, image: Image, spans: Sequence[tuple[int, int]]) -> list[Extent]:
+    """The data of an image. spans: (begin, size) in `memory`, which begins at a page, of each of its rows."""
+    return [
+        Extent(place, memory[begin : begin + size], (begin - place) % ALIGNMENT == 0)
+        for place, (begin, size) in zip(image.places, spans, strict=True)
+        if size
+    ]

@@ -24,8 +24,9 @@ def mpi_ranks(world: World) -> Intracomm:
     """
     if not h5py.get_config().mpi:
         raise UserError(
-            f"{_ASKED}: this h5py is built without MPI; build it over a parallel HDF5 "
-            f"(CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py --force-reinstall h5py), {_WITHOUT}"
+            f"{_ASKED}: this h5py is built without MPI; build it over a parallel HDF5 (pip install cython pkgconfig && "
+            "CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py --no-build-isolation --force-reinstall --no-deps h5py), "
+            f"{_WITHOUT}"
         )
     try:
         library = load_mpi()

@@ -41,7 +41,7 @@ class Reader:
             else:
                 self._through_the_cache(read)
         except Damaged as damage:
-            raise Damaged(damage.name, damage.at, self._tensor_at(read, damage.at)) from None
+            raise Damaged(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
 
     def _through_the_cache(self, read: Read) -> None:
         """Blocks that are all of one run straight to where they belong, the others by way of a copy."""
@@ -78,7 +78,11 @@ class Reader:
             if first < last:
                 target.put_run(at + first - begin, source[first - low : last - low])
 
-    def _tensor_at(self, read: Read, at: int) -> str | None:
-        """Of the first tensor that has bytes in the block that begins there."""
-        hit = (read.strips["begin"] < at + BLOCK) & (ends(read.strips) > at)
-        return self._pieces[read.strips["piece"][hit][0]].name if hit.any() else None
+    def _tensor_in(self, read: Read, lost: Sequence[tuple[int, int]]) -> str | None:
+        """Of the first tensor that has bytes in what is lost."""
+        for begin, end in lost:
+            hit = (read.strips["begin"] < end) & (ends(read.strips) > begin)
+            if hit.any():
+                piece: int = read.strips["piece"][hit][0]
+                return self._pieces[piece].name
+        return None

@@ -16,12 +16,12 @@ from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all
 from hpc_train.checkpoint.catalogue import beside, next_sequence, step_path
 from hpc_train.checkpoint.crew import Crew
+from hpc_train.checkpoint.described import Described, Told
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
 from hpc_train.checkpoint.files import make_directory, sync_directory, write_file
-from hpc_train.checkpoint.holdings import Held, gather
-from hpc_train.checkpoint.index import INDEX, index_image, is_ordinary
+from hpc_train.checkpoint.index import INDEX, is_ordinary
 from hpc_train.checkpoint.lock import Lock
-from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete
+from hpc_train.checkpoint.manifest import MANIFEST, Manifest
 from hpc_train.checkpoint.origin import Origin, Times, Watch
 from hpc_train.checkpoint.retention import discard, new_token, sweep
 from hpc_train.checkpoint.shard import SHARDS, Stage, Staged, folders, shard_name, write_shard
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Written(NamedTuple):
     """What one rank has written."""
 
-    files: tuple[tuple[ShardFile, Held], ...] = ()
+    files: Told = ()
     """With what each holds; a file is named by one rank only."""
     finite: bool = True
     warning: str | None = None
@@ -157,15 +157,18 @@ def finish(
     place: Place | None = None,
     lock: Lock | None = None,
     crew: Crew | None = None,
+    described: Described | None = None,
 ) -> Saved:
     """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks.
 
     place: what was found out about the directory; rank 0's counts. lock: rank 0's, without which nothing is committed.
-    crew: what ranks share, None for nothing; with shared files it is sections that they took.
+    crew: what ranks share, None for nothing; with shared files it is sections that they took. described: of the save
+    before.
     A rank that is lost fails the save as any other error does, with `lost` set.
     """
     path = step_path(directory, taken.step)
     watch, taken, temporary = Watch(taken.started), completed(taken), None
+    known = described or Described()
     watch.lap("copy")
     try:
         token, how = on_all(
@@ -178,10 +181,11 @@ def finish(
         watch.lap("prepare")
         written = on_all(
             world,
-            lambda: _written(temporary, world.rank, taken, how, crew),
-            lambda ranks: _commit(temporary, path, _manifest(directory, taken, ranks, watch), lock, ranks),
+            lambda: _written(temporary, world.rank, taken, how, crew, known),
+            lambda it: _commit(temporary, path, _manifest(directory, taken, it, watch, known), lock, it, known),
             group,
         )
+        known.settle()
     except (CheckpointError, LostRanksError) as error:
         if temporary is not None and world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -251,35 +255,35 @@ def _write_own(temporary: Path, rank: int, taken: Taken, how: Behaviour) -> Writ
     staged = taken.staged
     if staged is None:
         return Written()
-    if staged.filling is not None:
+    if staged.looking is not None and taken.changes is None:
         file = write_shard(temporary, shard_name(rank), staged, how)
-        staged.filling.confirm()
+        if staged.filling is not None:
+            staged.filling.confirm()
         return Written((file,), staged.is_finite())
+    changes = taken.changes
     with ThreadPoolExecutor(1) as pool:
-        if taken.changes is None:
-            finite = pool.submit(staged.is_finite)
+        finite = pool.submit(staged.is_finite) if changes is None else pool.submit(changes.is_finite, staged)
+        if staged.level:
+            finite.result()  # what is compressed can no longer be looked at
+        if changes is None:
             return Written((write_shard(temporary, shard_name(rank), staged, how),), finite.result())
-        finite = pool.submit(taken.changes.is_finite, staged)
-        files = taken.changes.write(temporary, shard_name(rank), staged, how)
-        return Written(files, finite.result(), taken.changes.warning)
+        files = changes.write(temporary, shard_name(rank), staged, how)
+        return Written(files, finite.result(), changes.warning)
 
 
-def _written(temporary: Path, rank: int, taken: Taken, how: Behaviour, crew: Crew | None) -> Written:
+def _written(temporary: Path, rank: int, taken: Taken, how: Behaviour, crew: Crew | None, known: Described) -> Written:
     """What this rank has written, once it is known that nothing changed under the copy of it."""
     started = time.monotonic()
     written = _write(temporary, rank, taken, how, crew)
     seconds = time.monotonic() - started
     if taken.staged is not None and taken.staged.copying is not None:
         taken.staged.copying.confirm()
-    return written._replace(seconds=seconds)
+    return written._replace(files=known.tell(written.files), seconds=seconds)
 
 
-def _manifest(directory: Path, taken: Taken, ranks: list[Written], watch: Watch) -> Manifest:
-    files = [it for written in ranks for it in written.files]
-    holdings = gather([held for _, held in files])
-    wrong = incomplete(holdings)
-    if wrong:
-        raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
+def _manifest(directory: Path, taken: Taken, ranks: list[Written], watch: Watch, known: Described) -> Manifest:
+    files = known.hear([written.files for written in ranks])
+    holdings = known.holdings([held for _, held in files])
     finite = taken.finite and all(written.finite for written in ranks)
     score = taken.validation_loss if taken.validation_loss is not None and isfinite(taken.validation_loss) else None
     names = tuple(file for file, _ in files)
@@ -289,18 +293,22 @@ def _manifest(directory: Path, taken: Taken, ranks: list[Written], watch: Watch)
 
 
 def _commit(
-    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[Written]
+    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[Written], known: Described
 ) -> tuple[int, int, str | None]:
     """(bytes, shared, warning) of Saved."""
     warning = next((written.warning for written in ranks if written.warning), None)
-    return commit(temporary, path, manifest, lock), manifest.shared, warning
+    size = commit(temporary, path, manifest, lock, known)
+    known.keep()
+    return size, manifest.shared, warning
 
 
-def commit(temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None) -> int:
+def commit(
+    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, known: Described | None = None
+) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
     write_file(temporary / MANIFEST, manifest.to_bytes())
     if is_ordinary(manifest):
-        write_file(temporary / INDEX, index_image(manifest))
+        write_file(temporary / INDEX, (known or Described()).index(manifest))
     for folder in sorted({(temporary / file.name).parent for file in manifest.files}):
         sync_directory(folder)
     for folder in (temporary / SHARDS, temporary):

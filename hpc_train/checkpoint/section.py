@@ -15,8 +15,7 @@ import numpy as np
 from h5py import h5d, h5s
 
 from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.errors import CheckpointError, one_line
-from hpc_train.checkpoint.image import ALIGNMENT, Image, Row, Writer, dataset_names, open_hdf5, scratch_file
+from hpc_train.checkpoint.image import ALIGNMENT, Image, Row, Writer, dataset_names, nameless, open_hdf5
 
 _Named = tuple[str, Row]
 
@@ -56,11 +55,8 @@ def make_head(members: Sequence[Sequence[Row]], interval: int) -> Head:
     Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file.
     """
     assert interval % BLOCK == 0, interval
-    with scratch_file() as path:
-        try:
-            return _head(path, members, interval)
-        except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
-            raise CheckpointError(one_line(error)) from error
+    with nameless(lambda path: _head(path, members, interval)) as (head, _):
+        return head
 
 
 def _head(path: Path, members: Sequence[Sequence[Row]], interval: int) -> Head:

@@ -8,22 +8,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+import torch
+
 from hpc_train.api import Piece
 from hpc_train.checkpoint.arena import Arena
+from hpc_train.checkpoint.chunks import Parts
+from hpc_train.checkpoint.compressed import Lying, write_compressed
 from hpc_train.checkpoint.copying import Copying, begin
 from hpc_train.checkpoint.digests import to_bytes
 from hpc_train.checkpoint.files import checksum_of, write_file
-from hpc_train.checkpoint.filling import THREADS, Filling, can_fill
+from hpc_train.checkpoint.filling import THREADS as FILLING_THREADS
+from hpc_train.checkpoint.filling import Filling, can_fill
 from hpc_train.checkpoint.holdings import Held, held_by
 from hpc_train.checkpoint.image import Image, Row, make_image, row_of
+from hpc_train.checkpoint.looking import Looking
 from hpc_train.checkpoint.manifest import ShardFile
-from hpc_train.checkpoint.poison import all_finite
+from hpc_train.checkpoint.packing import Buffers
+from hpc_train.checkpoint.poison import Span, all_finite
+from hpc_train.checkpoint.slots import Slots, make_slots
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
-from hpc_train.checkpoint.stream import write_image, write_stream
+from hpc_train.checkpoint.stream import THREADS, write_image, write_stream
 
 DIGESTS = ".digests"
 """Suffix of the table of digests beside a shard file."""
+_Look = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int], torch.dtype]
+"""What of a piece decides where it goes."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +49,23 @@ class Staged:
     """What fills the image, where that may still be under way."""
     filling: Filling | None = None
     """What fills it while it is written."""
+    looking: Looking | None = None
+    """Sees whether it is finite, while it is written."""
+    spans: Sequence[Span] = ()
+    """What of it can have a NaN."""
+    level: int = 0
+    """At which it is to be compressed; 0: not."""
+    buffers: Buffers = field(default_factory=Buffers)
+    """For that."""
 
     def is_finite(self) -> bool:
         """Whether there is neither NaN nor infinity in it; see poison."""
         if self.finite is not None:
             return self.finite
-        if self.filling is not None and not self.filling.in_doubt:
+        if self.looking is not None and self.looking.is_finite:
             return True
         assert isinstance(self.image, memoryview)
-        return all_finite(self.image, self.held)
+        return all_finite(self.image, self.spans)
 
 
 @dataclass
@@ -58,24 +76,38 @@ class Stage:
     """That copy."""
     make: Callable[[Sequence[Row]], Image] = make_image
     """section.make_section for a rank that shares its file."""
+    level: int = 0
+    """See Staged."""
     _arena: Arena = field(default_factory=Arena)
-    _rows: tuple[Row, ...] | None = None
-    _image: Image | None = None
+    _buffers: Buffers = field(default_factory=Buffers)
+    _looks: Sequence[_Look] = ()
+    _slots: Slots | None = None
+    """Of tensors that look so."""
 
     def take(self, pieces: Sequence[Piece], overlap: bool = False, late: bool = False) -> Staged:
         """Copy the pieces. What was taken before is overwritten. overlap: see copying.begin. late: see filling.
 
         Raises CheckpointError for a dtype that HDF5 does not have and where memory is short.
         """
-        rows = tuple(row_of(piece) for piece in pieces)
-        if self._image is None or rows != self._rows:
-            self._image, self._rows = self.make(rows), rows
-        memory = self._arena.reserve(self._image.size)
-        held = held_by(rows, self._image)
-        if late and can_fill(pieces):
-            return Staged(memory, self._image.size, held, filling=Filling(memory, self._image, pieces, held))
-        copying = begin(memory, self._image, pieces, self.threads, overlap)
-        return Staged(memory, self._image.size, held, copying=copying)
+        slots = self._slots_of(pieces)
+        staged = Staged(slots.memory, slots.image.size, slots.held, spans=slots.spans)
+        if late and not self.level and can_fill(pieces):
+            filling = Filling(slots, pieces)
+            return replace(staged, filling=filling, looking=filling.looking)
+        looking = Looking(slots) if self.make is make_image and not self.level else None
+        copying = begin(slots, pieces, self.threads, overlap)
+        return replace(staged, copying=copying, looking=looking, level=self.level, buffers=self._buffers)
+
+    def _slots_of(self, pieces: Sequence[Piece]) -> Slots:
+        """Those of the last time, if the pieces are like them: making them takes longer than many a copy."""
+        looks = [(it.name, it.shape, it.dtype, it.offset, it.local.shape, it.local.dtype) for it in pieces]
+        if self._slots is None or looks != self._looks:
+            self._slots = None  # it has a view of the memory
+            rows = tuple(row_of(piece) for piece in pieces)
+            image = self.make(rows)
+            memory = self._arena.reserve(image.size)
+            self._slots, self._looks = make_slots(memory, image, held_by(rows, image)), looks
+        return self._slots
 
     def put_aside(self, staged: Staged, local: LocalStage) -> Staged:
         """The same on a disk of the node, and the memory to spare; unchanged where that cannot be used."""
@@ -87,32 +119,63 @@ class Stage:
         if copy is None:
             return staged
         assert isinstance(staged.image, memoryview)
+        self._slots = None
         staged.image.release()
         self._arena.spare()
-        return replace(staged, image=copy)
+        return replace(staged, image=copy, looking=None)
 
 
 def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USUAL) -> tuple[ShardFile, Held]:
     """Write a shard file and its table of digests into a step's directory, and put both on the disk.
 
     name: path within the directory; its folder is there. Raises OSError, and CheckpointError for an image that was
-    damaged on the disk of the node.
+    damaged on the disk of the node. An image that is compressed is none any more.
     """
+    if staged.level:
+        return compress_shard(directory, name, staged, staged.held, staged.held.places, staged.size, how)
     path, image = directory / name, staged.image
     if isinstance(image, LocalFile):
         digests = image.copy_to(path, how)
-    elif staged.filling is not None:
-        digests = write_stream(path, staged.filling.read, staged.size, how, THREADS)
+    elif staged.looking is not None:
+        threads = THREADS if staged.filling is None else FILLING_THREADS
+        digests = write_stream(path, staged.looking.read, staged.size, how, threads, staged.looking.digests)
     else:
         digests = write_image(path, image, staged.size, how)
     return write_table(directory, name, staged.size, digests), staged.held
 
 
-def write_table(directory: Path, name: str, size: int, digests: Sequence[int]) -> ShardFile:
-    """Put the table of digests of a shard file of that size beside it, and on the disk. Raises OSError."""
-    table = to_bytes(size, digests)
+def compress_shard(
+    directory: Path, name: str, staged: Staged, held: Held, begins: Sequence[int], size: int, how: Behaviour
+) -> tuple[ShardFile, Held]:
+    """The same with tensors that are compressed; `held` says what is to be in it, and `size` the bytes of its image.
+
+    begins: byte of what is staged at which each row's data lies. Raises OSError and CheckpointError.
+    """
+    memory = staged.image
+    assert isinstance(memory, memoryview)
+    lying = (
+        Lying(row, place, memory[begin : begin + row.bytes])
+        for row, place, begin in zip(held.rows, held.places, begins, strict=True)
+    )
+    found = write_compressed(directory / name, list(lying), staged.level, how, staged.buffers)
+    return write_table(directory, name, found.size, found.digests, found.parts, size), held
+
+
+def write_table(
+    directory: Path,
+    name: str,
+    size: int,
+    digests: Sequence[int],
+    parts: Parts | None = None,
+    inflated: int | None = None,
+) -> ShardFile:
+    """Put the table of a shard file of that size beside it, and on the disk. Raises OSError.
+
+    parts, inflated: of a compressed one; see chunks and ShardFile.
+    """
+    table = to_bytes(size, digests, parts)
     write_file(beside(directory / name), table)
-    return ShardFile(name, size, checksum_of(table))
+    return ShardFile(name, size, checksum_of(table), inflated=inflated)
 
 
 def beside(path: Path) -> Path:

@@ -1,4 +1,7 @@
-"""The shard files of a step as verified bytes: whole blocks, read past the page cache or out of it."""
+"""The shard files of a step as verified bytes: whole blocks, read past the page cache or out of it.
+
+What is read of a compressed file is its image as it was: the blocks are verified as they are stored, then inflated.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from hpc_train.checkpoint.digests import BLOCK, Digests, first_wrong
+import numpy as np
+
+from hpc_train.checkpoint.chunks import Parts, stored_within, within
+from hpc_train.checkpoint.deflate import inflate
+from hpc_train.checkpoint.digests import BLOCK, Table, first_wrong
 from hpc_train.checkpoint.digests import from_bytes as digests_from
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import checksum_of
@@ -29,10 +37,11 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 class Damaged(CheckpointError):
     """A block that is not what was committed."""
 
-    def __init__(self, name: str, at: int, tensor: str | None = None) -> None:
+    def __init__(self, name: str, at: int, tensor: str | None = None, lost: Sequence[tuple[int, int]] = ()) -> None:
+        """lost: bytes [begin, end) of the file's image, where the file is compressed."""
         where = f": tensor {tensor!r}" if tensor else ""
         super().__init__(f"{name}{where}: its content is not what was committed (block at byte {at})")
-        self.name, self.at = name, at
+        self.name, self.at, self.lost = name, at, lost or [(at, at + BLOCK)]
 
 
 class Source:
@@ -52,13 +61,37 @@ class Source:
             os.close(it.descriptor)
 
     def read(self, file: int, begin: int, size: int, memory: memoryview) -> None:
-        """Put `size` bytes, from `begin` on, at the beginning of `memory`, and verify them.
+        """Put `size` bytes of the image, from `begin` on, at the beginning of `memory`, and verify them.
 
         They are whole blocks: `begin` is the first byte of one, and the last ends with them or with the file. Where the
-        page cache is passed by, memory begins at a page and has room for whole pages.
+        page cache is passed by, memory begins at a page and has room for whole pages. What lies between tensors is
+        undefined where the file is compressed.
         Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
         """
         it = self._opened(file)
+        if it.parts is None:
+            self._read(it, begin, size, memory)
+        else:
+            self._inflate(it, begin, memory[:size])
+
+    def _inflate(self, it: _Opened, begin: int, memory: memoryview) -> None:
+        assert it.parts is not None
+        for part in _apart(within(it.parts, begin, begin + len(memory))) if memory else []:
+            low = int(part["at"].min()) // BLOCK * BLOCK
+            high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK) * BLOCK, it.size)
+            data = self._pages("stored", high - low)
+            try:
+                self._read(it, low, high - low, data)
+            except Damaged as damage:
+                hit = stored_within(part, damage.at, damage.at + BLOCK)
+                lost = list(zip(hit["begin"].tolist(), (hit["begin"] + hit["size"]).tolist(), strict=True))
+                raise Damaged(damage.name, damage.at, lost=lost) from None
+            with self._working:
+                for row in part.tolist():
+                    _put(it, _Part(*row), data, low, memory, begin)
+
+    def _read(self, it: _Opened, begin: int, size: int, memory: memoryview) -> None:
+        """The bytes as they are stored."""
         if it.direct and self._read_directly(it, begin, size, memory):
             with self._working:
                 _verify(it, begin, memory[:size])
@@ -82,18 +115,22 @@ class Source:
         return True
 
     def is_direct(self, file: int) -> bool:
-        """Whether the page cache is passed by: then it reads pages into pages."""
-        return self._opened(file).direct
+        """Whether the page cache is passed by, into `memory`: then it reads pages into pages."""
+        return self._opened(file).direct and self._opened(file).parts is None
 
     def size(self, file: int) -> int:
-        """Bytes of a file."""
-        return self._files[file].bytes
+        """Bytes of the image of a file."""
+        return self._files[file].image
 
     def scratch(self, size: int) -> memoryview:
         """Whole pages, of this thread; what they held is lost with the next call."""
-        have: mmap.mmap | None = getattr(self._local, "pages", None)
+        return self._pages("scratch", size)
+
+    def _pages(self, name: str, size: int) -> memoryview:
+        have: mmap.mmap | None = getattr(self._local, name, None)
         if have is None or len(have) < size:
-            have = self._local.pages = pages(size)
+            have = pages(size)
+            setattr(self._local, name, have)
         return memoryview(have)
 
     def _opened(self, file: int) -> _Opened:
@@ -107,7 +144,9 @@ class _Opened:
     """One shard file with its digests."""
 
     def __init__(self, directory: Path, known: ShardFile) -> None:
-        self.name, self.digests = known.name, table_of(directory, known)
+        self.name, self.size = known.name, known.bytes
+        digests, self.parts = table_of(directory, known)
+        self.digests: list[int] = digests.tolist()
         try:
             self.descriptor, self.direct = _descriptor(directory / known.name)
         except OSError as error:
@@ -125,8 +164,43 @@ def _verify(it: _Opened, begin: int, data: memoryview) -> None:
         raise Damaged(it.name, (first + wrong) * BLOCK)
 
 
-def table_of(directory: Path, file: ShardFile) -> Digests:
-    """The digests of a shard file. Raises CheckpointError if they are not those that were committed."""
+class _Part(NamedTuple):
+    """See chunks.PART."""
+
+    begin: int
+    size: int
+    at: int
+    stored: int
+    whole: int
+    item: int
+
+
+def _apart(parts: Parts) -> list[Parts]:
+    """The same in groups that lie together in the file, though in any order."""
+    if not len(parts):
+        return []
+    ordered = parts[np.argsort(parts["at"])]
+    ends = np.maximum.accumulate(ordered["at"] + ordered["stored"])
+    apart = ordered["at"][1:] // BLOCK - -(-ends[:-1] // BLOCK) > 0
+    return np.split(ordered, np.flatnonzero(apart) + 1)
+
+
+def _put(it: _Opened, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:
+    """What `memory`, which is of the image from byte `begin` on, has of a part. data: of the file, from `low` on."""
+    stored = data[part.at - low : part.at - low + part.stored]
+    first, last = max(part.begin, begin), min(part.begin + part.size, begin + len(memory))
+    if not part.whole:
+        memory[first - begin : last - begin] = stored[first - part.begin : last - part.begin]
+        return
+    try:
+        found = inflate(stored, part.item, part.whole)
+    except CheckpointError as error:
+        raise CheckpointError(f"{it.name}: the chunk at byte {part.at}: {error}") from error
+    memory[first - begin : last - begin] = found[first - part.begin : last - part.begin].data
+
+
+def table_of(directory: Path, file: ShardFile) -> Table:
+    """What lies beside a shard file. Raises CheckpointError if they are not those that were committed."""
     name = beside(Path(file.name)).as_posix()
     try:
         data = beside(directory / file.name).read_bytes()
@@ -135,7 +209,7 @@ def table_of(directory: Path, file: ShardFile) -> Digests:
     if checksum_of(data) != file.digests:
         raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
     try:
-        return digests_from(data, file.bytes)
+        return digests_from(data, file.bytes, file.inflated is not None)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
 

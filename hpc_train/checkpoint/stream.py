@@ -21,6 +21,13 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 Source = Callable[[int, int], memoryview]
 """The bytes [begin, end) of what is to be written; valid until the same thread asks again. The last end may be that of
 a page: what it gives beyond the size is not kept."""
+Digests = Callable[[int, memoryview], list[int]]
+"""Of the blocks of what came from a byte on."""
+
+
+def digests_at(begin: int, data: memoryview) -> list[int]:
+    """Of what nobody has looked at."""
+    return digest_blocks(data)
 
 
 def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUAL) -> list[int]:
@@ -34,34 +41,43 @@ def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUA
     return write_stream(path, lambda begin, end: memory[begin:end], size, how)
 
 
-def write_stream(path: Path, source: Source, size: int, how: Behaviour, threads: int = THREADS) -> list[int]:
-    """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order."""
+def write_stream(
+    path: Path, source: Source, size: int, how: Behaviour, threads: int = THREADS, digests: Digests = digests_at
+) -> list[int]:
+    """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order.
+
+    digests: tells those of what came, if the source knows them.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, source, size, how, threads)
+            return _write(path, flags | os.O_DIRECT, source, size, how, threads, digests)
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, source, size, replace(how, direct=False), threads)
+    return _write(path, flags, source, size, replace(how, direct=False), threads, digests)
 
 
-def _write(path: Path, flags: int, source: Source, size: int, how: Behaviour, threads: int) -> list[int]:
+def _write(
+    path: Path, flags: int, source: Source, size: int, how: Behaviour, threads: int, digests: Digests
+) -> list[int]:
     with opened(path, flags) as file:
-        return fill_file(file, source, size, how, threads)
+        return fill_file(file, source, size, how, threads, digests)
 
 
-def fill_file(file: int, source: Source, size: int, how: Behaviour, threads: int = THREADS) -> list[int]:
+def fill_file(
+    file: int, source: Source, size: int, how: Behaviour, threads: int = THREADS, digests: Digests = digests_at
+) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
     end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
     if how.reserve:
         reserve(file, end)
-    digests = list(_chunks(file, source, size, end, how.write_bytes, threads))
+    found = list(_chunks(file, source, size, end, how.write_bytes, threads, digests=digests))
     os.ftruncate(file, size)
     os.fsync(file)
-    return digests
+    return found
 
 
 def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour) -> list[int]:
@@ -81,13 +97,22 @@ def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour) -
     return write_part(path, at, source, size, replace(how, direct=False))
 
 
-def _chunks(file: int, source: Source, size: int, end: int, chunk: int, threads: int, at: int = 0) -> Iterator[int]:
+def _chunks(
+    file: int,
+    source: Source,
+    size: int,
+    end: int,
+    chunk: int,
+    threads: int,
+    at: int = 0,
+    digests: Digests = digests_at,
+) -> Iterator[int]:
     """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order."""
     assert chunk % BLOCK == 0, chunk
 
     def put(begin: int) -> list[int]:
         data = source(begin, min(begin + chunk, end))
-        found = digest_blocks(data[: size - begin])
+        found = digests(begin, data[: size - begin])
         write_at(file, data, at + begin)
         return found
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpc_train.api import World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import committed, locate
+from hpc_train.checkpoint.chunks import Parts, stored_within
 from hpc_train.checkpoint.digests import BLOCK, Digests, first_wrong
 from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.loading import table_of
@@ -90,6 +91,7 @@ class _Span:
     file: ShardFile
     first: int
     table: Digests
+    parts: Parts | None
 
     @property
     def bytes(self) -> int:
@@ -120,7 +122,8 @@ def _spans(path: Path, file: ShardFile) -> list[_Span] | Problem:
         return Problem(beside(Path(file.name)).as_posix(), str(error).partition(": ")[2])
     except OSError as error:
         return Problem(file.name, f"it cannot be read: {error.strerror}")
-    return [_Span(file, first, table[first : first + _SPAN]) for first in range(0, len(table), _SPAN)]
+    digests, parts = table
+    return [_Span(file, first, digests[first : first + _SPAN], parts) for first in range(0, len(digests), _SPAN)]
 
 
 def _look(path: Path, manifest: Manifest, span: _Span) -> Problem | None:
@@ -134,7 +137,7 @@ def _look(path: Path, manifest: Manifest, span: _Span) -> Problem | None:
     if wrong is None:
         return None
     what = "its content is not what was committed"
-    return Problem(name, what, tensor=_tensor_at(manifest, span.file, wrong * BLOCK), offset=wrong * BLOCK)
+    return Problem(name, what, tensor=_tensor_at(manifest, span, wrong * BLOCK), offset=wrong * BLOCK)
 
 
 def _first_wrong_block(path: Path, first: int, table: Digests) -> int | None:
@@ -142,7 +145,7 @@ def _first_wrong_block(path: Path, first: int, table: Digests) -> int | None:
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
     with path.open("rb", buffering=0) as file:
         for begin in range(0, len(table), _CHUNK // BLOCK):
-            expected = table[begin : begin + _CHUNK // BLOCK]
+            expected = table[begin : begin + _CHUNK // BLOCK].tolist()
             count = _fill(file.fileno(), buffer[: len(expected) * BLOCK], (first + begin) * BLOCK)
             if -(-count // BLOCK) < len(expected):
                 raise CheckpointError("it became shorter while it was read")
@@ -160,13 +163,18 @@ def _fill(file: int, buffer: memoryview, begin: int) -> int:
     return at
 
 
-def _tensor_at(manifest: Manifest, file: ShardFile, begin: int) -> str | None:
+def _tensor_at(manifest: Manifest, span: _Span, begin: int) -> str | None:
     """A tensor that has bytes in the block that begins there; None in what is HDF5's own."""
-    index = manifest.files.index(file)
+    index, end = manifest.files.index(span.file), begin + BLOCK
+    if span.parts is not None:
+        hit = stored_within(span.parts, begin, end)
+        if not len(hit):
+            return None
+        begin, end = int(hit["begin"][0]), int(hit["begin"][0]) + 1
     tensors = {tensor.name: tensor for tensor in manifest.holdings.tensors}
     for name, parts in manifest.holdings.parts().items():
         for part in parts:
-            end = part.place + part.rectangle.volume * tensors[name].itemsize
-            if part.file == index and part.place < begin + BLOCK and end > begin:
+            last = part.place + part.rectangle.volume * tensors[name].itemsize
+            if part.file == index and part.place < end and last > begin:
                 return name
     return None

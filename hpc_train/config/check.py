@@ -16,6 +16,13 @@ from hpc_train.errors import UserError
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
 """`<pool>` or `<file system>.<pool>`."""
+_SHARED = "as ranks that share a file must know where all of it lies before any of it is compressed"
+_UNCOMPRESSED = {
+    "ranks_per_file": _SHARED,
+    "parallel_hdf5": _SHARED,
+    "stage_dir": "which is to give the memory back at once, while what is compressed is so in memory",
+}
+"""Of checkpoint, what compression does not go with, and why."""
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -27,6 +34,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_resume(config)
     _check_lustre(config)
     _check_plan(config)
+    _check_compression(config)
     _check_sharing(config)
     wanted(config.parallel)
     return config
@@ -114,6 +122,26 @@ def _check_sharing(config: RunConfig) -> None:
             f"checkpoint.ranks_per_file={it.ranks_per_file}: with checkpoint.incremental=true every rank has files of "
             "its own, which later steps share; leave one of them out"
         )
+    if it.whole_every and not it.incremental:
+        raise UserError(
+            f"checkpoint.whole_every={it.whole_every}: without checkpoint.incremental=true every save is whole; leave "
+            "it out, or set that too"
+        )
+
+
+def _check_compression(config: RunConfig) -> None:
+    it = config.checkpoint
+    if it.compression == "none" and it.compression_level != 1:
+        raise UserError(
+            f"checkpoint.compression_level={it.compression_level}: without meaning with checkpoint.compression=none; "
+            "set checkpoint.compression=deflate"
+        )
+    for name, why in _UNCOMPRESSED.items():
+        if it.compression != "none" and getattr(it, name) != getattr(CheckpointConfig(), name):
+            raise UserError(
+                f"checkpoint.compression={it.compression}: not with checkpoint.{name}={getattr(it, name)}, {why}; "
+                "leave one of them out"
+            )
 
 
 def _check_parallel_hdf5(config: RunConfig) -> None:

@@ -104,6 +104,15 @@ class CheckpointConfig:
     """Write only what has changed since the save before, and share the files of the rest with it, by hard links: for
     frozen weights, adapters and embeddings. Under AdamW all that is trained changes at every step. A save that shares
     does not go by way of stage_dir."""
+    whole_every: int = setting(default=0, ge=0)
+    """With incremental, of so many saves one shares nothing with the one before, so that what never changes is on the
+    disk more than once; 0: the first save after a start only."""
+    compression: str = setting(default="none", choices=("none", "deflate"))
+    """Of what is saved. deflate: HDF5's shuffle and deflate filters, which every HDF5 tool undoes; what that costs and
+    gains is in the README."""
+    compression_level: int = setting(default=1, ge=1, le=9)
+    """1: the bytes of each tensor that have little in them, mostly the exponents, are coded by themselves; 2 to 9:
+    zlib's levels, which cost several times as much and save no more of trained numbers."""
     io: str = setting(default="auto", choices=("auto", "direct", "buffered"))
     """Writing past the page cache or through it; auto: past it where the file system can."""
     stage_dir: str | None = None

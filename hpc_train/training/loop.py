@@ -85,6 +85,7 @@ class Run:
         overlap = checkpoint.overlap == "always" or (checkpoint.overlap == "auto" and device.type == "cuda")
         saves = self.world.rank == 0 and (checkpoint.every > 0 or checkpoint.weights_every > 0)
         origin = origin_of(self.config, self.reporter.attempt) if saves else None
+        level = checkpoint.compression_level if checkpoint.compression != "none" else 0
         sharing = Sharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)
         self.saver = Saver(
             self.folder.checkpoints,
@@ -96,7 +97,8 @@ class Run:
             overlap=overlap,
             local=LocalStage.named(checkpoint.stage_dir),
             sharing=replace(sharing, parallel_hdf5=checkpoint.parallel_hdf5),
-            incremental=Incremental() if checkpoint.incremental else None,
+            incremental=Incremental(whole_every=checkpoint.whole_every) if checkpoint.incremental else None,
+            level=level,
             origin=origin,
         )
         self.weights_saver = Saver(
@@ -107,7 +109,8 @@ class Run:
             place=Place(checkpoint.io, Striper(checkpoint.lustre)),
             overlap=overlap,
             sharing=sharing,
-            incremental=Incremental() if checkpoint.incremental else None,
+            incremental=Incremental(whole_every=checkpoint.whole_every) if checkpoint.incremental else None,
+            level=level,
             origin=origin,
         )
         self.peak_flops = peak_flops(self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None)

@@ -148,6 +148,23 @@ def test_little_is_not_worth_a_name(tmp_path: Path) -> None:
     assert steps_of(tmp_path, 2) == [None]
 
 
+def test_every_so_many_saves_one_is_whole(tmp_path: Path) -> None:
+    """Of those that were committed, so that it is the same on every rank; and then the first copy is let go."""
+    tensors = adapter()
+    of = Saver(tmp_path, alone(), background=False, incremental=Incremental(SMALL, whole_every=3))
+    for step in range(1, 8):
+        if step == 4:
+            with at_all(("rename",), fails(errno.EIO)):
+                of.save(step, whole(tensors), {})
+                assert of.wait()[0].error is not None
+        saved(of, step, tensors)
+        tensors = trained(tensors, step)
+    found = [steps_of(tmp_path, step) for step in range(1, 8)]
+    assert found == [[None], [1, None], [1, None], [None], [4, None], [4, None], [None]]
+    assert prune(tmp_path, keep=1) == [1, 2, 3, 4, 5, 6]
+    assert verify(tmp_path, 7) == []
+
+
 def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
     """Free space is asked for that, and not for what is shared."""
     it, tensors = Incremental(SMALL), adapter()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import h5py
 import pytest
 import torch
 from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pieces, save_alone, sharded, whole
+from faults import is_killed
 
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint import image, load, save, verify
+from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.saving import finish, take
+from hpc_train.checkpoint.section import make_head
 from hpc_train.checkpoint.shard import Stage
 from hpc_train.testing import run_ranks
 
@@ -66,20 +74,39 @@ def test_very_many_tiny_ones(tmp_path: Path) -> None:
     assert holds(tmp_path, 1, many)
 
 
-def test_nothing_is_left_of_the_structure_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the process ends while HDF5 makes it: the file has no name by then."""
-    monkeypatch.setattr(image, "_memory", lambda: str(tmp_path))
-    seen: list[list[Path]] = []
-    real = image.Writer.create
+ROWS = [image.Row(name, (2000,), torch.float32, (0,), (2000,)) for name in "ab"]
+STRUCTURES: dict[str, Callable[[], object]] = {
+    "of a rank": lambda: image.make_image(ROWS),
+    "of several ranks": lambda: make_head([ROWS, ROWS], BLOCK),
+}
 
-    def create(writer: image.Writer, name: str, row: image.Row) -> int:
-        seen.append(list(tmp_path.iterdir()))
-        return real(writer, name, row)
 
-    monkeypatch.setattr(image.Writer, "create", create)
-    made = image.make_image([image.Row("w", (3,), torch.float32, (0,), (3,))])
-    assert made.places[0] > 0
-    assert seen == [[]]
+@pytest.mark.parametrize("what", STRUCTURES)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_nothing_is_left_of_the_structure_of_a_file(tmp_path: Path, what: str, number: int) -> None:
+    """kill -9 while HDF5 has it open, for the first time or again: no directory ever had it."""
+    told = tmp_path / "told"
+    opened = h5py.File.__init__
+
+    def work() -> None:
+        calls = iter(range(1, number + 1))
+
+        def init(file: h5py.File, *args: Any, **named: Any) -> None:
+            opened(file, *args, **named)
+            if next(calls) == number:
+                has = [it for it in Path("/proc/self/fd").iterdir() if it.exists()]
+                told.write_text("\n".join(str(it.readlink()) for it in has))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        h5py.File.__init__ = init
+        STRUCTURES[what]()
+
+    killed = is_killed(work)
+    assert killed == (number == 1 or what == "of several ranks")
+    if killed:
+        has = [name for name in told.read_text().split("\n") if "hpc_train-image" in name]
+        assert has, "HDF5 had it open"
+        assert [name for name in has if Path(name).exists()] == []
 
 
 def test_no_memory_for_the_copy_on_one_rank(tmp_path: Path) -> None:

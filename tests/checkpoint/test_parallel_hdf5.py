@@ -37,9 +37,9 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yiel
 PYTHON = "/usr/bin/python3"
 """Of Debian, whose h5py this is about."""
 REFUSED = (
-    "checkpoint.parallel_hdf5=true: this h5py is built without MPI; build it over a parallel HDF5 (CC=mpicc "
-    "HDF5_MPI=ON pip install --no-binary=h5py --force-reinstall h5py), or set checkpoint.ranks_per_file=0, which "
-    "shares files without MPI"
+    "checkpoint.parallel_hdf5=true: this h5py is built without MPI; build it over a parallel HDF5 (pip "
+    "install cython pkgconfig && CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py --no-build-isolation "
+    "--force-reinstall --no-deps h5py), or set checkpoint.ranks_per_file=0, which shares files without MPI"
 )
 
 

@@ -108,6 +108,31 @@ VALUES = [
         "checkpoint.ranks_per_file=2: with checkpoint.incremental=true every rank has files of its own, ...",
     ),
     (
+        "train checkpoint.whole_every=5",
+        "checkpoint.whole_every=5: without checkpoint.incremental=true every save is whole; ...",
+    ),
+    ("train checkpoint.compression=zstd", "checkpoint.compression=zstd: must be one of none, deflate"),
+    (
+        "train checkpoint.compression=deflate checkpoint.compression_level=0",
+        "checkpoint.compression_level=0: must be >= 1",
+    ),
+    (
+        "train checkpoint.compression_level=3",
+        "checkpoint.compression_level=3: without meaning with checkpoint.compression=none; ...",
+    ),
+    (
+        "train checkpoint.compression=deflate checkpoint.ranks_per_file=0",
+        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, as ranks that share a file must ...",
+    ),
+    (
+        "train checkpoint.compression=deflate checkpoint.parallel_hdf5=true",
+        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, as ranks that share a file must ...",
+    ),
+    (
+        "train checkpoint.compression=deflate checkpoint.stage_dir=/tmp",
+        "checkpoint.compression=deflate: not with checkpoint.stage_dir=/tmp, which is to give the memory back ...",
+    ),
+    (
         "train checkpoint.parallel_hdf5=true checkpoint.ranks_per_file=0",
         "checkpoint.ranks_per_file=0: without meaning with checkpoint.parallel_hdf5=true, ...",
     ),

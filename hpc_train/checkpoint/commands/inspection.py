@@ -62,6 +62,7 @@ def facts_of(step: Step) -> dict[str, Any]:
         **provenance(manifest),
         "bytes": manifest.size,
         "shared": manifest.shared,
+        "inflated": manifest.inflated,
         "elements_bytes": sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors),
         "tensor_count": len(manifest.holdings.tensors),
         "layouts": len(manifest.holdings.layouts),
@@ -134,6 +135,7 @@ def _print(facts: dict[str, Any]) -> None:
             *in_words(facts),
             ("size", f"{size(facts['bytes'])} in {_files(facts)}, saved by {facts['world_size']} ranks"),
             *_shared(facts),
+            *_compressed(facts),
             ("tensors", f"{facts['tensor_count']:,} of {size(facts['elements_bytes'])}, {facts['layouts']} layouts"),
             ("index", INDEX if facts["index"] else "none; --index writes it"),
             *((name.replace("_", " "), value) for name, value in storage.items() if value is not None),
@@ -153,7 +155,13 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _file(file: ShardFile) -> dict[str, Any]:
-    return {"file": file.name, "bytes": file.bytes, "ranks": writers_of(file.name), "written_at": file.written_at}
+    return {
+        "file": file.name,
+        "bytes": file.bytes,
+        "inflated": file.inflated,
+        "ranks": writers_of(file.name),
+        "written_at": file.written_at,
+    }
 
 
 def _files(facts: dict[str, Any]) -> str:
@@ -168,6 +176,11 @@ def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
     steps = sorted({it["written_at"] for it in facts["files"] if it["written_at"] is not None})
     named = ", ".join(map(str, steps))
     return [("shared", f"{size(facts['shared'])} of it, written with step {named}")] if steps else []
+
+
+def _compressed(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    whole, stored = facts["inflated"], facts["bytes"]
+    return [("compressed", f"from {size(whole)}, which saves {1 - stored / whole:.1%}")] if whole else []
 
 
 def _event(event: dict[str, Any]) -> tuple[object, ...]:

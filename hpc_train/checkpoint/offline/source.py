@@ -58,7 +58,7 @@ class Saved:
         plan = plan_reads(pieces, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
         targets = [Target(piece) for piece in pieces]
-        found = reads(plan, [file.bytes for file in self._manifest.files])
+        found = reads(plan, [file.image for file in self._manifest.files])
         undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(found))
         for target in targets:
             target.finish()

@@ -1,0 +1,186 @@
+"""Tensors of more bytes, and more elements, than 31 or 32 bits count: in files that are almost all holes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from checkpoint_helpers import alone, random_bits, same_bits
+from torch import Tensor
+
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint import CheckpointError, load
+from hpc_train.checkpoint.chunks import chunk_shape, chunks_of
+from hpc_train.checkpoint.digests import BLOCK, blocks, digest_blocks
+from hpc_train.checkpoint.holdings import gather, held_by
+from hpc_train.checkpoint.image import Image, Row, make_image
+from hpc_train.checkpoint.index import INDEX, index_problem
+from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint.rectangle import slabs
+from hpc_train.checkpoint.runs import merged, runs_of
+from hpc_train.checkpoint.saving import commit
+from hpc_train.checkpoint.section import make_head, make_section
+from hpc_train.checkpoint.shard import write_table
+from hpc_train.testing import run_ranks
+
+LONG = Row("long", (5 << 30,), torch.uint8, (0,), (5 << 30,))
+WIDE = Row("wide", (70_000, 40_001), torch.bfloat16, (0, 0), (70_000, 40_001))
+"""Of 5.6 GB; behind the other, so that it begins beyond 32 bits."""
+ROWS = (LONG, WIDE)
+_EDGES = (1 << 31, 1 << 32)
+NAME = "shards/000/000000.h5"
+Marks = dict[str, list[tuple[tuple[int, ...], Tensor]]]
+"""By tensor: where rectangles with anything in them begin, and what is in them."""
+
+
+def marks() -> Marks:
+    """Across every edge of bytes and of elements, within the tensor and within the file, and at its end."""
+    place, width = make_image(ROWS).places[1], WIDE.local_shape[1]
+    long = [((edge - 70,), random_bits((140,), torch.uint8, n)) for n, edge in enumerate(_EDGES)]
+    edges = [edge // 2 // width for edge in (*_EDGES, (1 << 33) - place, 2 << 31)] + [69_998]
+    wide = [((row, 11), random_bits((2, 300), torch.bfloat16, row)) for row in sorted(set(edges))]
+    return {"long": [*long, ((LONG.bytes - 9,), random_bits((9,), torch.uint8, 9))], "wide": wide}
+
+
+def pieces_of(found: Marks) -> list[Piece]:
+    """What has every mark, and a little more."""
+    pieces = []
+    for row in ROWS:
+        for begin, tensor in found[row.name]:
+            rooms = (whole - at for at, whole in zip(begin, row.shape, strict=True))
+            shape = tuple(min(size + 5, room) for size, room in zip(tensor.shape, rooms, strict=True))
+            pieces.append(Piece(row.name, row.shape, row.dtype, begin, torch.ones(shape, dtype=row.dtype)))
+    return pieces
+
+
+def right(pieces: Sequence[Piece], found: Marks) -> bool:
+    expected = []
+    for row in ROWS:
+        for _, tensor in found[row.name]:
+            like = torch.zeros(pieces[len(expected)].local.shape, dtype=row.dtype)
+            like[tuple(slice(size) for size in tensor.shape)] = tensor
+            expected.append(like)
+    return all(same_bits(piece.local, like) for piece, like in zip(pieces, expected, strict=True))
+
+
+def bytes_at(row: Row, place: int, begin: tuple[int, ...], tensor: Tensor) -> list[tuple[int, bytes]]:
+    """(byte of the file, bytes) of every contiguous part of a mark."""
+    item, inner = row.dtype.itemsize, row.shape[-1]
+    lines = tensor.reshape(-1, tensor.shape[-1]).contiguous().view(torch.uint8).numpy()
+    first = begin[0] * inner + begin[1] if len(begin) == 2 else begin[0]
+    return [(place + (first + n * inner) * item, line.tobytes()) for n, line in enumerate(lines)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a step 1 of one rank, committed as any other; of its 11 GB some pages are on the disk."""
+    directory, image = tmp_path_factory.mktemp("huge"), make_image(ROWS)
+    temporary = directory / "step-1.tmp-1"
+    (temporary / NAME).parent.mkdir(parents=True)
+    table = _write(temporary / NAME, image, marks())
+    file = write_table(temporary, NAME, image.size, table)
+    manifest = Manifest(1, 1, 1, gather([held_by(ROWS, image)]), (file,), {"n": 1})
+    assert commit(temporary, directory / "step-1", manifest) == image.size > 10 << 30
+    return directory
+
+
+def _write(path: Path, image: Image, found: Marks) -> list[int]:
+    """The digests of its blocks; most are those of zeros."""
+    parts = list(image.structure)
+    for row, place in zip(ROWS, image.places, strict=True):
+        parts += [part for begin, tensor in found[row.name] for part in bytes_at(row, place, begin, tensor)]
+    table = digest_blocks(memoryview(bytes(BLOCK))) * blocks(image.size)
+    with path.open("w+b") as file:
+        file.truncate(image.size)
+        for at, data in parts:
+            file.seek(at)
+            file.write(data)
+        touched = {block for at, data in parts for block in range(at // BLOCK, (at + len(data) - 1) // BLOCK + 1)}
+        for block in {*touched, blocks(image.size) - 1}:
+            file.seek(block * BLOCK)
+            (table[block],) = digest_blocks(memoryview(file.read(BLOCK)))
+    return table
+
+
+def test_places_and_sizes_are_beyond_32_bits(directory: Path) -> None:
+    image = make_image(ROWS)
+    assert image.places[1] >= LONG.bytes > 1 << 32
+    assert WIDE.bytes > 1 << 32
+    manifest = read(directory / "step-1", 1)
+    assert manifest.holdings.layouts[0].places.tolist() == list(image.places)
+    assert manifest.size == image.size
+
+
+def test_what_lies_across_the_edges_is_loaded(directory: Path) -> None:
+    pieces = pieces_of(marks())
+    assert load(directory, 1, pieces, alone()) == {"n": 1}
+    assert right(pieces, marks())
+
+
+def test_two_ranks_read_it_for_each_other(directory: Path) -> None:
+    def rank(world: World) -> bool:
+        pieces = pieces_of(marks())
+        load(directory, 1, pieces, world)
+        return right(pieces, marks())
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+def test_damage_there_has_an_address(directory: Path) -> None:
+    (begin,), _ = marks()["long"][1]
+    path, at = directory / "step-1" / NAME, make_image(ROWS).places[0] + begin
+    for turn in ("damaged", "sound again"):
+        with path.open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        if turn == "damaged":
+            with pytest.raises(CheckpointError, match=rf"tensor 'long': .* \(block at byte {at // BLOCK * BLOCK}\)"):
+                load(directory, 1, pieces_of(marks()), alone())
+    load(directory, 1, pieces_of(marks()), alone())
+
+
+def test_hdf5_finds_it_in_the_file_and_in_the_index(directory: Path) -> None:
+    (row, column), mark = marks()["wide"][-1]
+    (begin,), end = marks()["long"][-1]
+    for path in (NAME, INDEX):
+        with h5py.File(directory / "step-1" / path) as file:
+            expected = mark.float().numpy()
+            found = file["wide"][row : row + 2, column : column + 300]
+            assert np.array_equal(found, expected, equal_nan=True), path
+            assert file["long"][begin:].tobytes() == end.numpy().tobytes()
+    assert index_problem(directory / "step-1", read(directory / "step-1", 1)) is None
+
+
+def test_sections_of_several_ranks() -> None:
+    head = make_head([ROWS, ROWS], BLOCK)
+    section = make_section(ROWS)
+    assert head.places == (section.places, section.places)
+    assert head.begins[1] >= section.size > 10 << 30
+    assert head.size == head.begins[1] + section.size
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["long", "wide"])
+def test_runs_and_chunks_make_up_the_whole(row: Row) -> None:
+    held = held_by([row], make_image([row]))
+    runs = runs_of(held)
+    assert len(runs) <= 2048
+    assert all(one.begin + one.size == other.begin for one, other in pairwise(runs))
+    assert sum(run.size for run in runs) == row.bytes
+    assert [(whole.begin, whole.size) for whole, _ in merged(runs)] == [(held.places[0], row.bytes)]
+    chunk = chunk_shape(row)
+    assert chunk is not None
+    found = list(chunks_of(row, chunk))
+    assert all(one.begin + one.size == other.begin for one, other in pairwise(found))
+    assert found[-1].begin + found[-1].size == row.bytes
+    assert sum(slab.volume for slab in slabs(runs[0].rectangle, 1000)) == runs[0].rectangle.volume
+
+
+def test_it_is_almost_all_holes(directory: Path) -> None:
+    assert (directory / "step-1" / NAME).stat().st_blocks * 512 < 10 << 20
