@@ -188,6 +188,17 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_collectives(kinds)
     _add_bench_placement(kinds)
     _add_bench_checkpoint(kinds)
+    _add_bench_submit(kinds)
+
+
+def _add_bench_submit(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "handing a large sweep to Slurm: seconds and files; nothing of it runs"
+    submit = kinds.add_parser("submit", help=summary, description=summary)
+    submit.add_argument("--points", type=int, default=1000, help="of the sweep (default 1000)")
+    submit.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
+    submit.add_argument("--peers", action="store_true", help="beside hydra-submitit-launcher, which must be installed")
+    submit.add_argument("--json", action="store_true", help="print the result as JSON")
+    submit.set_defaults(run=_bench_submit)
 
 
 def _add_bench_overlap(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -304,6 +315,13 @@ def _bench_step(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.step import bench_command
 
     return bench_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
+
+
+def _bench_submit(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.submission import submission_command
+
+    a = arguments
+    return submission_command(a.points, a.rounds, a.peers, a.json)
 
 
 def _bench_overlap(arguments: argparse.Namespace) -> int:

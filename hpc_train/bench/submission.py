@@ -64,7 +64,9 @@ def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> 
     if ask(["sinfo", "--version"]).code:
         raise UserError("bench submit: needs Slurm's commands; `make slurm-up` starts a cluster on a Debian machine")
     if peers and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        raise UserError("bench submit --peers: hydra-submitit-launcher is not here; pip install hydra-submitit-launcher")
+        raise UserError(
+            "bench submit --peers: hydra-submitit-launcher is not here; pip install hydra-submitit-launcher"
+        )
     sides = [_ours, _peer] if peers else [_ours]
     measured = [side(points) for _ in range(rounds) for side in sides]
     if as_json:

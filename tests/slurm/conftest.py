@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
+from sweep_client import Sweep
+
+from hpc_train.data.build import build
 
 HERE = Path(__file__).resolve().parent
 DOWN = 3
@@ -54,3 +58,20 @@ def one_more_cluster(tmp_path: Path, slurm_cluster: SlurmCluster) -> Iterator[Pa
     yield directory
     down = dev_cluster("down", directory=directory)
     assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.h5"
+    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, store: Path, slurm_cluster: SlurmCluster) -> Iterator[Sweep]:
+    """A place for a sweep, no job of which outlives its test."""
+    made = Sweep(tmp_path / "sweep", store)
+    yield made
+    for job in slurm_cluster.squeue("-o", "%A %Z"):
+        if str(tmp_path) in job or str(Path.cwd()) in job:
+            slurm_cluster.scancel(job.split()[0])
