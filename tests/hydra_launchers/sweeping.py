@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig
+from packaging.version import Version
 
 CONF = """
 do: value
@@ -168,6 +171,17 @@ class Sweeping:
             it = Plugins.instance().instantiate_launcher(context, task, config)
             shared = [f"place={self.place}"]
             return list(it.launch([[*shared, *point] for point in points], initial_job_idx=first))
+
+
+@contextmanager
+def as_in_hydras_own_tests() -> Iterator[None]:
+    """Hydra's suites know of nobody who has chosen a version_base, as every composition of ours does."""
+    before = VersionBase.instance().getbase()
+    VersionBase.instance().setbase(Version("1.1"))
+    try:
+        yield
+    finally:
+        VersionBase.instance().version_base = before
 
 
 def value(returned: JobReturn) -> Any:

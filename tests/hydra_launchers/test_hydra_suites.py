@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+from sweeping import as_in_hydras_own_tests
 
 QUIET = ["-m", "hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
+
+
+@pytest.fixture
+def hydras_own() -> Iterator[None]:
+    with as_in_hydras_own_tests():
+        yield
 
 
 @pytest.mark.parametrize("name", ["HpcLocalLauncher", "HpcSlurmLauncher"])
@@ -15,11 +24,13 @@ def test_launchers_are_discovered(name: str) -> None:
     assert name in [launcher.__name__ for launcher in Plugins.instance().discover(Launcher)]
 
 
+@pytest.mark.usefixtures("hydras_own")
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", [])])
 class TestLocalLauncher(LauncherTestSuite):
     """Hydra's rules for any launcher."""
 
 
+@pytest.mark.usefixtures("hydras_own")
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", ["hydra.sweeper.max_batch_size=2"])])
 class TestLocalLauncherInBatches(BatchedSweeperTestSuite):
     """A sweeper that hands over a few points at a time."""

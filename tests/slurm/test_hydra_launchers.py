@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from slurm_client import SlurmCluster
 
 APPLICATION = Path(__file__).parents[1] / "hydra_launchers"
 sys.path.append(str(APPLICATION))
-from sweeping import CONF, Sweeping, value, wait_for  # noqa: E402
+from sweeping import CONF, Sweeping, as_in_hydras_own_tests, value, wait_for  # noqa: E402
 
 QUIET = ["-m", "hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
 NAMES = ("app", "a_module", "no_config", "with_config", "task", "overridden_name", "name_from_config_file")
@@ -29,17 +30,27 @@ SHORT = [f"hydra.launcher.{word}" for word in LIMITS]
 @pytest.fixture(autouse=True, scope="module")
 def _no_job_outlives_its_tests(slurm_cluster: SlurmCluster) -> Iterator[None]:
     yield
-    left = slurm_cluster.squeue("-o", "%i %j", "--user=root", f"--name={','.join(NAMES)}")
-    for line in left:
-        slurm_cluster.scancel(line.split()[0])
-    assert left == [], "every point has ended when its sweep has"
+    deadline = time.monotonic() + 30
+    while (left := slurm_cluster.squeue("-o", "%i", f"--name={','.join(NAMES)}")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for job in left:
+        slurm_cluster.scancel(job)
+    assert left == [], "jobs of points that have ended, and that are run again"
 
 
+@pytest.fixture
+def hydras_own() -> Iterator[None]:
+    with as_in_hydras_own_tests():
+        yield
+
+
+@pytest.mark.usefixtures("hydras_own")
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_slurm", SHORT)])
 class TestSlurmLauncher(LauncherTestSuite):
     """Hydra's rules for any launcher."""
 
 
+@pytest.mark.usefixtures("hydras_own")
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_slurm", [*SHORT, "hydra.sweeper.max_batch_size=2"])])
 class TestSlurmLauncherInBatches(BatchedSweeperTestSuite):
     """A sweeper that hands over a few points at a time."""
@@ -128,8 +139,6 @@ def test_every_end_of_a_point_is_told_without_accounting_and_edits_come_too_late
 
 def wait_for_pending(slurm_cluster: SlurmCluster) -> None:
     """Until there is a job of the application that waits for its time."""
-    import time
-
     while not slurm_cluster.squeue("--name=app", "--states=PENDING", "-o", "%i"):
         time.sleep(0.1)
 
