@@ -80,7 +80,7 @@ def _ours(points: int) -> Submitted:
     with tempfile.TemporaryDirectory(prefix="bench-submit-", dir=Path.cwd()) as folder:
         target = Path(folder) / "sweep"
         words = [sys.executable, "-m", "hpc_train", "submit", "-m", f"train.seed=range(0,{points})"]
-        words += [f"run_dir={target}", "launch.name=bench-ours", f"launch.extra={{begin: {_LATER}}}"]
+        words += [f"run_dir={target}", "launch.name=bench-ours", f"+launch.extra.begin={_LATER}"]
         return _measure(OURS, words, "bench-ours", points, target)
 
 
@@ -90,7 +90,7 @@ def _peer(points: int) -> Submitted:
         application.write_text(_APP)
         words = [sys.executable, str(application), "-m", f"train.seed=range(0,{points})", f"hydra.sweep.dir={target}"]
         words += ["hydra/launcher=submitit_slurm", "hydra.launcher.name=bench-peer", "hydra.launcher.timeout_min=5"]
-        words += [f"hydra.launcher.additional_parameters={{begin: {_LATER}}}"]
+        words += [f"+hydra.launcher.additional_parameters.begin={_LATER}"]
         return _measure(PEER, words, "bench-peer", points, target)
 
 
