@@ -11,7 +11,7 @@ import pytest
 from slurm_client import SlurmCluster
 from sweep_client import Sweep, ended
 
-STEPS = 3000
+STEPS = 1500
 RAISES = "1:train:2:raise"
 
 
