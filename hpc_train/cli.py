@@ -186,6 +186,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_overlap(kinds)
     _add_bench_bubble(kinds)
     _add_bench_collectives(kinds)
+    _add_bench_gemm(kinds)
     _add_bench_placement(kinds)
     _add_bench_checkpoint(kinds)
     _add_bench_submit(kinds)
@@ -236,6 +237,15 @@ def _add_bench_collectives(kinds: argparse._SubParsersAction[argparse.ArgumentPa
     collectives.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
     add_arguments(collectives)
     collectives.set_defaults(run=_bench_collectives)
+
+
+def _add_bench_gemm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hpc_train.bench.gemm.command import add_arguments
+
+    summary = "matrix products of many shapes, and a copy, on the device at hand, for `hpc-train plan calibrate`"
+    gemm = kinds.add_parser("gemm", help=summary, description=summary)
+    add_arguments(gemm)
+    gemm.set_defaults(run=_bench_gemm)
 
 
 def _add_bench_placement(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -336,6 +346,12 @@ def _bench_collectives(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.collectives.options import from_arguments
 
     return collectives_command(arguments.overrides, from_arguments(arguments))
+
+
+def _bench_gemm(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.gemm.command import from_arguments, gemm_command
+
+    return gemm_command(from_arguments(arguments))
 
 
 def _bench_placement(arguments: argparse.Namespace) -> int:

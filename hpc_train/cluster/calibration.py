@@ -1,10 +1,12 @@
-"""Measured constants of a cluster: written by `bench collectives`, read by placement and the planner."""
+"""Measured constants of a cluster: written by `bench collectives` and `plan calibrate`, read by placement and the
+planner."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import UserError
 
@@ -24,6 +26,18 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class Device:
+    """What `bench gemm` measured of one rank's device."""
+
+    name: str
+    """As torch calls it; cpu."""
+    tflops: dict[str, float]
+    """10^12 FLOP/s of the best of all matrix products, by precision."""
+    memory_gb_s: float
+    """10^9 bytes/s that a copy reads and writes together."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What one cluster measured, with one backend."""
 
@@ -33,6 +47,9 @@ class Calibration:
     date: str
     """ISO 8601, UTC."""
     levels: tuple[Constants, ...]
+    device: Device | None = None
+    planner: dict[str, float] = field(default_factory=dict)
+    """Constants of planner.constants that the cluster's own runs have moved, by name."""
 
     def of(self, level: str) -> Constants | None:
         """The constants of a level, if it was measured."""
@@ -53,11 +70,22 @@ def read_calibration(path: Path) -> Calibration:
         if content.pop("version") != VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench collectives` again")
         levels = tuple(Constants(str(it["level"]), *_numbers(it)) for it in content["levels"])
-        return Calibration(str(content["cluster"]), str(content["backend"]), str(content["date"]), levels)
+        device = _device(content["device"]) if content.get("device") else None
+        planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
+        cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
+        return Calibration(cluster, backend, date, levels, device, planner)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path}: not a calibration as `hpc-train bench collectives` writes it") from None
+
+
+def _device(content: dict[str, Any]) -> Device:
+    tflops = {str(name): float(value) for name, value in content["tflops"].items()}
+    found = Device(str(content["name"]), tflops, float(content["memory_gb_s"]))
+    if not all(0 < value < float("inf") for value in (*tflops.values(), found.memory_gb_s)):
+        raise ValueError
+    return found
 
 
 def _numbers(entry: dict[str, float]) -> tuple[float, float]:

@@ -121,7 +121,8 @@ class ClusterConfig:
     topology: str | None = None
     """File that describes switches and nodes, in any format of `hpc-train topology read`; None: what Slurm says."""
     calibration: str | None = None
-    """File of measured constants that `hpc-train bench collectives` wrote; None: the figures above."""
+    """File of measured constants that `hpc-train bench collectives` or `plan calibrate` wrote; None: the figures above.
+    """
 
     @property
     def ranks_per_node(self) -> int:

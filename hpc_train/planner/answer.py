@@ -22,6 +22,7 @@ from hpc_train.planner.estimate import estimate
 from hpc_train.planner.from_config import assumptions, jobs_of
 from hpc_train.planner.kept import Rated
 from hpc_train.planner.legal import shape_of
+from hpc_train.planner.limits import none_within, quickest, within, within_deadline
 from hpc_train.planner.outlook import Rate, rate_of
 from hpc_train.planner.plain import plain_settings
 from hpc_train.planner.question import Question
@@ -30,6 +31,8 @@ from hpc_train.planner.settings import Settings, settings_of, unspread, with_set
 from hpc_train.planner.space import Fixed, Space
 from hpc_train.traffic.work import BYTES
 
+_WORTH = 0.95
+"""Twice the nodes must take less than this share of the time, or no number of them will meet a deadline."""
 FRONT = 12
 """Points of the Pareto front that are told of each world, evenly over it."""
 
@@ -55,6 +58,9 @@ class Answer:
     notes: list[str] = field(default_factory=list)
     """What is not known, one line each."""
 
+    outside: str | None = None
+    """Why nothing that fits is among the candidates: the limits of the plan; None: they leave something."""
+
     @property
     def best(self) -> Candidate | None:
         return self.candidates[0] if self.candidates else None
@@ -72,7 +78,7 @@ def known_of(config: RunConfig) -> Known:
     """Which figures of the accelerator are there."""
     missing = assumptions(config.cluster, config.precision.name)
     memory = not any("memory_gib" in line for line in missing)
-    return Known(memory and len(missing) == 0, memory)
+    return Known(len(missing) == (not memory), memory)
 
 
 def answer(question: Question, top: int = 10, objective: str | None = None, told: Constants | None = None) -> Answer:
@@ -84,15 +90,18 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
     config = question.config
     if isinstance(config.model, CustomModelConfig):
         jobs_of(config, 1)  # says why not
-    asker = _Asker(question, told or constants.default(), known_of(config), max(top, 1))
+    asker = _Asker(question, told or constants.of_cluster(config.cluster), known_of(config), max(top, 1))
     candidates = asker.candidates()
     objective = objective or config.plan.objective
-    best = ordered(candidates, objective)[:top]
+    kept = candidates if question.whole else [it for it in candidates if within(it)]
+    best = ordered(kept, objective)[:top]
     one_node = asker.one_node(best[0]) if best and best[0].step else None
     more = asker.advice(best[0]) if best else []
     notes = [_told(line) for line in assumptions(config.cluster, config.precision.name)]
-    seconds = clock.perf_counter() - began
-    return Answer(question, best, asker.front(), asker.searched, asker.estimated, seconds, one_node, more, notes)
+    outside = none_within(config.plan, candidates) if candidates and not kept else None
+    notes += [outside] if outside else []
+    front, seconds = asker.front(), clock.perf_counter() - began
+    return Answer(question, best, front, asker.searched, asker.estimated, seconds, one_node, more, notes, outside)
 
 
 def _told(assumption: str) -> str:
@@ -113,18 +122,21 @@ class _Asker:
         question = self._question
         if question.whole:
             return [self._whole(question.config, {}, ranks) for ranks in question.ranks]
-        if not self._known.speed:
+        if not (self._known.speed and self._known.memory):
             return self._plain()
         if question.ranks:
             return [it for ranks in question.ranks for it in self._world(ranks, question.fixed)]
         return self._fewest(question.fixed.unless("offload", 0.0)) or self._fewest(question.fixed)
 
     def _fewest(self, fixed: Fixed) -> list[Candidate]:
-        """On the fewest nodes that the model fits on for sure, or may fit on."""
+        """On the fewest nodes that the model fits on for sure, or may fit on, and that end before the deadline."""
         found: list[Candidate] = []
         for ranks in self._question.growing:
-            found = self._world(ranks, fixed) or found
-            if any(it.fits == "yes" for it in found):
+            more = self._world(ranks, fixed)
+            sure = [it for it in more if it.fits == "yes"]
+            slower = sure and found and quickest(sure) > _WORTH * quickest(found)
+            found = more or found
+            if any(within_deadline(it) for it in sure) or slower:
                 break
         return found
 
@@ -182,7 +194,7 @@ class _Asker:
 
     def front(self) -> list[Candidate]:
         """Over all worlds and batches: of time, memory and GPU time a token."""
-        kept = [it for it in self._fronts if it.step is not None]
+        kept = [it for it in self._fronts if it.step is not None and within(it)]
         points = np.array([_point(it) for it in kept])
         if not len(points):
             return []

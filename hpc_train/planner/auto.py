@@ -46,6 +46,8 @@ def decide(config: RunConfig, ranks: int | None = None) -> Decision:
         if it.fits != "no":
             check_support(it.config, it.ranks)
             return Decision(it.config, _why(found, it), json.dumps(answer_json(found), indent=1) + "\n")
+    if found.outside:
+        raise UserError(f"parallel=auto: {found.outside}")
     world = "any number of its nodes" if ranks is None else f"{ranks} ranks"
     raise UserError(
         f"parallel=auto: model={config.model.name} fits on {world} of cluster={config.cluster.name} in no way that is "

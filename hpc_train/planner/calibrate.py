@@ -22,7 +22,7 @@ agree on, the third was disturbed."""
 _WIDTH = 0.2
 """How far from cluster to cluster a constant is expected to differ, in shares of its range (standard deviation)."""
 _SCALE = 0.05
-"""The same of log(scale), what none of them explains."""
+"""The same of log(scale), what none of them explains; a Cauchy distribution too, so that a cluster may be far off."""
 
 
 def calibrate(runs: Sequence[Run], constants: Constants) -> Constants:
@@ -37,16 +37,24 @@ def calibrate(runs: Sequence[Run], constants: Constants) -> Constants:
     def moved(step: Floats) -> Constants:
         values = {}
         for (name, (low, high)), by in zip(limits.items(), step[:-1], strict=True):
-            values[name] = float(np.clip(getattr(constants, name) + by * _WIDTH * (high - low), low, high))
+            before = getattr(constants, name)  # what was measured may lie outside of what is usual
+            limit = min(low, before), max(high, before)
+            values[name] = float(np.clip(before + by * _WIDTH * (high - low), *limit))
         return replace(constants, **values, scale=constants.scale * float(np.exp(step[-1] * _SCALE)))
 
     def residuals(step: Floats) -> Floats:
         errors = np.log(time(jobs, moved(step)).step / measured) / _ERROR
-        return np.concatenate([np.sign(errors) * np.sqrt(np.log1p(errors**2)), step])
+        return np.concatenate([_heavy(errors), step[:-1], _heavy(step[-1:])])
 
     start = np.zeros(len(limits) + 1)
     start[-1] = -np.median(np.log(time(jobs, constants).step / measured)) / _SCALE
     return moved(least_squares(residuals, start, max_nfev=30).x)
+
+
+def _heavy(errors: Floats) -> Floats:
+    """Roots of the Cauchy distribution's loss."""
+    found: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
+    return found
 
 
 def chosen(runs: Sequence[Run], count: int, shift: float = 0.5) -> list[Run]:

@@ -145,11 +145,10 @@ def _three(part: Column) -> tuple[float, float, float]:
 
 
 def ordered(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
-    """The best first: those that fit for sure, then those that may; within the limits of the plan before others."""
+    """The best first: those that fit for sure, then those that may."""
     fits = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
 
-    def key(it: Candidate) -> tuple[int, bool, float]:
-        outside = bool(it.outlook and (it.outlook.late or it.outlook.over_budget))
-        return fits[it.fits], outside, it.worth(objective)
+    def key(it: Candidate) -> tuple[int, float]:
+        return fits[it.fits], it.worth(objective)
 
     return sorted(candidates, key=key)

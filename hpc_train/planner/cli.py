@@ -1,4 +1,4 @@
-"""Arguments of `hpc-train plan`, `plan validate`, `plan rehearse` and `plan fit`; what runs is imported when it does.
+"""Arguments of `hpc-train plan`, `plan validate`, `plan rehearse`, `plan calibrate` and `plan fit`.
 
 The default, `plan [overrides]`, takes any words, so argparse cannot tell a sub-command from an override: `joined` makes
 one word of `plan validate`, and each is a command of its own.
@@ -17,7 +17,8 @@ _VALIDATE = "the planner's predictions against measured runs of a table"
 _REHEARSE = "build the model with its real passes for a large world, on one CPU and without its memory"
 _FIT = "fit the planner's constants to measured runs, with cross-validation"
 _CALIBRATE = "first calibrate each cluster with N of its own runs, spread over its list, which are then left out"
-_WORDS = ("validate", "rehearse", "fit")
+_LEARN = "what benchmarks and short runs tell of a cluster, as one file for cluster.calibration"
+_WORDS = ("validate", "rehearse", "fit", "calibrate")
 
 
 def joined(words: Sequence[str]) -> list[str]:
@@ -30,7 +31,8 @@ def joined(words: Sequence[str]) -> list[str]:
 
 
 def add_commands(commands: _Commands) -> None:
-    """All four."""
+    """All five."""
+    _add_calibrate(commands)
     _add_plan(commands)
     _add_validate(commands)
     _add_rehearse(commands)
@@ -81,6 +83,23 @@ def _add_fit(commands: _Commands) -> None:
     command.add_argument("--folds", type=int, default=5, help="of cross-validation over groups (default 5; 0: none)")
     command.add_argument("--leave-out", action="store_true", help="leave each cluster out once, too (takes longer)")
     command.set_defaults(run=_fit)
+
+
+def _add_calibrate(commands: _Commands) -> None:
+    command = _add(commands, "plan calibrate", _LEARN)
+    command.add_argument("--gemm", metavar="FILE", help="of `bench gemm --out`")
+    command.add_argument("--collectives", metavar="FILE", help="of `bench collectives --out`")
+    command.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="two or three short runs on the cluster")
+    command.add_argument("--against", nargs="+", default=[], metavar="DIR", help="other runs, to be predicted only")
+    command.add_argument("--out", required=True, metavar="FILE", help="write it here, for cluster.calibration=FILE")
+    command.set_defaults(run=_calibrate)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from hpc_train.planner.calibrate_command import Options, calibrate_command
+
+    a = arguments
+    return calibrate_command(Options(a.out, a.gemm, a.collectives, tuple(a.runs), tuple(a.against), a.json))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

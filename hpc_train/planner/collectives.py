@@ -29,14 +29,16 @@ class Group:
     """Seconds of a hop, mean over the ring."""
 
 
-def group(jobs: Jobs, constants: Constants, ranks: Column, stride: Column) -> Group:
-    """Groups of `ranks` ranks, `stride` apart."""
+def group(jobs: Jobs, constants: Constants, ranks: Column, stride: Column, single: Column | None = None) -> Group:
+    """Groups of `ranks` ranks, `stride` apart. single: 1 where one ring of messages does the work of NCCL's several, so
+    that all that leaves a node leaves it by the NIC of one rank."""
     within = np.clip(jobs.nvlink_domain / stride, 1.0, ranks)
     nodes = ranks / within
     crosses = ranks * stride > jobs.nvlink_domain
     link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
     # Groups that lie beside one another share the node's NICs: each has those of its own GPUs.
-    nic = 1 / (within * jobs.nic_bandwidth * constants.nic_efficiency)
+    rails = within if single is None else np.where(single > 0, 1.0, within)
+    nic = 1 / (rails * jobs.nic_bandwidth * constants.nic_efficiency)
     nic = nic * _oversubscribed(jobs, ranks * stride)
     slowest = np.where(crosses, np.maximum(nic, link), link)
     per_hop = np.where(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)

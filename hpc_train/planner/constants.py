@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.calibration import Calibration, read_calibration
+from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
 
 VERSION = 1
@@ -107,6 +109,26 @@ def bounds() -> dict[str, tuple[float, float]]:
 def default() -> Constants:
     """Those that the package comes with, as `hpc-train plan fit` has written them."""
     return read(Path(__file__).with_name("constants.json"))
+
+
+def of_cluster(cluster: ClusterConfig) -> Constants:
+    """Those of the package, as cluster.calibration has sharpened them. Raises UserError for a file that cannot be read.
+    """
+    if not cluster.calibration:
+        return default()
+    return of_calibration(default(), read_calibration(Path(cluster.calibration)))
+
+
+def of_calibration(constants: Constants, measured: Calibration) -> Constants:
+    """What was measured in place of what was fitted: bandwidths that benchmarks have reached are reached."""
+    found: dict[str, float] = {}
+    for level, name in (("inside", "link"), ("node", "nic")):
+        if told := measured.of(level):
+            found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
+    if measured.device:
+        found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
+    known = {it.name for it in fields(Constants)}
+    return replace(constants, **found, **{name: it for name, it in measured.planner.items() if name in known})
 
 
 def read(path: Path) -> Constants:

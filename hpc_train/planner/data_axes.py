@@ -103,7 +103,7 @@ def _gathered_for_recomputation(jobs: Jobs) -> Column:
     """1 where a recomputed layer's parameters are gathered once more: DeepSpeed frees them after the forward that
     recomputation runs, FSDP not before backward has used them."""
     recomputed = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
-    return recomputed * (jobs.stack == STACKS.index("deepspeed"))
+    return np.where(jobs.stack == STACKS.index("deepspeed"), recomputed, 0.0)
 
 
 def _groups(jobs: Jobs, constants: Constants) -> tuple[Group, Group]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hpc_train.cluster.calibration import Device as Measured
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
@@ -128,21 +129,27 @@ class _Speeds:
     flops: float
     memory: float
     bandwidth: float
+    ceiling: float
+    """Share of `flops` that the best product reaches."""
 
 
-def _speeds(cluster: ClusterConfig, precision: str) -> _Speeds:
+def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
+    """What the data sheet says, and of it what products have been measured to reach, here or elsewhere."""
     gpu, known = cluster.gpu, device(cluster.gpu.name or "")
+    reached = measured.tflops.get(precision, 0.0) * 1e12 if measured else 0.0
     listed = gpu.peak_tflops.get(precision, 0.0) * 1e12
-    flops = listed or (known.flops.get(_BITS[precision], 0.0) if known else 0.0) or _UNKNOWN_FLOPS
+    flops = listed or (known.flops.get(_BITS[precision], 0.0) if known else 0.0) or reached or _UNKNOWN_FLOPS
     memory = (gpu.memory_gib or _UNKNOWN_MEMORY) * 2**30
-    bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (known.bandwidth if known else _UNKNOWN_BANDWIDTH)
-    return _Speeds(flops, memory, bandwidth)
+    listed_bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (known.bandwidth if known else _UNKNOWN_BANDWIDTH)
+    bandwidth = measured.memory_gb_s * 1e9 if measured else listed_bandwidth
+    return _Speeds(flops, memory, bandwidth, reached / flops or (known.ceiling if known else 0.8))
 
 
 def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
     """The columns of a machine; ranks: of a node. Raises UserError for a calibration that cannot be read."""
     node, fabric, figures = cluster.node, cluster.fabric, figures_of(cluster)
-    speeds, known = _speeds(cluster, precision), device(cluster.gpu.name or "")
+    known = device(cluster.gpu.name or "")
+    speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
     measured = figures.measured.of("node") if figures.measured else None
     uplink = measured.bandwidth if measured else figures.nic_uplink
     return {
@@ -150,7 +157,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
         "nvlink_domain": max(node.nvlink_domain_gpus, ranks),
         "peak_flops": speeds.flops,
         "peak_flops_attention": speeds.flops,
-        "gemm_ceiling": known.ceiling if known else 0.8,
+        "gemm_ceiling": speeds.ceiling,
         "attention_ceiling": attention_ceiling(known, True) if known else 0.5,
         "multiprocessors": known.multiprocessors if known else 0,
         "memory_bytes": speeds.memory,
@@ -168,13 +175,15 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
 
 def assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
     """One line for each figure of the device that nobody has given."""
-    gpu, known = cluster.gpu, device(cluster.gpu.name or "")
+    gpu, known, calibration = cluster.gpu, device(cluster.gpu.name or ""), figures_of(cluster).measured
+    measured = calibration.device if calibration else None
     missing = []
-    if not gpu.peak_tflops.get(precision) and not (known and _BITS[precision] in known.flops):
+    listed = gpu.peak_tflops.get(precision) or (known and _BITS[precision] in known.flops)
+    if not listed and not (measured and precision in measured.tflops):
         assumed = f"{_UNKNOWN_FLOPS / 1e12:g} TFLOP/s assumed"
         missing.append(f"cluster.gpu.peak_tflops of {precision} is not known: {assumed}")
     if not gpu.memory_gib:
         missing.append(f"cluster.gpu.memory_gib is not known: {_UNKNOWN_MEMORY:g} GiB assumed")
-    if not gpu.memory_bandwidth_gb_s and not known:
+    if not gpu.memory_bandwidth_gb_s and not known and not measured:
         missing.append(f"cluster.gpu.memory_bandwidth_gb_s is not known: {_UNKNOWN_BANDWIDTH / 1e9:g} GB/s assumed")
     return tuple(missing)

@@ -23,8 +23,7 @@ def parts(answer: Answer) -> Iterator[RenderableType]:
     """What to print, from top to bottom."""
     best = answer.best
     if best is None:
-        yield Text("Nothing fits: no candidate's memory is within that of the device.", style="bold red")
-        yield Text("Use more nodes (cluster.nodes, plan.nodes), or free what is fixed.")
+        yield from _nothing(answer)
     else:
         yield from _best(answer, best)
         if len(answer.candidates) > 1:
@@ -36,6 +35,15 @@ def parts(answer: Answer) -> Iterator[RenderableType]:
         yield Text(line, style="cyan")
     for note in answer.notes:
         yield Text(f"note: {note}", style="yellow")
+
+
+def _nothing(answer: Answer) -> Iterator[RenderableType]:
+    """Why there is no candidate."""
+    if answer.outside:
+        yield Text("Nothing is within the limits of the plan.", style="bold red")
+        return
+    yield Text("Nothing fits: no candidate's memory is within that of the device.", style="bold red")
+    yield Text("Use more nodes (cluster.nodes, plan.nodes), or free what is fixed.")
 
 
 def _searched(answer: Answer) -> str:

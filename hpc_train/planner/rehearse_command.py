@@ -9,6 +9,7 @@ from hpc_train.config.compose import compose
 from hpc_train.launch.precheck import check_agreement
 from hpc_train.models.shape import check_shape
 from hpc_train.placement.from_config import node_count, ranks_per_node
+from hpc_train.planner.auto import decide
 
 WRONG = 1
 """Exit code where the rehearsal has found a layout that does not add up."""
@@ -23,6 +24,11 @@ def rehearse_command(
     """
     config = compose(overrides, config_dir)
     check_shape(config.model)
+    if config.parallel.auto:
+        decision = decide(config)
+        config = decision.config
+        if not as_json:
+            print(decision.line)
     check_agreement(config)
     from hpc_train.planner.rehearsal.report import as_json as to_json
     from hpc_train.planner.rehearsal.report import lines

@@ -128,7 +128,7 @@ def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     """Forward and backward of one layer: two all-reduces each (traffic.tensor.block_calls), of all positions of the
     micro-batch, or as many gathers and scatters; what full recomputation makes again is in backward."""
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
-    once = all_reduce(group(jobs, constants, jobs.tp, np.ones(())), size)
+    once = all_reduce(group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
     once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
     shown = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
     again = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)

@@ -13,6 +13,7 @@ from hpc_train.cli import main
 from hpc_train.config.degrees import AXES
 from hpc_train.errors import UserError
 from hpc_train.parallel.support import check_support
+from hpc_train.planner.auto import decide
 from hpc_train.planner.constants import default
 from hpc_train.planner.estimate import estimate
 from hpc_train.planner.from_config import jobs_of
@@ -128,6 +129,22 @@ def test_a_budget_and_a_deadline_leave_out_what_breaks_them(capsys: pytest.Captu
     assert plan(capsys, *both, f"plan.budget={money}")["best"]["nodes"] == 1
     assert plan(capsys, *both, "--by", "cost")["best"]["nodes"] == 1
     assert plan(capsys, *both, "--by", "cost", f"plan.deadline_days={days}")["best"]["nodes"] == 4
+    inside = plan(capsys, *both[:-1], "--top", "9", f"plan.budget={money}")
+    assert {it["nodes"] for it in inside["candidates"]} == {1}
+    cheapest = min(ends[1]["money"]["p50"], ends[4]["money"]["p50"])
+    none = plan(capsys, *both, f"plan.budget={money}", f"plan.deadline_days={days}")
+    assert (none["best"], none["candidates"], none["pareto"]) == (None, [], [])
+    assert any(f"the cheapest costs {cheapest:,.4g} (8 ranks)" in note for note in none["notes"]), none["notes"]
+    with pytest.raises(UserError, match=r"plan.budget=.* nothing that fits keeps to it"):
+        decide(run(*RUN, *FLAT, "parallel=auto", "plan.tokens=1e10", "plan.price_per_gpu_hour=2", "plan.budget=1"), 8)
+
+
+def test_without_nodes_a_deadline_takes_more_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = (*RUN, *FLAT, "plan.tokens=1e10", "train.global_batch=128", "--top", "1")
+    days = plan(capsys, *shared)["best"]["outlook"]["demand"]["days"]["p50"]
+    sooner = plan(capsys, *shared, f"plan.deadline_days={days / 2.5}")["best"]
+    assert sooner["nodes"] == 4
+    assert sooner["outlook"]["demand"]["days"]["p50"] < days / 2.5
 
 
 def test_an_accelerator_that_is_not_described_has_memory_but_no_time(capsys: pytest.CaptureFixture[str]) -> None:

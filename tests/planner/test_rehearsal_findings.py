@@ -106,12 +106,22 @@ def test_the_command_says_what_it_found_as_json(capsys: pytest.CaptureFixture[st
     assert found["world"] == 2
     assert found["pipeline"]["schedule"] == "1f1b"
     assert found["pipeline"]["micro_batches"] == 16
-    assert found["micro_batches"] == 2, "as many as are in flight"
+    assert found["micro_batches"] == 4, "as many as are in flight, and then as many beside gradients"
     assert [row["rank"] for row in found["memory"]] == [0, 1]
     for row in found["memory"]:
         counted = row["counted"]
         assert {part: counted[part] for part in row["closed_form"]} == row["closed_form"]
         assert counted["peak"] == sum(counted["at_peak"].values())
+
+
+def test_what_is_left_to_the_planner_is_rehearsed_as_it_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("cluster=dgx_a100", "cluster.nodes=1", "precision=bf16", "train.global_batch=8", "data=text")
+    tiny = ("model=llama_tiny", "train.sequence_length=64", "parallel=auto", "parallel.tp=2", "parallel.pp=1")
+    assert main(["plan", "rehearse", "--ranks", "0", *machine, *tiny]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("parallel=auto: ")
+    assert "tp=2" in told
+    assert "each is held once" in told
 
 
 def test_what_is_not_rehearsed_is_said() -> None:

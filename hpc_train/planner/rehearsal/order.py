@@ -53,8 +53,9 @@ def prove(config: RunConfig, degrees: Degrees) -> Proof:
 def enough(config: RunConfig, degrees: Degrees, blocks: int, proof: Proof | None) -> tuple[int, str | None]:
     """(micro-batches of a rehearsed step, what it therefore does not show)
 
-    As many as are ever in flight, since more change nothing in memory: two without a pipeline, whose second one adds to
-    gradients. blocks: of one rank; where they would take minutes, fewer micro-batches, and a line says so.
+    As many as are ever in flight and then a round, in which as many are in flight beside gradients; more change nothing
+    in memory. Two without a pipeline, whose second one adds to gradients. blocks: of one rank; where they would take
+    minutes, fewer micro-batches, and a line says so.
     """
     count = micro_batches(config, degrees)
     if proof is None:
@@ -63,6 +64,7 @@ def enough(config: RunConfig, degrees: Degrees, blocks: int, proof: Proof | None
     if from_file(pipeline):
         return count, None
     steady = next((some for some in _some(degrees.pp, count) if _live(config, degrees, some) == proof.live), count)
+    steady = min(steady + degrees.pp, count)
     most = max(2 * degrees.pp, MOST_FORWARDS // max(1, blocks))
     if steady <= most:
         return steady, None

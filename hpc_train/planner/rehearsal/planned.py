@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.planner.constants import default
+from hpc_train.planner.constants import of_cluster
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.memory import memory
 
@@ -18,7 +18,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buff
 def planned(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Bytes by part. ranks: the pipeline rank of each rank. Empty for a model that cannot be planned."""
     try:
-        parts = memory(jobs_of(config, degrees.world), default())
+        parts = memory(jobs_of(config, degrees.world), of_cluster(config.cluster))
     except UserError:
         return {}
     found = {}

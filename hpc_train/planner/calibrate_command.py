@@ -1,0 +1,127 @@
+"""`hpc-train plan calibrate`: what benchmarks and short runs tell of a cluster, as one file for cluster.calibration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hpc_train.bench.gemm.result import read_result
+from hpc_train.cluster.calibration import Calibration, Device, read_calibration, write_calibration
+from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.planner import constants as stored
+from hpc_train.planner.calibrate import calibrate
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.from_runs import Run
+from hpc_train.planner.own_runs import clusters_of, read_run
+from hpc_train.planner.validate import Errors, errors, predict
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command."""
+
+    out: str
+    gemm: str | None = None
+    collectives: str | None = None
+    runs: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
+    """Runs that are predicted, and that nothing is learnt from."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a calibration is worth."""
+
+    moved: dict[str, tuple[float, float]]
+    """Constant -> (before, after)."""
+    runs: dict[str, dict[str, float]]
+    """Run -> measured seconds, and those predicted before and after."""
+    blind: Errors
+    """Of the runs that nothing was learnt from, or of all where there are none: before."""
+    calibrated: Errors
+
+
+def calibrate_command(options: Options) -> int:
+    """Write the file, and print what it changes. Raises UserError for files that cannot be read or written."""
+    if not (options.gemm or options.collectives or options.runs):
+        raise UserError("plan calibrate: nothing to learn from; give --gemm FILE, --collectives FILE or --runs DIR ...")
+    path = Path(options.out)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--out {path}: name a file in a folder that exists")
+    measured = _measured(options)
+    learnt = _learn(options, measured, path)
+    if options.json:
+        print(json.dumps(asdict(learnt), indent=1))
+    else:
+        _print(measured, learnt, options)
+    return EXIT_DONE
+
+
+def _measured(options: Options) -> Calibration:
+    """The benchmarks' part."""
+    folders = [Path(name) for name in (*options.runs, *options.against)]
+    names = clusters_of(folders)
+    if len(names) > 1:
+        raise UserError(f"plan calibrate: runs of {', '.join(sorted(names))}; give those of one cluster")
+    network = read_calibration(Path(options.collectives)) if options.collectives else None
+    if network and names and network.cluster not in names:
+        raise UserError(f"--collectives {options.collectives}: of cluster {network.cluster}, the runs of {names.pop()}")
+    cluster = network.cluster if network else next(iter(names), "")
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    device = _device(Path(options.gemm)) if options.gemm else network.device if network else None
+    return Calibration(cluster, network.backend if network else "", date, network.levels if network else (), device)
+
+
+def _device(path: Path) -> Device:
+    found = read_result(path)
+    return Device(found.device, {name: it.tflops for name, it in found.best().items()}, found.copy_gb_s)
+
+
+def _learn(options: Options, measured: Calibration, path: Path) -> Learnt:
+    """Write what the benchmarks tell, read the runs with it, and write what these tell besides."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        write_calibration(beside, measured)
+        runs, others = (
+            [read_run(Path(name), beside if measured.levels or measured.device else None) for name in names]
+            for names in (options.runs, options.against)
+        )
+    finally:
+        beside.unlink(missing_ok=True)
+    before = stored.of_calibration(stored.default(), measured)
+    after = calibrate(runs, before)
+    known = asdict(before)
+    moved = {name: (known[name], value) for name, value in asdict(after).items() if value != known[name]}
+    write_calibration(path, replace(measured, planner={name: value for name, (_, value) in moved.items()}))
+    scored = others or runs
+    return Learnt(moved, _table([*runs, *others], before, after), _errors(scored, before), _errors(scored, after))
+
+
+def _table(runs: Sequence[Run], before: Constants, after: Constants) -> dict[str, dict[str, float]]:
+    rows = zip(runs, predict(runs, before), predict(runs, after), strict=True)
+    return {run.id: {"measured": run.seconds, "blind": a.seconds, "calibrated": b.seconds} for run, a, b in rows}
+
+
+def _errors(runs: Sequence[Run], constants: Constants) -> Errors:
+    return errors(row.ratio for row in predict(runs, constants))
+
+
+def _print(measured: Calibration, learnt: Learnt, options: Options) -> None:
+    if measured.device:
+        speeds = ", ".join(f"{name} {value:.4g}" for name, value in measured.device.tflops.items())
+        print(f"device: {measured.device.name}: TFLOP/s {speeds}; copy {measured.device.memory_gb_s:.4g} GB/s")
+    for it in measured.levels:
+        print(f"level {it.level}: {it.latency * 1e6:.3g} us + bytes / {it.bandwidth / 1e9:.4g} GB/s")
+    for name, (before, after) in learnt.moved.items():
+        print(f"  {name:18s} {before:10.4g} -> {after:.4g}")
+    for name, run in learnt.runs.items():
+        told = f"measured {run['measured']:.4g} s, blind {run['blind']:.4g} s, calibrated {run['calibrated']:.4g} s"
+        print(f"{name}: {told}{'' if name in options.runs else ' (not learnt from)'}")
+    if learnt.runs:
+        kind = "runs not learnt from" if options.against else "runs, all learnt from"
+        print(f"{learnt.blind.n} {kind}: MAPE blind {learnt.blind.mape:.1%}, calibrated {learnt.calibrated.mape:.1%}")
+    print(f"written: cluster.calibration={options.out}")
