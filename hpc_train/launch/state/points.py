@@ -79,8 +79,7 @@ def points_of(sweep: SweepFolder) -> list[Point]:
     events = ledger.read(sweep.ledger)
     placed, cancels = ledger.placements(events), ledger.cancellations(events)
     return [
-        Point(name, sweep.run(name), sweep, placed.get(name), tuple(cancels.get(name, ())))
-        for name in point_ids(sweep)
+        Point(name, sweep.run(name), sweep, placed.get(name), tuple(cancels.get(name, ()))) for name in point_ids(sweep)
     ]
 
 
