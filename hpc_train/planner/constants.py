@@ -112,7 +112,7 @@ def default() -> Constants:
 
 
 def of_cluster(cluster: ClusterConfig) -> Constants:
-    """Those of the package, as cluster.calibration has sharpened them. Raises UserError for a file that cannot be read."""
+    """Those of the package, sharpened by cluster.calibration. Raises UserError for a file that cannot be read."""
     if not cluster.calibration:
         return default()
     return of_calibration(default(), read_calibration(Path(cluster.calibration)))
