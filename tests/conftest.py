@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLURM = "tests/slurm/"
 
