@@ -15,7 +15,7 @@ import pytest
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
-from slurm_client import SlurmCluster
+from slurm_client import SlurmCluster, dev_cluster, slurm_conf
 
 APPLICATION = Path(__file__).parents[1] / "hydra_launchers"
 sys.path.append(str(APPLICATION))
@@ -168,6 +168,17 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_nothing(slurm_cluster: Slurm
         sweeping.launch("hpc_slurm", ["name=never", "+extra.nodelist=nowhere"], [], [])
     assert not sweeping.folder.exists()
     assert not slurm_cluster.squeue("--name=never", "-o", "%i")
+
+
+def test_ranks_see_the_gpus_that_slurm_gave_the_job(
+    one_more_cluster: Path, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ("--nodes", "1", "--cpus-per-node", "4", "--gpus-per-node", "4", "--no-accounting")
+    up = dev_cluster("up", *shape, directory=one_more_cluster)
+    assert up.returncode == 0, up.stderr
+    monkeypatch.setenv("SLURM_CONF", str(slurm_conf(one_more_cluster)))
+    (returned,) = sweeping.launch("hpc_slurm", [*LIMITS, "ranks_per_node=2", "gpus_per_node=2"], ["do=seen"])
+    assert value(returned)["env"]["CUDA_VISIBLE_DEVICES"] == "0,1", "both of the job, for peer access, and no other's"
 
 
 def test_ctrl_c_cancels_the_jobs(slurm_cluster: SlurmCluster, sweeping: Sweeping) -> None:
