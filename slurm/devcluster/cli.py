@@ -40,6 +40,9 @@ recorded there with pid and start time are ever signalled. An executable hooks.d
 with every job. Clusters in different directories do not disturb each other.
 """
 
+LONGEST_SOCKET = 107
+"""Characters of a path in sockaddr_un (unix(7)); jobs would be requeued for ever without a word to their user."""
+
 
 def main() -> int:
     signal.signal(signal.SIGTERM, interrupt)
@@ -141,6 +144,9 @@ def options_from(arguments: argparse.Namespace, root: Path) -> Options:
     options.check()
     if options.private_tmp and root.is_relative_to("/tmp"):
         raise ClusterError("--private-tmp hides /tmp: set HPC_TRAIN_DEV_CLUSTER to a directory elsewhere")
+    last = f"node{options.nodes}"
+    if len(f"{root}/nodes/{last}/spool/{last}_1000000.4294967291") > LONGEST_SOCKET:
+        raise ClusterError(f"{root}: too long a path for Slurm's sockets: set HPC_TRAIN_DEV_CLUSTER to a shorter one")
     return options
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,12 +53,15 @@ def demand_root_on_debian() -> None:
 
 
 @pytest.fixture
-def one_more_cluster(tmp_path: Path, slurm_cluster: SlurmCluster) -> Iterator[Path]:
-    """Directory for a cluster beside the main one (whose packages it uses); taken down at the end."""
-    directory = tmp_path / "beside"
-    yield directory
-    down = dev_cluster("down", directory=directory)
-    assert down.returncode == 0, down.stderr
+def one_more_cluster(slurm_cluster: SlurmCluster) -> Iterator[Path]:
+    """Directory for a cluster beside the main one (whose packages it uses); taken down at the end.
+
+    Its name is short: Slurm's sockets lie in it, whose paths may have 108 characters.
+    """
+    with tempfile.TemporaryDirectory(prefix="beside-") as directory:
+        yield Path(directory) / "c"
+        down = dev_cluster("down", directory=Path(directory) / "c")
+        assert down.returncode == 0, down.stderr
 
 
 @pytest.fixture(scope="module")

@@ -202,3 +202,9 @@ def reaches(cluster: SlurmCluster, host: str) -> bool:
     """Whether slurmd's port on `host` answers node1."""
     connect = f"timeout 3 bash -c 'exec 3<>/dev/tcp/{host}/6818'"
     return not cluster.command("srun", "-w", "node1", "sh", "-c", f"{connect} 2>/dev/null || echo cut")
+
+
+def test_a_path_too_long_for_slurms_sockets_is_refused(tmp_path: Path) -> None:
+    said = dev_cluster("up", directory=tmp_path / ("x" * 80))
+    assert said.returncode == 1
+    assert said.stderr.endswith("too long a path for Slurm's sockets: set HPC_TRAIN_DEV_CLUSTER to a shorter one\n")
