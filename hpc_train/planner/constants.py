@@ -112,8 +112,7 @@ def default() -> Constants:
 
 
 def of_cluster(cluster: ClusterConfig) -> Constants:
-    """Those of the package, as cluster.calibration has sharpened them. Raises UserError for a file that cannot be read.
-    """
+    """Those of the package, sharpened by cluster.calibration. Raises UserError for a file that cannot be read."""
     if not cluster.calibration:
         return default()
     return of_calibration(default(), read_calibration(Path(cluster.calibration)))
@@ -128,7 +127,7 @@ def of_calibration(constants: Constants, measured: Calibration) -> Constants:
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
     known = {it.name for it in fields(Constants)}
-    return replace(constants, **found, **{name: it for name, it in measured.planner.items() if name in known})
+    return replace(constants, **{**found, **{name: it for name, it in measured.planner.items() if name in known}})
 
 
 def read(path: Path) -> Constants:
