@@ -21,8 +21,8 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     layers, what attention and the activation function keep; dropout masks for GPTs.
     """
     everything, some, full = _published(jobs)
-    if np.any(jobs.stack == _OURS):
-        ours = jobs.stack == _OURS
+    ours = jobs.stack == _OURS
+    if np.any(ours):
         pairs = zip(_ours(jobs), (everything, some, full), strict=True)
         everything, some, full = (np.where(ours, mine, theirs) for mine, theirs in pairs)
     kept = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
@@ -32,7 +32,8 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    alive = everything * np.where(jobs.recompute > 0, 1.0, 0.0) + wide_gradient + gathered
+    again = np.where(ours & (jobs.recompute == _SELECTIVE), everything - some, everything)
+    alive = again * np.where(jobs.recompute > 0, 1.0, 0.0) + wide_gradient + gathered
     return tokens * kept * constants.activations, tokens * alive * constants.activations
 
 

@@ -127,7 +127,7 @@ def of_calibration(constants: Constants, measured: Calibration) -> Constants:
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
     known = {it.name for it in fields(Constants)}
-    return replace(constants, **found, **{name: it for name, it in measured.planner.items() if name in known})
+    return replace(constants, **{**found, **{name: it for name, it in measured.planner.items() if name in known}})
 
 
 def read(path: Path) -> Constants:

@@ -17,6 +17,7 @@ from hpc_train.placement.figures import figures_of
 from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.devices import attention_ceiling, device
 from hpc_train.planner.jobs import OFFLOAD, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, column, recomputed_share
+from hpc_train.planner.switches import switches_of
 from hpc_train.schedules.requirements import REQUIREMENTS
 from hpc_train.traffic.work import BYTES
 
@@ -88,6 +89,7 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
         "pp": degrees.pp,
         "virtual_stages": virtual,
         "sequence_parallel": parallel.tensor.sequence and isinstance(config.model, TransformerConfig),
+        "ulysses": parallel.context.method == "ulysses",
         "zero": _zero(config, degrees),
         "reshard": parallel.reshard_after_forward,
         "schedule": SCHEDULES.index(pipeline.schedule if needs else "1f1b"),
@@ -147,7 +149,8 @@ def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -
 
 def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
     """The columns of a machine; ranks: of a node. Raises UserError for a calibration that cannot be read."""
-    node, fabric, figures = cluster.node, cluster.fabric, figures_of(cluster)
+    node, figures = cluster.node, figures_of(cluster)
+    leaf, group = switches_of(cluster, figures)
     known = device(cluster.gpu.name or "")
     speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
     measured = figures.measured.of("node") if figures.measured else None
@@ -166,10 +169,10 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
         "nic_bandwidth": uplink / ranks,
         "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
         "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
-        "leaf_gpus": fabric.nodes_per_leaf * ranks or math.inf,
-        "leaf_oversubscription": fabric.oversubscription,
-        "group_gpus": fabric.nodes_per_group * ranks or math.inf,
-        "group_oversubscription": fabric.group_oversubscription,
+        "leaf_gpus": leaf.nodes * ranks,
+        "leaf_oversubscription": leaf.oversubscription,
+        "group_gpus": group.nodes * ranks,
+        "group_oversubscription": group.oversubscription,
     }
 
 

@@ -260,6 +260,7 @@ def _layout(row: Cells, software: Software) -> dict[str, float]:
         "pp": row.number("pp"),
         "virtual_stages": row.number("vpp", 1),
         "sequence_parallel": row.number("sp", 0),
+        "ulysses": 0,
         "zero": zero,
         "reshard": "SHARD_GRAD_OP" not in row.text("notes"),
         "schedule": SCHEDULES.index(_schedule(row)),

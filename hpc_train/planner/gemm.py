@@ -9,6 +9,7 @@ used at all: NVIDIA, Matrix Multiplication Background User's Guide (tile and wav
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import Column, Jobs
@@ -31,10 +32,17 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision(jobs, constants)
-    rate = rate / np.where((inputs % _LINE == 0) & (outputs % _LINE == 0), 1.0, constants.alignment)
+    rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
     return flops / rate * waves(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+
+
+def _whole_lines(width: Column) -> NDArray[np.bool_]:
+    """Whether a width is a multiple of a line; rounding is faster than the remainder of a division."""
+    lines = width / _LINE
+    whole: NDArray[np.bool_] = lines == np.floor(lines)
+    return whole
 
 
 def _low_precision(jobs: Jobs, constants: Constants) -> Column:

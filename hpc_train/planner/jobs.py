@@ -63,6 +63,8 @@ class Jobs:
     # Technique.
     sequence_parallel: Column
     """1: tp splits positions between its layers."""
+    ulysses: Column
+    """1: cp exchanges heads for positions around attention, in place of keys and values round a ring."""
     zero: Column
     """What dp_shard shards: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too."""
     reshard: Column

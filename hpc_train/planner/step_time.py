@@ -8,7 +8,7 @@ import numpy as np
 
 from hpc_train.planner import data_axes
 from hpc_train.planner.bubble import bubble
-from hpc_train.planner.collectives import all_reduce, group, send
+from hpc_train.planner.collectives import all_gather, all_reduce, group, send
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import PCIE, Column, Jobs
 from hpc_train.planner.stages import Layers, layers_of
@@ -137,7 +137,34 @@ def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
 
 
 def _context(jobs: Jobs, constants: Constants, done: Work) -> Column:
-    """Ring attention of one layer (traffic.context.ring): what attention does not hide, forward and backward."""
+    """Of attention of one layer, forward and backward."""
+    ring = _ring(jobs, constants, done)
+    if not np.any(jobs.ulysses):
+        return ring
+    return np.where(jobs.ulysses > 0, _exchanges(jobs, constants), ring)
+
+
+def exchanged(jobs: Jobs) -> Column:
+    """Bytes of one layer and micro-batch in all-to-alls, forward and backward (traffic.context.ulysses): queries, keys,
+    values and the result."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    keys = np.maximum(jobs.kv_heads / jobs.tp, np.minimum(jobs.cp, jobs.heads / jobs.tp))
+    numbers = tokens * (jobs.heads / jobs.tp + keys) * jobs.head_dim
+    return 2 * _passes(jobs) * numbers * jobs.activation_bytes
+
+
+def _passes(jobs: Jobs) -> Column:
+    """Forwards and backwards of a layer."""
+    return 2 + np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
+
+
+def _exchanges(jobs: Jobs, constants: Constants) -> Column:
+    """Nothing hides them."""
+    return all_gather(group(jobs, constants, jobs.cp, jobs.tp), exchanged(jobs), 4 * _passes(jobs))
+
+
+def _ring(jobs: Jobs, constants: Constants, done: Work) -> Column:
+    """Ring attention (traffic.context.ring): what attention does not hide."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
     hop = send(jobs, constants, 2 * keys * jobs.activation_bytes, jobs.tp)

@@ -7,11 +7,15 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from hpc_train.config.compose import compose
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_train.config.compose import compose, from_container, to_container
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.support import check_support
+from hpc_train.planner.answer import Answer, answer
 from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.question import question_of
 from hpc_train.planner.settings import settings_of, with_settings
 from hpc_train.planner.space import INNER, OUTER, Space, blocks
 from hpc_train.schedules.requirements import REQUIREMENTS
@@ -23,7 +27,23 @@ Row = tuple[float, ...]
 
 @cache
 def run(*overrides: str) -> RunConfig:
-    return compose(list(overrides))
+    """What compose(overrides) gives; the files of each choice of options are read once, which takes longest."""
+    if {"parallel=auto", "model=custom"} & set(overrides):
+        return compose(overrides)  # what is given counts, and a part is no whole
+    groups = tuple(it for it in overrides if "." not in it.partition("=")[0])
+    values = [it for it in overrides if "." in it.partition("=")[0]]
+    whole = OmegaConf.merge(_of_options(*groups), OmegaConf.from_dotlist(values))
+    return from_container(OmegaConf.to_container(whole))  # type: ignore[arg-type]
+
+
+@cache
+def _of_options(*groups: str) -> DictConfig:
+    return OmegaConf.create(to_container(compose(groups)))
+
+
+def asked(*overrides: str, top: int = 10) -> Answer:
+    """What `hpc-train plan` answers to these overrides."""
+    return answer(question_of(run(*overrides), overrides), top)
 
 
 def rows_of(space: Space, candidates: int = 1 << 16) -> Iterator[Row]:

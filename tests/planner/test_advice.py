@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planner_runs import run
 
-from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.parallel.pipeline.stages import Costs, split
 from hpc_train.planner.advice.facts import Figures, facts_of
@@ -46,7 +46,7 @@ class Case:
 
     def ask(self, lint: str, *more: str) -> Advice | None:
         by_name = {it.__name__: it for it in LINTS}
-        return by_name[lint.split(",")[0]](facts_of(compose([*self.overrides, *more]), self.figures))
+        return by_name[lint.split(",")[0]](facts_of(run(*self.overrides, *more), self.figures))
 
 
 CASES = {
@@ -279,30 +279,30 @@ QUIET = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_runs_that_others_have_done_get_no_error_and_no_warning_but_of_their_bubble(name: str) -> None:
-    loud = [it for it in advice(compose(QUIET[name])) if it.severity != "hint" and it.about != "parallel.pipeline"]
+    loud = [it for it in advice(run(*QUIET[name])) if it.severity != "hint" and it.about != "parallel.pipeline"]
     assert loud == []
 
 
 def test_the_default_run_gets_no_advice() -> None:
-    assert advice(compose()) == []
+    assert advice(run()) == []
 
 
 @pytest.mark.parametrize(
     "model", ["llama_1b", "llama_7b", "llama_8b", "llama_13b", "llama_70b", "llama_405b", "gpt3_175b"]
 )
 def test_models_that_are_in_use_have_no_wrong_shape(model: str) -> None:
-    config = compose([f"model={model}", *GPU[1:], "train.sequence_length=1024", "train.micro_batch=4"])
+    config = run(f"model={model}", *GPU[1:], "train.sequence_length=1024", "train.micro_batch=4")
     assert [it for it in advice(config) if it.about.startswith("model.")] == []
 
 
 def test_without_a_described_gpu_nothing_is_said_of_tensor_cores() -> None:
     odd = ["model=llama_1b", "model.vocab_size=50257", "model.head_dim=100", "precision=bf16"]
-    assert [it for it in advice(compose(odd)) if it.about.startswith("model.")] == []
+    assert [it for it in advice(run(*odd)) if it.about.startswith("model.")] == []
 
 
 def test_errors_come_first_and_print_in_two_lines() -> None:
     case = CASES["tensor_divides"]
-    told = advice(compose([*case.overrides, "model.vocab_size=50257"]))
+    told = advice(run(*case.overrides, "model.vocab_size=50257"))
     assert [it.severity for it in told] == sorted((it.severity for it in told), key=["error", "warning", "hint"].index)
     assert len(lines(told)) == 2 * len(told)
     assert as_json(told)[0]["about"] == "parallel.tp"
@@ -310,7 +310,7 @@ def test_errors_come_first_and_print_in_two_lines() -> None:
 
 def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
     with pytest.raises(UserError, match="but the world has 12 ranks"):
-        advice(compose([*GPU, "parallel.dp_replicate=8"]), world=12)
+        advice(run(*GPU, "parallel.dp_replicate=8"), world=12)
 
 
 def test_a_deadline_that_is_met_only_with_more_nodes_tells_how_many() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from planner_runs import run
 
-from hpc_train.config.compose import compose
 from hpc_train.planner.advice.estimated import figures_of
 from hpc_train.planner.advice.lints import advice
 from hpc_train.planner.constants import default
@@ -16,7 +16,7 @@ RUN += ["train.global_batch=64", "train.micro_batch=1", "train.sequence_length=2
 
 
 def about(*more: str) -> set[str]:
-    config = compose([*RUN, *more])
+    config = run(*RUN, *more)
     return {it.about for it in advice(config, figures_of(config, 16, default()), 16)}
 
 
@@ -32,7 +32,7 @@ def test_recomputation_of_a_model_that_does_not_fit_without_is_not_needless() ->
 
 
 def test_the_step_is_told_without_saving_and_goals_rest_on_it() -> None:
-    config = compose([*RUN, "checkpoint.every=1"])
+    config = run(*RUN, "checkpoint.every=1")
     figures, time = figures_of(config, 16, default()), estimate(jobs_of(config, 16), default()).time
     assert figures.job is not None
     assert figures.job.step_seconds.p50 == pytest.approx(float(time.step - time.checkpoint))
@@ -46,7 +46,7 @@ def test_the_bubble_is_that_of_the_estimate() -> None:
 
 
 def test_of_a_machine_that_nobody_has_described_nothing_is_said_that_rests_on_its_figures() -> None:
-    config = compose(["model=llama_1b", "parallel.recompute.mode=full", "plan.deadline_days=0.0001"])
+    config = run("model=llama_1b", "parallel.recompute.mode=full", "plan.deadline_days=0.0001")
     figures = figures_of(config, 2, default())
     assert figures.job is None
     assert figures.memory_without_recompute is None

@@ -14,21 +14,15 @@ SMALL = (
 )  # fmt: skip
 LAYOUTS = {
     "zero3": ("parallel.strategy=zero3", "parallel.dp_shard=8"),
-    "zero2": ("parallel.strategy=zero2", "parallel.dp_shard=8"),
     "zero1": ("parallel.strategy=zero1", "parallel.dp_shard=8"),
-    "tp2": ("parallel.tp=2",),
-    "tp8": ("parallel.tp=8",),
-    "tp8, positions whole": ("parallel.tp=8", "parallel.tensor.sequence=false"),
-    "tp8, asynchronous": ("parallel.tp=8", "parallel.tensor.asynchronous=true"),
-    "tp8, selective": ("parallel.tp=8", "parallel.recompute.mode=selective"),
-    "tp8, full": ("parallel.tp=8", "parallel.recompute.mode=full"),
-    "zero3, every second": (
+    "zero3, every third": (
         "parallel.strategy=zero3", "parallel.dp_shard=8", "parallel.recompute.mode=full", "parallel.recompute.every=3",
     ),
+    "tp8, positions whole": ("parallel.tp=8", "parallel.tensor.sequence=false"),
+    "tp8, selective": ("parallel.tp=8", "parallel.recompute.mode=selective"),
     "tp4, pp2": ("parallel.tp=4", "parallel.pp=2"),
-    "cp2, tp2": ("parallel.cp=2", "parallel.tp=2"),
+    "cp2, tp2, grouped keys": ("parallel.cp=2", "parallel.tp=2", "model.kv_heads=4"),
     "gpt, zero3": ("model=gpt3_1_3b", "parallel.strategy=zero3", "parallel.dp_shard=8"),
-    "grouped keys, tp2": ("model.kv_heads=4", "parallel.tp=2"),
 }  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from planner_runs import run
 
-from hpc_train.config.compose import compose
 from hpc_train.planner.band import Band
 from hpc_train.planner.goodput import Interruption, Save, effective
 from hpc_train.planner.outlook import Job, Outlook, outlook, rate_of
@@ -22,7 +22,7 @@ STEP = Band(4.5, 5.0, 5.6)
 
 @cache
 def told(*overrides: str, step: Band = STEP, nodes: int = 128) -> Outlook:
-    config = compose([*BASE, *overrides])
+    config = run(*BASE, *overrides)
     return outlook(config, Job(nodes * 8, nodes, step, 2048 * 4096, PARAMETERS))
 
 
@@ -111,13 +111,13 @@ def test_goals_are_checked_against_the_middle() -> None:
 def test_the_sites_own_figure_and_its_logs_replace_the_published_ones(tmp_path: Path) -> None:
     log = tmp_path / "history.txt"
     log.write_text("JobID|State|NNodes|ElapsedRaw\n1|NODE_FAIL|1000|8640000\n2|FAILED|1|60\n")
-    own = rate_of(compose([f"plan.failure_logs=[{log}]"]).plan, 8)
+    own = rate_of(run(f"plan.failure_logs=[{log}]").plan, 8)
     assert own.rate.mean * 1000 < 0.1
     assert "1 failures of nodes in 100000 node-days of 2 jobs; 1 jobs failed for unknown reasons" in own.source
-    given = rate_of(compose(["plan.failures_per_1000_node_days=9"]).plan, 8)
+    given = rate_of(run("plan.failures_per_1000_node_days=9").plan, 8)
     assert given.rate.mean * 1000 == pytest.approx(9)
     assert "arXiv" not in given.source
-    published = rate_of(compose().plan, 8)
+    published = rate_of(run().plan, 8)
     assert published.rate == prior()
     assert "RSC-1 6.5" in published.source
 
@@ -135,31 +135,31 @@ def test_repairs_make_a_job_without_spare_nodes_wait() -> None:
 
 
 def test_what_a_checkpoint_weighs() -> None:
-    config = compose(BASE)
+    config = run(*BASE)
     assert checkpoint_bytes(config, PARAMETERS) == 12 * PARAMETERS
-    assert checkpoint_bytes(compose(["precision=fp64"]), 10) == 240
+    assert checkpoint_bytes(run("precision=fp64"), 10) == 240
     assert kept_bytes(config, PARAMETERS) == 3 * 12 * PARAMETERS
-    assert kept_bytes(compose(["checkpoint=none"]), PARAMETERS) == 0
+    assert kept_bytes(run("checkpoint=none"), PARAMETERS) == 0
 
 
 def test_a_save_is_a_copy_to_the_host_and_then_the_file_systems() -> None:
     parts = ["cluster.filesystem.write_gb_s=100", "cluster.node.pcie_gb_s=10"]
     size = 12 * PARAMETERS
-    few = saving_of(compose([*BASE, *parts]), PARAMETERS, 16)
+    few = saving_of(run(*BASE, *parts), PARAMETERS, 16)
     assert few.save.stall_seconds == pytest.approx(size / 16 / 10e9)
     assert few.save.write_seconds == pytest.approx(size / 16 / 10e9 + size / 100e9)
     assert (few.known, few.unknown) == (True, ())
-    waits = saving_of(compose([*BASE, *parts, "checkpoint.background=false"]), PARAMETERS, 16)
+    waits = saving_of(run(*BASE, *parts, "checkpoint.background=false"), PARAMETERS, 16)
     assert waits.save.stall_seconds == waits.save.write_seconds == pytest.approx(size / 100e9)
 
 
 def test_what_is_not_known_of_a_save_is_said() -> None:
-    nothing = saving_of(compose([*BASE, "cluster.node.pcie_gb_s=0"]), PARAMETERS, 1024)
+    nothing = saving_of(run(*BASE, "cluster.node.pcie_gb_s=0"), PARAMETERS, 1024)
     assert not nothing.known
     assert [line.split(":")[0] for line in nothing.unknown] == [
         "cluster.node.pcie_gb_s",
         "plan.checkpoint_seconds and cluster.filesystem.write_gb_s",
     ]
     measured = ["plan.checkpoint_stall_seconds=2.5", "plan.checkpoint_seconds=40"]
-    own = saving_of(compose([*BASE, *measured]), PARAMETERS, 1024)
+    own = saving_of(run(*BASE, *measured), PARAMETERS, 1024)
     assert (own.save, own.known, own.unknown) == (Save(2.5, 40), True, ())

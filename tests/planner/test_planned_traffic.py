@@ -17,6 +17,7 @@ from hpc_train.parallel.support import check_support
 from hpc_train.planner import data_axes
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.jobs import Jobs
+from hpc_train.planner.step_time import exchanged
 from hpc_train.traffic.flows import flows
 
 _SMALL = {"number of targets", "loss", "loss and gradient norm", "largest logits", "sums of the loss"}
@@ -105,3 +106,16 @@ def test_messages_between_stages() -> None:
     told, jobs = moved(config, 8), jobs_of(config, 8)
     each = 512 * float(jobs.hidden) * 2 / 2
     assert told[("pp",), "send_recv"] == pytest.approx(2 * 8 * each)
+
+
+@pytest.mark.parametrize(("model", "tp", "cp"), [("llama_8b", 1, 4), ("llama_8b", 4, 2), ("gpt3_1_3b", 2, 4)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_exchanges_of_heads_for_positions(model: str, tp: int, cp: int, recompute: str) -> None:
+    config = run(
+        f"model={model}", "precision=bf16", f"parallel.tp={tp}", f"parallel.cp={cp}", "launch.ranks=8",
+        "parallel.context.method=ulysses", "train.global_batch=16", "train.micro_batch=2", "train.sequence_length=512",
+        f"parallel.recompute.mode={recompute}",
+    )  # fmt: skip
+    told, jobs = moved(config, 8), jobs_of(config, 8)
+    planned = float(exchanged(jobs) * jobs.layers * jobs.micro_batches)
+    assert planned == pytest.approx(told[("cp",), "all_to_all"], rel=0.01)

@@ -38,10 +38,8 @@ SMALL = (
 """257 rows and 20 columns divide over nothing."""
 ONE = "model.layers=1"
 LAYOUTS = {
-    "ddp": ("parallel=ddp", ONE),
-    "hsdp": ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", ONE),
+    "hsdp x cp": ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2", ONE),
     "zero1 x tp": ("parallel=zero1", "parallel.tp=2", ONE),
-    "zero2 x cp": ("parallel=zero2", "parallel.cp=2", ONE),
     "tied, interleaved": (
         "parallel=zero3",
         "parallel.pp=2",

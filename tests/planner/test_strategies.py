@@ -6,10 +6,10 @@ from functools import cache
 from statistics import median
 
 import pytest
+from planner_runs import asked
 
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.planner.candidate import Candidate
-from hpc_train.planner.plan_command import Options, ask
 
 COMMON = ("precision=bf16", "train.sequence_length=2048", "checkpoint.every=0")
 CLUSTERS = ("dgx_a100", "dgx_h100")
@@ -17,7 +17,7 @@ CLUSTERS = ("dgx_a100", "dgx_h100")
 
 @cache
 def best(*overrides: str) -> Candidate:
-    found = ask([*overrides, *COMMON], options=Options(top=1)).best
+    found = asked(*overrides, *COMMON, top=1).best
     assert found is not None
     return found
 

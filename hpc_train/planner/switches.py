@@ -1,0 +1,66 @@
+"""How many nodes share a switch, and how much less than all of them send leaves it: from cluster.topology where it is
+given, else from cluster.fabric."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hpc_train.config.cluster import ClusterConfig
+from hpc_train.errors import UserError
+from hpc_train.placement.figures import Figures
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Of one level."""
+
+    nodes: float
+    """Under one switch (all that is below a pod, for a group); infinite where nothing leaves it."""
+    oversubscription: float
+    """What the nodes can send, over what leaves the switch."""
+
+
+def switches_of(cluster: ClusterConfig, figures: Figures) -> tuple[Switches, Switches]:
+    """Leaves and groups, as a job meets them whose nodes fill them up one after the other.
+
+    Raises UserError for a topology that cannot be read or tells of no switch.
+    """
+    fabric = cluster.fabric
+    leaf, group = fabric.nodes_per_leaf or math.inf, fabric.nodes_per_group or math.inf
+    if cluster.topology:
+        path = Path(cluster.topology).expanduser()
+        leaf, group = _sizes(path, path.stat().st_mtime_ns if path.exists() else 0)
+    leaves = Switches(leaf, _reached(figures, "leaf", leaf, fabric.oversubscription))
+    return leaves, Switches(group, _reached(figures, "group", group, fabric.group_oversubscription))
+
+
+def _reached(figures: Figures, level: str, nodes: float, stated: float) -> float:
+    """As bandwidths that were measured say; else as stated."""
+    node, told = (figures.measured.of(name) if figures.measured else None for name in ("node", level))
+    if told is None or not math.isfinite(nodes):
+        return stated
+    return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)
+
+
+@cache
+def _sizes(path: Path, _: int) -> tuple[float, float]:
+    """(nodes under a leaf, under a group) of a file; a number that says when it was written keeps old answers apart."""
+    from hpc_train.cluster.reading import read_file
+    from hpc_train.cluster.tree import paths_of
+
+    paths: Mapping[str, Sequence[str]] = paths_of(read_file(path))
+    if not any(paths.values()):
+        raise UserError(f"{path}: cluster.topology needs switches with nodes on them; this file tells of none")
+    return _size(it[-1:] for it in paths.values()), _size(it[:-1][-1:] for it in paths.values())
+
+
+def _size(switches: Iterable[Hashable]) -> float:
+    """Nodes under the middle one of several switches; infinite where one holds all, or none is known."""
+    counts = Counter(name for name in switches if name)
+    return float(statistics.median_low(list(counts.values()))) if len(counts) > 1 else math.inf
