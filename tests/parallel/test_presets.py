@@ -10,6 +10,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.degrees import smallest_world
 from hpc_train.config.options import option_files
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.train import planned
 from hpc_train.parallel.support import check_support
 from hpc_train.runtime.start import another_mesh
 from hpc_train.testing import run_ranks
@@ -40,7 +41,7 @@ def _losses(world: World, presets: list[str]) -> dict[str, list[float]]:
     """Of two steps on the same batch, of each preset."""
     found: dict[str, list[float]] = {}
     for preset in presets:
-        config = _config(preset)
+        config, _ = planned(_config(preset), world.size)
         there = another_mesh(world, check_support(config, world.size))
         engine = make_engine(config, there, make_model(config))
         tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
