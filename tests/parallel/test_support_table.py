@@ -35,4 +35,5 @@ def test_a_line_says_what_works_and_where_it_is_proved(row: Technique) -> None:
 def test_every_line_is_another_and_every_choice_of_conf_parallel_is_in_it() -> None:
     assert len({row.option for row in TABLE}) == len({row.name for row in TABLE}) == len(TABLE)
     chosen = {word.removeprefix("parallel=") for row in TABLE for word in row.option.split() if "parallel=" in word}
-    assert set(option_files("parallel")) - {"zero3"} == chosen, "zero3 is another name of fsdp"
+    others = {"zero3", "auto"}  # another name of fsdp, and whichever of these the planner takes
+    assert set(option_files("parallel")) - others == chosen
