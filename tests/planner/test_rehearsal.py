@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,7 @@ def test_16384_ranks() -> None:
             "precision=bf16",
         )
     )
+    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which the processes that it forks begin with
     rehearsed = rehearse(config, 16384, "0,16383")
     assert not rehearsed.problems
     assert rehearsed.proof is not None
@@ -152,5 +154,5 @@ def test_16384_ranks() -> None:
     assert first.activations is not None
     assert last.activations is not None
     assert first.activations > 2**30, "that much on a real one"
-    assert rehearsed.rss < 2**30
+    assert rehearsed.rss - here < 2**30
     assert first.parameters == rehearsed.closed_form[0]["parameters"]
