@@ -32,7 +32,7 @@ def ours(*overrides: str) -> DictConfig:
 
 
 def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> Shape:
-    return shape_of(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/work/sweep"))
+    return shape_of(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/scratch/sweep"))
 
 
 def test_settings_are_those_of_conf_launch() -> None:

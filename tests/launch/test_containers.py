@@ -42,14 +42,14 @@ class Place:
         return (self.folder / "said" / name).read_text().split("\0")[:-1]
 
     def script(self, *overrides: str) -> str:
-        config = compose(with_slurm([f"run_dir={self.folder}/work/runs/a", "data.path=/data/text.h5", *overrides]))
+        config = compose(with_slurm([f"run_dir={self.folder}/project/runs/a", "data.path=/data/text.h5", *overrides]))
         folder = open_folder(config)
         return render(folder, make_request(config, folder, snapshot(config, folder.path)))
 
     def run(self, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The batch script, run by bash."""
         script = self.script(*overrides)
-        (self.folder / "work/runs/a/logs").mkdir(parents=True)
+        (self.folder / "project/runs/a/logs").mkdir(parents=True)
         said = self.folder / "said"
         said.mkdir()
         for name in ("scontrol", "scancel", "squeue", "sinfo"):
@@ -74,9 +74,9 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    (tmp_path / "work").mkdir()
+    (tmp_path / "project").mkdir()
     (tmp_path / "image.sif").touch()
-    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "project")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return Place(tmp_path)
 
@@ -92,20 +92,20 @@ def test_apptainer_is_given_every_path_and_no_home(place: Place) -> None:
     done = place.run(*chosen, "container.read=['/etc/hosts:/hosts']", f"container.write=[{root}/scratch]")
     assert done.returncode == 0, done.stdout + done.stderr
     words = place.words("apptainer")
-    code = next((root / "work/runs").glob(".hpc_train-code-*"), root / f"work/runs/.hpc_train-code-{os.getuid()}")
+    code = next((root / "project/runs").glob(".hpc_train-code-*"), root / f"project/runs/.hpc_train-code-{os.getuid()}")
     code = Path(next(bind.split(":")[0] for bind in binds(words) if bind.startswith(str(code))))
     assert binds(words) == [
         "/etc/hosts:/hosts:ro",
         "/data/text.h5:/data/text.h5:ro",
-        f"{root}/work:{root}/work:ro",
+        f"{root}/project:{root}/project:ro",
         f"{root}/ckpt:{root}/ckpt:rw",
         f"{root}/scratch:{root}/scratch:rw",
-        f"{root}/work/runs/a:{root}/work/runs/a:rw",
+        f"{root}/project/runs/a:{root}/project/runs/a:rw",
         f"{code}:{code}:ro",
     ]
     plain = [word for index, word in enumerate(words) if "--bind" not in (word, words[index - 1])]
-    run = f"{root}/work/runs/a"
-    assert plain[:6] == ["exec", "--no-home", "--no-mount", "cwd", "--pwd", f"{root}/work"]
+    run = f"{root}/project/runs/a"
+    assert plain[:6] == ["exec", "--no-home", "--no-mount", "cwd", "--pwd", f"{root}/project"]
     assert plain[6:] == [str(image), "/py", "-P", "-u", "-m", "hpc_train.launch.task", run]
     srun = place.words("srun")
     assert srun[srun.index("apptainer") :] == ["apptainer", *words]
@@ -146,17 +146,17 @@ def test_the_vendor_of_the_gpus_decides(place: Place, cluster: str, gpu: str, ex
 
 
 def test_pyxis_is_given_the_same_in_its_words(place: Place) -> None:
-    root, run = place.folder, f"{place.folder}/work/runs/a"
+    root, run = place.folder, f"{place.folder}/project/runs/a"
     chosen = ["container=pyxis", "container.image=docker://nvcr.io/nvidia/pytorch:25.06-py3", "container.env=[MINE]"]
     done = place.run(*chosen, NCCL_DEBUG="INFO", MINE="2", OTHER="3")
     assert done.returncode == 0, done.stdout + done.stderr
     words = place.words("srun")
     options = dict(word.partition("=")[::2] for word in words if word.startswith("--"))
     assert options["--container-image"] == "docker://nvcr.io#nvidia/pytorch:25.06-py3"
-    assert options["--container-workdir"] == f"{root}/work"
+    assert options["--container-workdir"] == f"{root}/project"
     assert "--no-container-mount-home" in options
     mounts = options["--container-mounts"].split(",")
-    assert mounts[:3] == ["/data/text.h5:/data/text.h5:ro", f"{root}/work:{root}/work:ro", f"{run}:{run}"]
+    assert mounts[:3] == ["/data/text.h5:/data/text.h5:ro", f"{root}/project:{root}/project:ro", f"{run}:{run}"]
     assert mounts[3].endswith(":ro")
     assert "/.hpc_train-code-" in mounts[3]
     names = set(options["--container-env"].split(","))
@@ -211,7 +211,7 @@ def test_an_image_in_a_hostile_place_is_one_word(place: Place) -> None:
     ("overrides", "why"),
     [
         ((), "container.image: is not set; container=apptainer needs a file, or an address"),
-        (("container.image=nowhere.sif",), "container.image=.*/work/nowhere.sif: No such file"),
+        (("container.image=nowhere.sif",), "container.image=.*/project/nowhere.sif: No such file"),
         (("container.image=http://x/y",), "apptainer does not take http://; use a file, or docker://, oras://"),
         (("container.image=-x",), "is neither a file nor the address of an image"),
         (("container.image=docker://x", "container.read=['/a,b']"), "container.read: '/a,b' cannot be bound"),
@@ -242,5 +242,5 @@ def test_a_file_that_may_not_be_read_is_said_before_submission(place: Place) -> 
 def test_a_node_without_apptainer_ends_the_attempt(place: Place) -> None:
     done = place.run("container=apptainer", f"container.image={place.folder}/image.sif")
     assert done.returncode == 93
-    place.assert_code(place.folder / "work/runs/a", 93, "container: apptainer is not on the PATH of ")
+    place.assert_code(place.folder / "project/runs/a", 93, "container: apptainer is not on the PATH of ")
     assert not (place.folder / "said/srun").exists()

@@ -64,7 +64,7 @@ def test_whom_nobody_can_wait_for(tmp_path: Path) -> None:
 
 def script(jobs: Sequence[str], *overrides: str) -> list[str]:
     config = compose(with_slurm(overrides))
-    folder = RunFolder(Path("/work/run"), Path("/work/run/checkpoints"))
+    folder = RunFolder(Path("/scratch/run"), Path("/scratch/run/checkpoints"))
     return render(folder, make_request(config, folder).after(jobs)).splitlines()
 
 

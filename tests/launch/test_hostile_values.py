@@ -115,7 +115,7 @@ def test_what_is_in_names_and_paths_is_not_run(value: str, plain: dict[str, Any]
 def test_control_characters_are_refused(value: str, plain: dict[str, Any]) -> None:
     for field in FIELDS:
         with pytest.raises(UserError, match="control character") as refused:
-            script_of(config_with(plain, value, [field]), Path("/work/run"))
+            script_of(config_with(plain, value, [field]), Path("/scratch/run"))
         assert str(refused.value).isprintable()
     with pytest.raises(UserError, match=r"run_dir: .* has a control character"):
         script_of(config_with(plain, "x"), Path(f"/work/{value}"))
@@ -124,13 +124,13 @@ def test_control_characters_are_refused(value: str, plain: dict[str, Any]) -> No
 def test_control_characters_are_refused_in_set_up_lines(plain: dict[str, Any]) -> None:
     launch = {**plain["launch"], "setup": ["true", "true\u2028false"]}
     with pytest.raises(UserError, match=r"launch\.setup\[1\]: .* has a control character"):
-        script_of(from_container({**plain, "launch": launch}), Path("/work/run"))
+        script_of(from_container({**plain, "launch": launch}), Path("/scratch/run"))
 
 
 @pytest.mark.parametrize("option", ["het-group", "hetjob", "array", "wrap", "export", "dependency"])
 def test_options_that_would_make_another_job_of_it_are_refused(option: str) -> None:
     with pytest.raises(UserError, match=rf"launch\.extra\.{option}: cannot be set; "):
-        script_of(compose(with_slurm([f"+launch.extra.{option}=x"])), Path("/work/run"))
+        script_of(compose(with_slurm([f"+launch.extra.{option}=x"])), Path("/scratch/run"))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

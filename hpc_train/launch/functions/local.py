@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import time
 from collections import deque
@@ -71,7 +70,7 @@ class PoolExecutor(LocalExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return " ".join([self.python, *script.WORKER, shlex.quote(str(self.folder))])
+        return script.worker_command(self.python, self.folder)
 
     @property
     def ranks(self) -> int:

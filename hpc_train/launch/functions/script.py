@@ -10,9 +10,13 @@ from hpc_train.errors import EXIT_NO_REQUEUE
 from hpc_train.launch.functions.call import ELEMENT, SHARED
 from hpc_train.launch.functions.stopping import SIGNAL_SECONDS, requeue_marker
 
-WORKER = ("-u", "-m", "hpc_train.launch.functions.worker")
 _STOPPED_EARLY = (128 + 12, 128 + 15)
 """srun's exit code where a stop signal came before there was a handler for it."""
+
+
+def worker_command(python: str, folder: Path) -> str:
+    """What a rank runs, as shell words. python: the words that start Python, quoted."""
+    return f"{python} -u -m hpc_train.launch.functions.worker {shlex.quote(str(folder))}"
 
 
 def before(folder: Path, setup: Sequence[str], signal_seconds: int) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +100,7 @@ class FunctionExecutor(SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return " ".join([self.python, *script.WORKER, shlex.quote(str(self.folder))])
+        return script.worker_command(self.python, self.folder)
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[str]:
         """One array whose `count` elements share one pickle of `call`; returns their job ids.
