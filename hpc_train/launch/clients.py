@@ -24,8 +24,9 @@ class Said:
 
     @property
     def reason(self) -> str:
-        """Its first line of complaint, without the names in front."""
-        line = next((line.strip() for line in self.err.splitlines() if line.strip()), f"exit code {self.code}")
+        """Why it gave up, else its first line of complaint, without the names in front."""
+        lines = [line.strip() for line in self.err.splitlines() if line.strip()] or [f"exit code {self.code}"]
+        line = next((line for line in lines if re.match(r"(\w+: )?fatal: ", line)), lines[0])
         return re.sub(r"^(\w+:? )?(error|fatal): ", "", line)
 
 

@@ -76,10 +76,17 @@ CASES = {
     "precision": Case("precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
     "tensor_divides": Case(
         "parallel.tp",
+        [*GPU, "parallel=tp", "parallel.tp=8", "model.hidden=1536", "model.heads=12", "model.kv_heads=12"],
+        "does not divide heads 12",
+        ["parallel.tp=4"],
+        "error",
+    ),
+    "tensor_shares_keys": Case(
+        "parallel.tp",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.kv_heads=4"],
         "does not divide kv_heads 4",
         ["parallel.tp=4"],
-        "error",
+        "hint",
     ),
     "tensor_domain": Case(
         "parallel.tp",

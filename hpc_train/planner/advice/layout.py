@@ -24,17 +24,27 @@ launches makes 55 % too fast (vTrain, arXiv:2312.12391, single node)."""
 
 
 def tensor_divides(facts: Facts) -> Advice | None:
-    """heads, kv_heads and feed_forward % tp."""
+    """heads and feed_forward % tp."""
     model, tp = facts.transformer, facts.degrees.tp
     if model is None or tp == 1:
         return None
-    widths = {"heads": model.heads, "kv_heads": kv_heads(model), "feed_forward": model.feed_forward}
+    widths = {"heads": model.heads, "feed_forward": model.feed_forward}
     broken = [f"{name} {width}" for name, width in widths.items() if width % tp]
     if not broken:
         return None
     legal = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
     why = f"tp={tp} does not divide {' and '.join(broken)}"
     return Advice("parallel.tp", why, f"parallel.tp={max(n for n in legal if n <= tp)} (legal: {legal})", "error")
+
+
+def tensor_shares_keys(facts: Facts) -> Advice | None:
+    """kv_heads % tp: the ranks that need a key head compute it each for itself (parallel.tensor.heads)."""
+    model, tp = facts.transformer, facts.degrees.tp
+    if model is None or kv_heads(model) % tp == 0:
+        return None
+    heads = kv_heads(model)
+    why = f"tp={tp} does not divide kv_heads {heads}: several ranks hold and compute the same key and value heads"
+    return Advice("parallel.tp", why, f"parallel.tp={math.gcd(tp, heads)}, which shares none", "hint")
 
 
 def tensor_domain(facts: Facts) -> Advice | None:

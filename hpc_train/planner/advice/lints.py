@@ -18,6 +18,7 @@ LINTS: tuple[Lint, ...] = (
     shape.vocabulary,
     shape.precision,
     layout.tensor_divides,
+    layout.tensor_shares_keys,
     layout.tensor_domain,
     layout.uneven_stages,
     layout.rounds,
