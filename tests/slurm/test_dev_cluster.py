@@ -112,13 +112,13 @@ def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "etc").exists()
 
 
-def test_failed_up_leaves_nothing_behind(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    # munged cannot bind a socket whose path has more than 107 characters
-    directory = tmp_path / ("long" * 25)
-    failed = dev_cluster("up", "--nodes", "1", "--no-accounting", directory=directory)
+def test_failed_up_leaves_nothing_behind(one_more_cluster: Path) -> None:
+    failing = "mount --bind /bin/false /usr/sbin/slurmctld && exec "
+    up = f"HPC_TRAIN_DEV_CLUSTER={one_more_cluster} {sys.executable} {DEV_CLUSTER} up --nodes 1 --no-accounting"
+    failed = subprocess.run(["unshare", "-m", "sh", "-c", failing + "env " + up], capture_output=True, text=True)
     assert failed.returncode == 1
-    assert "munged" in failed.stderr
-    assert remains(directory) == []
+    assert failed.stderr.startswith("dev-cluster: slurmctld")
+    assert remains(one_more_cluster) == []
 
 
 def test_interrupted_up_leaves_nothing_behind(one_more_cluster: Path) -> None:
