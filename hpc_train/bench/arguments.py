@@ -97,6 +97,9 @@ def _add_placement(kinds: _Kinds) -> None:
     placement.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
     placement.add_argument("--steps", type=int, default=8, help="of each training, 2 of them to warm up (default 8)")
     placement.add_argument("--seed", type=int, default=1, help="of the random order (default 1)")
+    placement.add_argument(
+        "--largest", metavar="SIZE", default="16M", help="message of the calibration (default 16M; less on slow links)"
+    )
     placement.add_argument("--directory", metavar="DIR", help="shared folder for the runs, removed (default: here)")
     placement.add_argument("--json", action="store_true", help="print the result as JSON")
     placement.set_defaults(run=_placement)
@@ -151,7 +154,8 @@ def _gemm(arguments: argparse.Namespace) -> int:
 def _placement(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.placement.command import Options, placement_command
 
-    options = Options(*(getattr(arguments, name) for name in ("rounds", "steps", "seed", "directory", "json")))
+    names = ("rounds", "steps", "seed", "largest", "directory", "json")
+    options = Options(*(getattr(arguments, name) for name in names))
     return placement_command(arguments.overrides, options)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hpc_train.bench.collectives.options import parse_size
 from hpc_train.bench.placement.orders import Order, orders
-from hpc_train.bench.placement.steps import calibrate, train
+from hpc_train.bench.placement.steps import SMALLEST, calibrate, train
 from hpc_train.config.compose import compose
 from hpc_train.config.degrees import resolve
 from hpc_train.config.run import RunConfig
@@ -56,6 +57,8 @@ class Options:
     rounds: int
     steps: int
     seed: int
+    largest: str
+    """Message of the calibration, such as 16M."""
     directory: str | None
     json: bool
 
@@ -65,6 +68,8 @@ def placement_command(overrides: Sequence[str], options: Options) -> int:
     for name in ("rounds", "steps"):
         if getattr(options, name) < (3 if name == "steps" else 1):
             raise UserError(f"--{name} {getattr(options, name)}: must be at least {3 if name == 'steps' else 1}")
+    if parse_size("--largest", options.largest) <= SMALLEST:
+        raise UserError(f"--largest {options.largest}: must be above the smallest message, of {SMALLEST // 1024}K")
     if "SLURM_JOB_ID" not in os.environ:
         raise UserError("bench placement: run it in a Slurm allocation, as in: salloc -N4 hpc-train bench placement")
     config = compose(overrides)
@@ -79,7 +84,7 @@ def placement_command(overrides: Sequence[str], options: Options) -> int:
 
 def _measure(folder: Path, config: RunConfig, where: Allocation, overrides: list[str], options: Options) -> list[Side]:
     ranks = config.cluster.ranks_per_node
-    calibration = calibrate(folder, where.nodes, ranks, overrides)
+    calibration = calibrate(folder, where.nodes, ranks, options.largest, overrides)
     overrides = [*overrides, f"cluster.calibration={calibration}", f"train.steps={options.steps}"]
     given = orders(where.nodes, where.paths, options.seed)
     times: dict[str, list[float]] = {order.name: [] for order in given}

@@ -16,10 +16,14 @@ _WARM_UP = 2
 """Steps of a training that are not counted."""
 
 
-def calibrate(folder: Path, nodes: Sequence[str], ranks_per_node: int, overrides: Sequence[str]) -> Path:
+SMALLEST = 64 << 10
+"""Bytes of the smallest message of the calibration: latency and bandwidth need two sizes."""
+
+
+def calibrate(folder: Path, nodes: Sequence[str], ranks_per_node: int, largest: str, overrides: Sequence[str]) -> Path:
     """Measure the levels of the fabric with `bench collectives`; returns the calibration file."""
     path = folder / "calibration.json"
-    sizes = ["--min", "64K", "--max", "16M", "--rounds", "3", "--operation", "all_reduce", "--plain"]
+    sizes = ["--min", str(SMALLEST), "--max", largest, "--rounds", "3", "--operation", "all_reduce", "--plain"]
     _step(folder, "calibrate", nodes, ranks_per_node, ["bench", "collectives", *sizes, "--out", str(path), *overrides])
     return path
 
