@@ -9,6 +9,7 @@ Readers take no lock.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -240,15 +241,30 @@ def _is_linked(private: Path) -> bool:
 
 
 def _remove(path: Path, found: _Found, me: Owner) -> None:
-    """Take away the lock that was found dead; one that has come since is put back."""
+    """Take away the lock that was found dead; one that has come since is left, or put back."""
     aside = path.with_name(f".{NAME}-{me.token}-old")
-    with suppress(FileNotFoundError):
+    with _alone(path.parent), suppress(FileNotFoundError):
+        now = _look(path)
+        if now is None or not now.is_by(found):
+            return
         path.rename(aside)
         now = _look(aside)
         if now and not now.is_by(found):
             with suppress(OSError):  # its owner finds out before it commits anything
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One remover at a time, where the file system has flock; elsewhere whoever loses a lock finds out at `check`."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_dead(found: _Found, me: Owner) -> bool | None:
