@@ -38,6 +38,16 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """What a run of the cluster took that the planner's constants do not explain (planner.discrepancy)."""
+
+    settings: dict[str, float]
+    """Of the run: planner.discrepancy.SETTINGS."""
+    weight: float
+    """Of the likeness of other settings to these, in log(time)."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What one cluster measured, with one backend."""
 
@@ -50,6 +60,8 @@ class Calibration:
     device: Device | None = None
     planner: dict[str, float] = field(default_factory=dict)
     """Constants of planner.constants that the cluster's own runs have moved, by name."""
+    residuals: tuple[Residual, ...] = ()
+    """Of these runs."""
 
     def of(self, level: str) -> Constants | None:
         """The constants of a level, if it was measured."""
@@ -73,11 +85,19 @@ def read_calibration(path: Path) -> Calibration:
         device = _device(content["device"]) if content.get("device") else None
         planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
-        return Calibration(cluster, backend, date, levels, device, planner)
+        residuals = tuple(_residual(it) for it in content.get("residuals", []))
+        return Calibration(cluster, backend, date, levels, device, planner, residuals)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path}: not a calibration as `hpc-train bench collectives` writes it") from None
+
+
+def _residual(entry: dict[str, Any]) -> Residual:
+    found = Residual({str(name): float(it) for name, it in entry["settings"].items()}, float(entry["weight"]))
+    if not all(0 < it < float("inf") for it in found.settings.values()) or not abs(found.weight) < float("inf"):
+        raise ValueError
+    return found
 
 
 def _device(content: dict[str, Any]) -> Device:

@@ -37,6 +37,15 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     return tokens * kept * constants.activations, tokens * alive * constants.activations
 
 
+def whole_layer(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+    """Bytes of one layer and one micro-batch of which nothing is recomputed."""
+    everything = _published(jobs)[0]
+    ours = jobs.stack == _OURS
+    if np.any(ours):
+        everything = np.where(ours, _ours(jobs)[0], everything)
+    return tokens * everything * constants.activations
+
+
 def _published(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Bytes a token with nothing, with attention's core or what the stack means by it, and with all recomputed."""
     item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)

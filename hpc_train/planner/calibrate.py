@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from hpc_train.planner.constants import MEMORY, Constants, bounds
+from hpc_train.planner.constants import MEMORY, Constants, bounds, with_numbers
+from hpc_train.planner.discrepancy import DEVIATION, likeness, residuals
 from hpc_train.planner.from_runs import Run, jobs_of, seconds_of
+from hpc_train.planner.jobs import Jobs
 from hpc_train.planner.step_time import time
 
 Floats = NDArray[np.float64]
@@ -27,28 +29,41 @@ _SCALE = 0.05
 
 def calibrate(runs: Sequence[Run], constants: Constants) -> Constants:
     """The most probable constants of the cluster that measured `runs`, if constants differ from cluster to cluster as
-    above (maximum a posteriori). Runs without a time are left out; without any, the constants as they are."""
+    above (maximum a posteriori), and what is left over of each run, for settings like it (discrepancy). Runs without a
+    time are left out; without any, the constants as they are."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
     if not timed:
         return constants
     limits = {name: it for name, it in bounds().items() if name not in MEMORY}
     jobs, measured = jobs_of(timed), seconds_of(timed)
+    root, count = _root(DEVIATION**2 * likeness(jobs, jobs)), len(limits)
 
     def moved(step: Floats) -> Constants:
         values = {}
-        for (name, (low, high)), by in zip(limits.items(), step[:-1], strict=True):
+        for (name, (low, high)), by in zip(limits.items(), step, strict=False):
             before = getattr(constants, name)  # what was measured may lie outside of what is usual
             limit = min(low, before), max(high, before)
             values[name] = float(np.clip(before + by * _WIDTH * (high - low), *limit))
-        return replace(constants, **values, scale=constants.scale * float(np.exp(step[-1] * _SCALE)))
+        return with_numbers(constants, {**values, "scale": constants.scale * float(np.exp(step[count] * _SCALE))})
 
-    def residuals(step: Floats) -> Floats:
-        errors = np.log(time(jobs, moved(step)).step / measured) / _ERROR
-        return np.concatenate([_heavy(errors), step[:-1], _heavy(step[-1:])])
+    def unexplained(step: Floats) -> Floats:
+        found: Floats = np.log(time(jobs, moved(step)).step / measured) + root @ step[count + 1 :]
+        return _heavy(found / _ERROR)
 
-    start = np.zeros(len(limits) + 1)
-    start[-1] = -np.median(np.log(time(jobs, constants).step / measured)) / _SCALE
-    return moved(least_squares(residuals, start, max_nfev=30).x)
+    def cost(step: Floats) -> Floats:
+        return np.concatenate([unexplained(step), step[:count], _heavy(step[count : count + 1]), step[count + 1 :]])
+
+    start = np.zeros(count + 1 + len(timed))
+    start[count] = -np.median(np.log(time(jobs, constants).step / measured)) / _SCALE
+    found = least_squares(cost, start, max_nfev=30).x
+    return replace(moved(found), residuals=constants.residuals + residuals(jobs, root @ found[count + 1 :]))
+
+
+def _root(matrix: Floats) -> Floats:
+    """A root of a symmetric matrix that may be singular, as that of runs with the same settings is."""
+    values, vectors = np.linalg.eigh(matrix)
+    found: Floats = vectors * np.sqrt(np.maximum(values, 0))
+    return found
 
 
 def _heavy(errors: Floats) -> Floats:
@@ -57,15 +72,27 @@ def _heavy(errors: Floats) -> Floats:
     return found
 
 
-def chosen(runs: Sequence[Run], count: int, shift: float = 0.5) -> list[Run]:
-    """`count` of a cluster's timed runs, evenly spread over all of them from the fastest step to the slowest: one of
-    each of `count` equal parts, as far into its part as `shift` says, from 0 to less than 1. Deterministic; does not
-    look at predictions."""
-    timed = sorted((run for run in runs if np.isfinite(run.seconds)), key=lambda run: (run.seconds, run.id))
-    if len(timed) <= count:
-        return timed
-    places = (np.arange(count) + shift) * len(timed) / count
-    return [timed[int(place)] for place in places]
+def chosen(runs: Sequence[Run], count: int, among: Sequence[Run] | None = None) -> list[Run]:
+    """`count` of a cluster's timed runs, or of those `among` them: the ones whose settings tell most of all others'.
+    Deterministic; looks at settings only."""
+    timed = sorted((run for run in runs if np.isfinite(run.seconds)), key=lambda run: run.id)
+    rows = [row for row, run in enumerate(timed) if among is None or run in among]
+    return [timed[row] for row in informative(jobs_of(timed), count, rows)] if timed else []
+
+
+def informative(jobs: Jobs, count: int, among: Sequence[int]) -> list[int]:
+    """`count` of the rows `among` those of jobs, one after the other, each of which leaves least to guess of all jobs
+    (the sum of the variances of the process of `discrepancy`, and of a scale that all share, given the rows before:
+    Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3), A-optimality)."""
+    variance = _SCALE**2 + DEVIATION**2 * likeness(jobs, jobs)
+    found: list[int] = []
+    for _ in range(min(count, len(among))):
+        told = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
+        place = max((row for row in among if row not in found), key=lambda row: (told[row], -row))
+        found.append(place)
+        column = variance[:, place]
+        variance = variance - np.outer(column, column) / (column[place] + _ERROR**2)
+    return found
 
 
 def together(runs: Sequence[Run]) -> list[list[Run]]:

@@ -94,9 +94,10 @@ def _learn(options: Options, measured: Calibration, path: Path) -> Learnt:
         beside.unlink(missing_ok=True)
     before = stored.of_calibration(stored.default(), measured)
     after = calibrate(runs, before)
-    known = asdict(before)
-    moved = {name: (known[name], value) for name, value in asdict(after).items() if value != known[name]}
-    write_calibration(path, replace(measured, planner={name: value for name, (_, value) in moved.items()}))
+    known = stored.numbers(before)
+    moved = {name: (known[name], value) for name, value in stored.numbers(after).items() if value != known[name]}
+    planner = {name: value for name, (_, value) in moved.items()}
+    write_calibration(path, replace(measured, planner=planner, residuals=after.residuals))
     scored = others or runs
     return Learnt(moved, _table([*runs, *others], before, after), _errors(scored, before), _errors(scored, after))
 

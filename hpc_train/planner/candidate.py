@@ -18,7 +18,7 @@ from hpc_train.planner.settings import Settings
 
 GIB = float(1 << 30)
 STAGES = ("first", "middle", "last")
-MEMORY_PARTS = tuple(it.name for it in fields(Memory) if it.name not in ("capacity", "margin", "headroom"))
+MEMORY_PARTS = tuple(it.name for it in fields(Memory) if it.name not in ("capacity", "host", "margin", "headroom"))
 TIME_PARTS = tuple(it.name for it in fields(Time) if it.name not in ("spread", "hardware_flops"))
 
 

@@ -10,14 +10,17 @@ import argparse
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from hpc_train.errors import UserError
+
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _OVERRIDES = "key=value as in conf/, such as model=llama_7b cluster=dgx_h100 plan.tokens=2e12"
 _PLAN = "memory, step time, MFU and cost of a run before it starts, and the best ways to spread it"
 _VALIDATE = "the planner's predictions against measured runs of a table"
 _REHEARSE = "build the model with its real passes for a large world, on one CPU and without its memory"
 _FIT = "fit the planner's constants to measured runs, with cross-validation"
-_CALIBRATE = "first calibrate each cluster with N of its own runs, spread over its list, which are then left out"
+_CALIBRATE = "first calibrate each cluster with the N of its runs that tell most of the others, and leave them out"
 _LEARN = "what benchmarks and short runs tell of a cluster, as one file for cluster.calibration"
+_SUGGEST = "only say which three short runs of these tell most of the ways that the planner would take"
 _WORDS = ("validate", "rehearse", "fit", "calibrate")
 
 
@@ -91,14 +94,20 @@ def _add_calibrate(commands: _Commands) -> None:
     command.add_argument("--collectives", metavar="FILE", help="of `bench collectives --out`")
     command.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="two or three short runs on the cluster")
     command.add_argument("--against", nargs="+", default=[], metavar="DIR", help="other runs, to be predicted only")
-    command.add_argument("--out", required=True, metavar="FILE", help="write it here, for cluster.calibration=FILE")
+    command.add_argument("--out", metavar="FILE", help="write it here, for cluster.calibration=FILE")
+    command.add_argument("--suggest", nargs="+", default=[], metavar="override", help=_SUGGEST)
     command.set_defaults(run=_calibrate)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from hpc_train.planner.calibrate_command import Options, calibrate_command
+    from hpc_train.planner.suggest import suggest_command
 
     a = arguments
+    if a.suggest:
+        return suggest_command(a.suggest, a.json)
+    if a.out is None:
+        raise UserError("plan calibrate: where to; give --out FILE")
     return calibrate_command(Options(a.out, a.gemm, a.collectives, tuple(a.runs), tuple(a.against), a.json))
 
 

@@ -27,6 +27,10 @@ class Group:
     """Of what every rank passes on in a ring."""
     latency: Column
     """Seconds of a hop, mean over the ring."""
+    link: Column
+    """Seconds per byte from one rank to others of its NVLink domain."""
+    nic: Column
+    """The same to others beyond it, by the rank's own NIC."""
 
 
 def group(jobs: Jobs, constants: Constants, ranks: Column, stride: Column, single: Column | None = None) -> Group:
@@ -38,11 +42,11 @@ def group(jobs: Jobs, constants: Constants, ranks: Column, stride: Column, singl
     link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
     # Groups that lie beside one another share the node's NICs: each has those of its own GPUs.
     rails = within if single is None else np.where(single > 0, 1.0, within)
-    nic = 1 / (rails * jobs.nic_bandwidth * constants.nic_efficiency)
-    nic = nic * _oversubscribed(jobs, ranks * stride)
+    single_nic = _oversubscribed(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
+    nic = single_nic / rails
     slowest = np.where(crosses, np.maximum(nic, link), link)
     per_hop = np.where(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)
-    return Group(ranks, within, slowest, np.where(crosses, per_hop, constants.link_latency))
+    return Group(ranks, within, slowest, np.where(crosses, per_hop, constants.link_latency), link, single_nic)
 
 
 def _oversubscribed(jobs: Jobs, extent: Column) -> Column:
@@ -58,6 +62,18 @@ def all_gather(at: Group, size: Column, calls: Column) -> Column:
     """
     steps = at.ranks - 1
     return steps / at.ranks * size * at.seconds_per_byte + calls * steps * at.latency
+
+
+def all_to_all(at: Group, size: Column, calls: Column) -> Column:
+    """Seconds of `calls` all-to-alls, to each of which every rank brings 1 / calls of `size` bytes; 0 for one rank.
+
+    NCCL sends a part to every other rank, all at once: those beyond the NVLink domain share the rank's NIC (Thakur,
+    Rabenseifner and Gropp 2005, Optimization of Collective Communication Operations in MPICH, section 3.4: n - 1
+    pairwise exchanges of size / n).
+    """
+    part = size / at.ranks
+    inside, outside = (at.within - 1) * part * at.link, (at.ranks - at.within) * part * at.nic
+    return np.maximum(inside, outside) + calls * (at.ranks - 1) * at.latency
 
 
 def all_reduce(at: Group, size: Column) -> Column:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.calibration import Calibration, read_calibration
+from hpc_train.cluster.calibration import Calibration, Residual, read_calibration
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.planner.discrepancy import SETTINGS
 
 VERSION = 1
 
@@ -95,6 +97,8 @@ class Constants:
     """The same of hpc_train itself, of which no large run has been published."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
+    residuals: tuple[Residual, ...] = ()
+    """What runs of a cluster tell of settings like theirs, beyond all constants: planner.discrepancy."""
 
 
 MEMORY = ("activations", "fragmentation", "context")
@@ -104,6 +108,17 @@ MEMORY = ("activations", "fragmentation", "context")
 def bounds() -> dict[str, tuple[float, float]]:
     """Of each constant that may be fitted."""
     return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
+
+
+def numbers(constants: Constants) -> dict[str, float]:
+    """Name -> value of all that are numbers."""
+    return {it.name: getattr(constants, it.name) for it in fields(Constants) if it.name != "residuals"}
+
+
+def with_numbers(constants: Constants, values: Mapping[str, float]) -> Constants:
+    """The same with other numbers."""
+    more: dict[str, Any] = dict(values)
+    return replace(constants, **more)
 
 
 def default() -> Constants:
@@ -126,8 +141,11 @@ def of_calibration(constants: Constants, measured: Calibration) -> Constants:
             found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
-    known = {it.name for it in fields(Constants)}
-    return replace(constants, **{**found, **{name: it for name, it in measured.planner.items() if name in known}})
+    known = numbers(constants)
+    found |= {name: it for name, it in measured.planner.items() if name in known}
+    if any(set(it.settings) != set(SETTINGS) for it in measured.residuals):
+        raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
+    return replace(with_numbers(constants, found), residuals=measured.residuals)
 
 
 def read(path: Path) -> Constants:
@@ -136,8 +154,9 @@ def read(path: Path) -> Constants:
         content = json.loads(path.read_text())
         if content["version"] != VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
-        known = {it.name for it in fields(Constants)}
-        return Constants(**{name: float(value) for name, value in content["constants"].items() if name in known})
+        known = numbers(Constants())
+        values = {name: float(value) for name, value in content["constants"].items() if name in known}
+        return with_numbers(Constants(), values)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -146,4 +165,4 @@ def read(path: Path) -> Constants:
 
 def write(path: Path, constants: Constants, **about: object) -> None:
     """As JSON, with whatever `about` says of where they come from."""
-    path.write_text(json.dumps({"version": VERSION, **about, "constants": asdict(constants)}, indent=1) + "\n")
+    path.write_text(json.dumps({"version": VERSION, **about, "constants": numbers(constants)}, indent=1) + "\n")

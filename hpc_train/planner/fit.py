@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from hpc_train.planner.constants import MEMORY, Constants, bounds
+from hpc_train.planner.constants import MEMORY, Constants, bounds, with_numbers
 from hpc_train.planner.from_runs import Run, jobs_of, seconds_of
 from hpc_train.planner.measured import memory_of
 from hpc_train.planner.memory import memory
@@ -78,13 +78,13 @@ def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants],
     pull = _PRIOR * np.sqrt(len(weights))
 
     def residuals(share: Floats) -> Floats:
-        constants = replace(start, **dict(zip(names, low + share * (high - low), strict=True)))
+        constants = with_numbers(start, dict(zip(names, low + share * (high - low), strict=True)))
         return np.concatenate([_robust(errors(constants)) * weights, pull * (share - first)])
 
     first = (begin - low) / (high - low)
     found = least_squares(residuals, np.clip(first, 1e-3, 1 - 1e-3), bounds=(0, 1), method="trf", xtol=1e-5, ftol=1e-6)
     values = low + found.x * (high - low)
-    return replace(start, **{name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)})
+    return with_numbers(start, {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)})
 
 
 def _robust(errors: Floats) -> Floats:

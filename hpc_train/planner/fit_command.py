@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
 from hpc_train.planner.calibrate import calibrate, chosen, together
-from hpc_train.planner.constants import Constants
+from hpc_train.planner.constants import Constants, numbers
 from hpc_train.planner.fit import SPLIT, Part, fit, fold_of, left_out, training
 from hpc_train.planner.from_runs import Run, read_runs
 from hpc_train.planner.validate import Errors, Row, errors, families, predict
@@ -22,8 +23,8 @@ from hpc_train.planner.validate import Errors, Row, errors, families, predict
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
 """Families of dense GPTs on several nodes of A100."""
 CALIBRATION_RUNS = 3
-SHIFTS = (0.5, 0.1, 0.3, 0.7, 0.9)
-"""Choices of these runs (calibrate.chosen) that errors are the mean of."""
+CHOICES = 10
+"""Choices of these runs (calibrate.chosen) that errors are the mean of, each from another half of a cluster's."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def report(runs: Sequence[Run], options: Options) -> Report:
         errors(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id not in seen),
         by_family(folds),
         by_family(_rows(clusters)),
-        _mean([by_family(calibrated_rows(clusters, shift)) for shift in SHIFTS]),
+        _mean([by_family(calibrated_rows(clusters, number)) for number in range(CHOICES)]),
     )
 
 
@@ -107,15 +108,22 @@ def _rows(parts: Sequence[Part]) -> list[Row]:
     return [row for part in parts for row in predict(part.runs, part.constants)]
 
 
-def calibrated_rows(clusters: Sequence[Part], shift: float = SHIFTS[0]) -> list[Row]:
-    """Each cluster's other runs, after a calibration with three of its own."""
+def calibrated_rows(clusters: Sequence[Part], number: int = 0) -> list[Row]:
+    """Each cluster's other runs, after a calibration with three of its own; number: of the choice of the three."""
     found = []
     for part in clusters:
         for members in together(part.runs):
-            some = chosen(members, CALIBRATION_RUNS, shift)
+            some = chosen(members, CALIBRATION_RUNS, half(members, number))
             others = [run for run in members if run not in some]
             found += predict(others, calibrate(some, part.constants))
     return found
+
+
+def half(runs: Sequence[Run], number: int) -> list[Run]:
+    """One of many halves of a cluster's timed runs, by a hash of their names; never fewer than are chosen."""
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    timed.sort(key=lambda run: hashlib.sha256(f"{number}/{run.id}".encode()).digest())
+    return timed[: max(CALIBRATION_RUNS, math.ceil(len(timed) / 2))]
 
 
 def _mean(tables: Sequence[dict[str, Errors]]) -> dict[str, Errors]:
@@ -156,14 +164,14 @@ def _about(options: Options, found: Report) -> dict[str, object]:
 
 def _print(found: Report) -> None:
     print("constants:")
-    for name, value in asdict(found.constants).items():
+    for name, value in numbers(found.constants).items():
         print(f"  {name:18s} {value:.4g}")
     print(f"training groups: {_line(found.trained)}")
     print(f"held-out groups: {_line(found.held_out)}")
     tables = {
         "cross-validation over groups": found.folds,
         "each cluster left out once": found.clusters,
-        f"the same, calibrated with {CALIBRATION_RUNS} runs (mean over {len(SHIFTS)} choices)": found.calibrated,
+        f"the same, calibrated with {CALIBRATION_RUNS} runs (mean over {CHOICES} choices)": found.calibrated,
     }
     for title, table in tables.items():
         if table:

@@ -96,6 +96,7 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
         "recompute": RECOMPUTE.index(recompute.mode),
         "recompute_share": recomputed_share(layers, degrees.pp * virtual, recompute.every),
         "offload": OFFLOAD.index(offload),
+        "offload_activations": recompute.offload,
         "overlap_tensor": parallel.tensor.asynchronous,
     }
 

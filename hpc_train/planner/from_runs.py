@@ -267,6 +267,7 @@ def _layout(row: Cells, software: Software) -> dict[str, float]:
         "recompute": RECOMPUTE.index(row.text("recompute").lower() or "none"),
         "recompute_share": 1,
         "offload": 0,
+        "offload_activations": 0,
         "stack": STACKS.index(software.stack),
         "fused_attention": software.fused_attention,
         "fused_elementwise": software.fused_elementwise,

@@ -77,6 +77,8 @@ class Jobs:
     """Share of the layers that are recomputed, 0 to 1; no meaning for none."""
     offload: Column
     """Index into OFFLOAD."""
+    offload_activations: Column
+    """1: what layers keep for backward waits in host memory until then."""
     # Formats, bytes.
     activation_bytes: Column
     """Of an element of an activation, and of a gathered or computed-with parameter."""

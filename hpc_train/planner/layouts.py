@@ -19,6 +19,7 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     cp: int
+    ulysses: int
     tp: int
     zero: int
     reshard: int
@@ -28,7 +29,7 @@ class Layout:
 
     @property
     def values(self) -> tuple[int, ...]:
-        data = self.dp_replicate, self.dp_shard, self.cp, self.tp, self.zero, self.reshard
+        data = self.dp_replicate, self.dp_shard, self.cp, self.ulysses, self.tp, self.zero, self.reshard
         return *data, self.sequence_parallel, self.overlap_tensor
 
 
@@ -37,16 +38,22 @@ def layouts(space: Space, pp: int) -> list[Layout]:
     ranks = space.world // pp
     found = []
     for tp in space.fixed.of("tp", tensor_degrees(space.shape, ranks)):
-        for cp in space.fixed.of("cp", context_degrees(space.shape, ranks // int(tp), int(tp))):
-            dp = ranks // (int(tp) * int(cp))
+        for cp, ulysses in _context(space, ranks // int(tp), int(tp)):
+            dp = ranks // (int(tp) * cp)
             if space.shape.global_batch % dp == 0:
                 found += [
-                    Layout(*data, int(cp), int(tp), *zero, *tensor)
-                    for tensor in _tensor(space, int(tp), int(cp))
+                    Layout(*data, cp, ulysses, int(tp), *zero, *tensor)
+                    for tensor in _tensor(space, int(tp), cp)
                     for data in _splits(space, dp)
-                    for zero in _zero(space, *data, int(cp), sharded=pp > 1 or tp > 1)
+                    for zero in _zero(space, *data, cp, sharded=pp > 1 or tp > 1)
                 ]
     return found
+
+
+def _context(space: Space, ranks: int, tp: int) -> list[tuple[int, int]]:
+    """(cp, ulysses)."""
+    fixed, found = space.fixed, context_degrees(space.shape, ranks, tp)
+    return [(cp, way) for cp, way in found if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
 
 
 def _splits(space: Space, dp: int) -> Iterator[tuple[int, int]]:

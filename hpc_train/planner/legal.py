@@ -23,13 +23,15 @@ class Shape:
     """A vision transformer, whose positions nothing splits."""
     dropout: bool = False
     ulysses: bool = False
-    """parallel.context.method."""
+    """parallel.context.method is ulysses, and stays so."""
     balanced: bool = True
     """parallel.context.balanced."""
     vocabulary: bool = True
     """parallel.tensor.vocabulary."""
     ddp_reduces: bool = True
     """Whether precision.reduce is one that DistributedDataParallel has."""
+    device: bool = True
+    """Whether ranks have memory of their own beside the host's."""
     split_backward: bool = True
     """Whether schedules that split backward are possible: not with compilation."""
 
@@ -52,6 +54,7 @@ def shape_of(config: RunConfig, global_batch: int | None = None) -> Shape:
         ulysses=parallel.context.method == "ulysses",
         balanced=parallel.context.balanced,
         vocabulary=parallel.tensor.vocabulary,
+        device=config.cluster.node.gpus > 0,
         ddp_reduces=config.precision.reduce == native,
         split_backward=not parallel.compile,
     )
@@ -74,11 +77,18 @@ def tensor_degrees(shape: Shape, world: int) -> list[int]:
     return [tp for tp in found if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
 
 
-def context_degrees(shape: Shape, world: int, tp: int) -> list[int]:
-    """Degrees of cp that divide the positions (parallel.support.context) and the world."""
+def context_degrees(shape: Shape, world: int, tp: int) -> list[tuple[int, int]]:
+    """(cp, 1 for ulysses or 0 for a ring): degrees that divide the positions (parallel.support.context) and the world.
+
+    Where the run is not set to what needs more than one rank, one is possible, too.
+    """
     changed = shape.ulysses or not shape.balanced
+    found = [] if changed else [(1, 0)]
     if shape.dropout or shape.images:
-        return [] if changed else [1]
-    found = [n for n in divisors(world) if n > 1 and shape.sequence % (n if changed else 2 * n) == 0]
-    found = [cp for cp in found if not shape.ulysses or shape.heads // tp % cp == 0]
-    return found if changed else [1, *found]
+        return found
+    for cp in divisors(world)[1:]:
+        if not shape.ulysses and shape.sequence % (2 * cp if shape.balanced else cp) == 0:
+            found.append((cp, 0))
+        if shape.balanced and shape.sequence % cp == 0 and shape.heads // tp % cp == 0:
+            found.append((cp, 1))
+    return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc_train.planner.activations import layer_activations
+from hpc_train.planner.activations import layer_activations, whole_layer
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import STACKS, Column, Jobs, columns_of
 from hpc_train.planner.stages import in_flight, layers_of
@@ -40,6 +40,8 @@ class Memory:
     """Of the driver, libraries and communicators: nvidia-smi shows it, torch does not."""
     capacity: Column
     """[n] bytes of the device."""
+    host: Column
+    """[n] bytes in host memory, by one rank."""
     margin: Column
     """[n]: by how much less than predicted it may be, a fraction."""
     headroom: Column
@@ -87,10 +89,12 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     gradients = gradients + weights * np.where(deepspeed, _twice(jobs) + 4 / shares * (jobs.zero >= 1), 0.0)
     buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0)
-    optimizer = weights * jobs.optimizer_bytes / shares * (jobs.offload == 0)
-    activations = _activations(jobs, constants, tokens)
+    optimizer = weights * jobs.optimizer_bytes / shares
+    activations, waiting = _activations(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
+    host = _host(jobs, weights, optimizer, shard) + waiting
+    optimizer = optimizer * (jobs.offload == 0)
     held = parameters + gradients + optimizer + activations + logits + buffers
     rows = np.broadcast_shapes(held.shape[1:], jobs.memory_bytes.shape)
     if not any(it.ndim for it in columns_of(jobs).values()):
@@ -110,6 +114,7 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
         fragmentation=shaped(constants.fragmentation * held),
         context=np.broadcast_to(np.float64(constants.context), (3, *rows)),
         capacity=np.broadcast_to(jobs.memory_bytes, rows),
+        host=shaped(host).max(axis=0),
         margin=np.broadcast_to(np.float64(constants.memory_margin), rows),
         headroom=np.broadcast_to(_headroom(jobs, constants), rows),
     )
@@ -154,12 +159,27 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
     return kept * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
-def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """[3, n]: of all layers of a rank and all micro-batches in flight, and of one layer that is being computed."""
+def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Column:
+    """[3, n]: a rank's share of the state that is offloaded: the optimizer's, or parameters and gradients too."""
+    rest = weights * (jobs.weight_bytes + jobs.gradient_bytes) / np.where(jobs.zero >= 1, shard, 1.0)
+    return optimizer * (jobs.offload > 0) + rest * (jobs.offload > 1)
+
+
+def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+    """[3, n] on the device: of all layers of a rank and all micro-batches in flight, and of one layer that is being
+    computed; [3, n] on the host, where they are offloaded.
+
+    Then the device has one layer's at a time (Rhu et al. 2016, arXiv:1602.08124, section 3.1), and of every micro-batch
+    in flight what a stage was given and what it gave on, which the pipeline itself keeps.
+    """
     kept, alive = layer_activations(jobs, constants, tokens)
     layers = layers_of(jobs)
     counts = in_flight(jobs)
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
-    ends = tokens * jobs.hidden * jobs.activation_bytes * np.where((jobs.stack == _DEEPSPEED) & (jobs.pp > 1), 2.0, 0.0)
-    split = zip((layers.first, layers.middle, layers.last), counts, strict=True)
-    return _stacked(*((kept * each + ends) * count + alive for each, count in split))
+    moved, piped = jobs.offload_activations > 0, jobs.pp > 1
+    ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
+    alive = alive + np.where(moved, whole_layer(jobs, constants, tokens) * (jobs.recompute == 0), 0.0)
+    split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
+    whole = _stacked(*(kept * each * count for each, count in split))
+    rest = _stacked(*(ends * count + alive for _, count in split))
+    return np.where(moved, rest, whole + rest), np.where(moved, whole, 0.0)

@@ -42,6 +42,13 @@ def _nothing(answer: Answer) -> Iterator[RenderableType]:
     if answer.outside:
         yield Text("Nothing is within the limits of the plan.", style="bold red")
         return
+    if not answer.searched:
+        worlds = " or ".join(f"{ranks:,}" for ranks in answer.question.ranks) or "any number of"
+        fixed = ", ".join(f"{name} {values[0]:g}" for name, values in answer.question.fixed.values.items() if values)
+        what = f" with {fixed}" if fixed else ""
+        yield Text(f"No layout has {worlds} ranks{what}.", style="bold red")
+        yield Text("Degrees divide the ranks, heads and feed-forward width (tp), positions (cp) and batch (dp).")
+        return
     yield Text("Nothing fits: no candidate's memory is within that of the device.", style="bold red")
     yield Text("Use more nodes (cluster.nodes, plan.nodes), or free what is fixed.")
 
@@ -65,7 +72,7 @@ def _best(answer: Answer, best: Candidate) -> Iterator[RenderableType]:
         f"tokens, {config.precision.name}{', ' + more if more else ''}"
     )
     if best.settings:
-        yield Text(f"hpc-train train {' '.join(overrides_of(best.settings))}", style="cyan", overflow="fold")
+        yield Text(f"hpc-train train ... {' '.join(overrides_of(best.settings))}", style="cyan", overflow="fold")
     yield _memory(best)
     if best.step is None:
         yield Text("step time: not known, as the accelerator's figures are not (cluster.gpu)", style="yellow")
@@ -122,6 +129,7 @@ _TIME_WORDS = {
     "pipeline": "pp, exposed",
     "launch": "kernel launches",
     "checkpoint": "checkpoint stalls",
+    "offload": "activations to host",
 }
 
 

@@ -84,15 +84,20 @@ def _ranks(config: RunConfig, keys: Sequence[str], whole: bool) -> tuple[int, ..
     open_ = described and config.cluster.nodes is None and config.launch.ranks is None
     if open_ and not whole and not all(f"parallel.{axis}" in keys for axis in _DEGREES):
         return ()
-    return (node_count(config) * per_node,)
+    return tuple(count * per_node for count in _known(config, [node_count(config)], "cluster.nodes"))
 
 
 def _within(config: RunConfig) -> list[int]:
+    return sorted(set(_known(config, config.plan.nodes, "plan.nodes")))
+
+
+def _known(config: RunConfig, counts: Sequence[int], key: str) -> Sequence[int]:
+    """Those numbers of nodes. Raises UserError for more than the cluster has."""
     total = config.cluster.total_nodes
-    for count in config.plan.nodes:
+    for count in counts:
         if total and count > total:
-            raise UserError(f"plan.nodes=[{count}]: {config.cluster.name} has {total}")
-    return sorted(set(config.plan.nodes))
+            raise UserError(f"{key}={count}: {config.cluster.name} has {total}; use no more")
+    return counts
 
 
 def _batches(config: RunConfig) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.estimate import MAYBE, YES, memory, time
+from hpc_train.planner.estimate import MAYBE, YES, Memory, memory, time
 from hpc_train.planner.jobs import SCHEDULES, Column, Jobs, with_columns
 from hpc_train.planner.kept import Best, Rated, joined, nothing
 from hpc_train.planner.pareto import Front
@@ -100,14 +100,11 @@ def as_jobs(rest: Rest, columns: Columns, share: Column) -> Jobs:
     return with_columns(rest.base, **own, recompute_share=share)
 
 
-def host_holds(rest: Rest, jobs: Jobs) -> NDArray[np.bool_]:
-    """Whether a node's memory has room for what its ranks offload: optimizer state, or parameters and gradients too."""
+def host_holds(rest: Rest, jobs: Jobs, held: Memory) -> NDArray[np.bool_]:
+    """Whether a node's memory has room for what its ranks offload."""
     if not rest.host_bytes:
         return np.ones((), np.bool_)
-    each = jobs.optimizer_bytes + np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, 0.0)
-    shards = jobs.tp * jobs.pp * jobs.dp_shard * jobs.cp
-    held = jobs.parameters * each / shards * np.minimum(jobs.gpus_per_node, jobs.world)
-    enough: NDArray[np.bool_] = (jobs.offload == 0) | (held <= HOST_SHARE * rest.host_bytes)
+    enough: NDArray[np.bool_] = held.host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
     return enough
 
 
@@ -129,7 +126,7 @@ class _Search:
             shape = len(rows["pp"]), block.techniques.count
             self.estimated += shape[0] * shape[1]
             total, fits, step = (np.broadcast_to(it, shape) for it in (held.total, held.fits, step))
-            held_by_host = np.broadcast_to(host_holds(self._rest, jobs), shape)
+            held_by_host = np.broadcast_to(host_holds(self._rest, jobs, held), shape)
             row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & held_by_host)
             if len(row):
                 columns = {**_at(rows, row), **_at(block.techniques.columns, technique)}
@@ -148,10 +145,12 @@ class _Search:
 
     def _fastest(self, rows: Columns, techniques: Techniques) -> Column:
         """[n] step time with the quickest technique."""
-        count = len(rows["pp"])
-        self.estimated += count
-        jobs = as_jobs(self._rest, _with(rows, techniques, 0), techniques.share[0])
-        return np.broadcast_to(time(jobs, self._constants).step, (count,))
+        found = np.full(len(rows["pp"]), math.inf)
+        for number in _quick(techniques):
+            self.estimated += len(found)
+            jobs = as_jobs(self._rest, _with(rows, techniques, number), techniques.share[number])
+            found = np.minimum(found, time(jobs, self._constants).step)
+        return found
 
     @property
     def _slowest(self) -> float:
@@ -184,10 +183,21 @@ class _Search:
         return Found(self._sure.ranked(), maybe, front, self.searched, self.estimated)
 
 
+def _quick(techniques: Techniques) -> list[int]:
+    """The first, which recomputes and moves nothing. Where all move activations, recomputing them may take less than
+    moving them: each layer the one or the other, so all layers one of the two."""
+    offload, moved = techniques.columns["offload"], techniques.columns["offload_activations"]
+    return sorted({0, int(np.flatnonzero(offload == offload[0])[-1])}) if moved[0] else [0]
+
+
 def _lean(techniques: Techniques) -> list[int]:
-    """The last has everything recomputed and offloaded; the other as much offloaded, and nothing recomputed."""
-    offload = techniques.columns["offload"]
-    return sorted({techniques.count - 1, int(np.flatnonzero(offload == offload[-1])[0])})
+    """The last has everything recomputed and offloaded; of others with as much of the state offloaded, the one that
+    keeps all activations on the device, and the last that recomputes them there: inputs of a stage's only layer are
+    kept once where they are not moved."""
+    offload, moved = techniques.columns["offload"], techniques.columns["offload_activations"]
+    most = np.flatnonzero(offload == offload[-1])
+    stay = most[moved[most] == 0]
+    return sorted({techniques.count - 1, int(most[0]), *(int(it) for it in stay[-1:])})
 
 
 def _with(rows: Columns, techniques: Techniques, number: int) -> Columns:

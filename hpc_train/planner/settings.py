@@ -28,11 +28,13 @@ _NUMBERS = {
     "parallel.tensor.asynchronous": "overlap_tensor",
     "parallel.pipeline.virtual_stages": "virtual_stages",
     "parallel.recompute.every": "recompute_every",
+    "parallel.recompute.offload": "offload_activations",
     MICRO_BATCH: "micro_batch",
 }
 """Keys whose value is that of the column."""
 _CODES = {
     "parallel.strategy": ("zero", STRATEGIES),
+    "parallel.context.method": ("ulysses", ("ring", "ulysses")),
     "parallel.pipeline.schedule": ("schedule", SCHEDULES),
     "parallel.recompute.mode": ("recompute", RECOMPUTE),
 }
@@ -81,6 +83,10 @@ def settings_of(row: Mapping[str, float]) -> Settings:
     if mode := int(row["recompute"]):
         found |= {"parallel.recompute.mode": RECOMPUTE[mode]}
         found |= {"parallel.recompute.every": int(row["recompute_every"])} if row["recompute_every"] > 1 else {}
+    if row["ulysses"]:
+        found["parallel.context.method"] = "ulysses"
+    if row["offload_activations"]:
+        found["parallel.recompute.offload"] = True
     if offload := int(row["offload"]):
         found[_OFFLOAD[offload - 1]] = "cpu"
     return found

@@ -22,8 +22,8 @@ def complexity(columns: Mapping[str, Column]) -> Column:
     split = [4.0 * (columns[name] > 1) for name in ("pp", "cp", "tp")]
     degrees = sum(np.log2(columns[name]) for name in ("pp", "cp", "tp", "dp_shard", "virtual_stages"))
     zero = columns["zero"] + 1.0 * ((columns["dp_shard"] > 1) & (columns["dp_replicate"] > 1))
-    offload, recompute = 5.0 * columns["offload"], 1.0 * columns["recompute"]
+    offload, recompute = 5.0 * columns["offload"] + 3.0 * columns["offload_activations"], 1.0 * columns["recompute"]
     rare = (columns["recompute_every"] > 1) + (columns["reshard"] == 0) + 2.0 * columns["overlap_tensor"]
-    plain = order[columns["schedule"].astype(np.int64)] + (columns["sequence_parallel"] == 0)
+    plain = order[columns["schedule"].astype(np.int64)] + (columns["sequence_parallel"] == 0) + 0.5 * columns["ulysses"]
     whole: Column = sum(split) + zero + offload + recompute + rare + plain + 0.01 * degrees
     return whole

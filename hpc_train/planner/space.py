@@ -19,11 +19,11 @@ from hpc_train.schedules.requirements import REQUIREMENTS, Requirements
 
 Columns = dict[str, Column]
 OUTER = (
-    *("pp", "dp_replicate", "dp_shard", "cp", "tp", "zero", "reshard", "sequence_parallel", "overlap_tensor"),
-    *("virtual_stages", "schedule", "micro_batch"),
+    *("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "zero", "reshard", "sequence_parallel"),
+    *("overlap_tensor", "virtual_stages", "schedule", "micro_batch"),
 )
 """Columns of a row of a block, in the order in which rows are enumerated: the plain ways first."""
-INNER = ("recompute", "recompute_every", "offload")
+INNER = ("recompute", "recompute_every", "offload_activations", "offload")
 EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Recomputation of every k-th block: the numbers k that are tried."""
 
@@ -192,7 +192,7 @@ def _runs(needs: Requirements, pp: int, micro_batches: int) -> bool:
 def _product(pp: int, group: Column, virtual: int, middle: Pairs) -> Columns:
     inner = np.array(middle, np.float64).T
     count = group.shape[1] * len(middle)
-    layout = dict(zip(OUTER[1:9], np.repeat(group, len(middle), axis=1), strict=True))
+    layout = dict(zip(OUTER[1:10], np.repeat(group, len(middle), axis=1), strict=True))
     schedule, micro = np.tile(inner, group.shape[1])
     single = {"pp": np.full(count, float(pp)), "virtual_stages": np.full(count, float(virtual))}
     return {**single, **layout, "schedule": schedule, "micro_batch": micro}
@@ -205,8 +205,13 @@ def _techniques(space: Space, kind: _Kind) -> Techniques:
     # What asynchronous tensor parallelism computes in parts, selective recomputation cannot keep.
     pairs = [(mode, every) for mode in modes if not (kind.asynchronous and mode == 1) for every in _every(mode, kind)]
     pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
+    # What selective recomputation keeps cannot be moved (parallel.support.memory).
+    moved = fixed.of("offload_activations", [0, 1] if space.shape.device else [0])
+    ways = [
+        (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
+    ]
     offload = fixed.of("offload", range(len(OFFLOAD)) if kind.sharded else [0])
-    table = np.array([(*pair, place) for place, pair in product(offload, pairs)], np.float64).reshape(-1, 3).T
+    table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T
     return Techniques(dict(zip(INNER, table, strict=True)), np.ceil(kind.blocks / table[1]) / kind.blocks)
 
 

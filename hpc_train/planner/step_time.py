@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner import data_axes
+from hpc_train.planner.activations import layer_activations
 from hpc_train.planner.bubble import bubble
-from hpc_train.planner.collectives import all_gather, all_reduce, group, send
+from hpc_train.planner.collectives import all_reduce, all_to_all, group, send
 from hpc_train.planner.constants import Constants
+from hpc_train.planner.discrepancy import factor
 from hpc_train.planner.jobs import PCIE, Column, Jobs
 from hpc_train.planner.stages import Layers, layers_of
 from hpc_train.planner.work import Work, score_width, work
@@ -24,6 +26,8 @@ class Time:
 
     compute: Column
     """Products, attention and elementwise work of all micro-batches of the slowest stage, recomputation included."""
+    offload: Column
+    """Activations on their way to the host and back."""
     launch: Column
     """What the device waits for the host that launches its kernels."""
     tensor: Column
@@ -50,7 +54,7 @@ class Time:
     def step(self) -> Column:
         """The middle of what is expected (p50)."""
         parts = (self.launch, self.tensor, self.context, self.data, self.pipeline, self.bubble, self.optimizer)
-        return sum(parts, self.compute + self.jitter + self.checkpoint)
+        return sum(parts, self.compute + self.offload + self.jitter + self.checkpoint)
 
     def quantile(self, p: float) -> Column:
         """Step time that is not exceeded with probability p, the error of log(step) taken as normal."""
@@ -64,8 +68,11 @@ class _Layer:
     """Seconds of one layer and one micro-batch."""
 
     forward: Column
+    """With what is moved to the host meanwhile."""
     backward: Column
-    """With what is recomputed."""
+    """With what is recomputed, and moved back."""
+    moved: Column
+    """Of the two, what copies take."""
     tensor: Column
     """Exposed, forward and backward."""
     context: Column
@@ -90,13 +97,14 @@ def time(jobs: Jobs, constants: Constants) -> Time:
     slow, ends = _slowest(jobs, layers, layer, done)
     others = _others(jobs, layers, layer, done) - slow * layer.whole - ends
     m = jobs.micro_batches
-    compute = m * (slow * (layer.forward + layer.backward) + ends)
+    compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
     waiting = _bubble(jobs, layer, done, others)
     message = _messages(jobs, constants)
     data = _data(jobs, constants, layers, layer)
     update, accumulation = _optimizer(jobs, constants, layers)
     parts = [
         compute + accumulation,
+        m * slow * layer.moved,
         m * slow * layer.launch,
         m * slow * layer.tensor,
         m * slow * layer.context,
@@ -106,7 +114,8 @@ def time(jobs: Jobs, constants: Constants) -> Time:
         update,
     ]
     doublings = np.log2(np.maximum(jobs.world / jobs.gpus_per_node, 1))
-    parts = [part * constants.scale for part in parts]
+    scale = constants.scale * factor(jobs, constants.residuals) if constants.residuals else constants.scale
+    parts = [part * scale for part in parts]
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
     checkpoint = _checkpoint(jobs)
     found = np.broadcast_arrays(*parts, jitter, checkpoint, np.float64(constants.spread), _flops(jobs, done))
@@ -114,14 +123,28 @@ def time(jobs: Jobs, constants: Constants) -> Time:
 
 
 def _layer(jobs: Jobs, constants: Constants, done: Work) -> _Layer:
-    forward, backward = done.forward, done.backward + done.again
+    copy = _copy(jobs, constants)
+    forward, backward = done.forward + copy, done.backward + done.again + copy
     tensor_forward, tensor_backward = _tensor(jobs, constants)
     context = _context(jobs, constants, done)
     waits = (
         np.maximum(done.launch_forward - forward - tensor_forward, 0),
         np.maximum(done.launch_backward - backward - tensor_backward, 0),
     )
-    return _Layer(forward, backward, tensor_forward + tensor_backward, context, *waits)
+    return _Layer(forward, backward, 2 * copy, tensor_forward + tensor_backward, context, *waits)
+
+
+def _copy(jobs: Jobs, constants: Constants) -> Column:
+    """To the host, or back: on the stream that computes (parallel.memory.activation_offload), so that nothing hides it
+    (Rhu et al. 2016, arXiv:1602.08124, section 3.1: bytes over PCIe's bandwidth)."""
+    if not np.any(jobs.offload_activations):
+        return np.zeros(())
+    kept, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
+    return np.where(jobs.offload_activations > 0, kept / _pcie(jobs), 0.0)
+
+
+def _pcie(jobs: Jobs) -> Column:
+    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
 
 
 def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
@@ -160,7 +183,7 @@ def _passes(jobs: Jobs) -> Column:
 
 def _exchanges(jobs: Jobs, constants: Constants) -> Column:
     """Nothing hides them."""
-    return all_gather(group(jobs, constants, jobs.cp, jobs.tp), exchanged(jobs), 4 * _passes(jobs))
+    return all_to_all(group(jobs, constants, jobs.cp, jobs.tp), exchanged(jobs), 4 * _passes(jobs))
 
 
 def _ring(jobs: Jobs, constants: Constants, done: Work) -> Column:
@@ -244,8 +267,7 @@ def _optimizer(jobs: Jobs, constants: Constants, layers: Layers) -> tuple[Column
     shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
     update = held / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
-    pcie = np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
-    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / pcie
+    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
     update = update + np.where(jobs.offload > 0, 4 * host, 0.0)
     added = held * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
     times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)

@@ -6,6 +6,8 @@ from hpc_train.config.degrees import resolve
 from hpc_train.planner.band import Band
 from hpc_train.planner.candidate import Candidate
 
+_WHOLE = 1e3
+"""From here on no digits after the point, and none as a power of ten."""
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -32,6 +34,10 @@ def techniques(it: Candidate) -> str:
     if parallel.recompute.mode != "none":
         every = parallel.recompute.every
         words.append(f"recompute {parallel.recompute.mode}{f' every {every}' if every > 1 else ''}")
+    if degrees.cp > 1 and parallel.context.method != "ring":
+        words.append(parallel.context.method)
+    if parallel.recompute.offload:
+        words.append("offload activations")
     if not parallel.reshard_after_forward:
         words.append("no reshard")
     words += [f"offload {name}" for name in ("optimizer", "parameters") if getattr(parallel.offload, name) != "none"]
@@ -60,4 +66,4 @@ def share(value: float | None) -> str:
 
 def ends(band: Band, digits: str = ".3g") -> str:
     """p10 - p90."""
-    return f"{band.p10:{digits}} - {band.p90:{digits}}"
+    return " - ".join(f"{it:,.0f}" if it >= _WHOLE else f"{it:{digits}}" for it in (band.p10, band.p90))

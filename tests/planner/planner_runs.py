@@ -74,13 +74,15 @@ def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -
     Only those are left out that differ from another one in a setting without effect.
     """
     meshes = [it for it in product(range(1, world + 1), repeat=5) if _product(it) == world]
-    options = product((0, 1, 2, 3), (1, 0), (1, 0), (0, 1))
-    for (pp, replicate, shard, cp, tp), (zero, reshard, sequence, overlap) in product(meshes, list(options)):
+    options = product((0, 1, 2, 3), (1, 0), (1, 0), (0, 1), (0, 1))
+    for (pp, replicate, shard, cp, tp), (zero, reshard, sequence, overlap, ulysses) in product(meshes, list(options)):
         if zero and shard * cp == 1:
             continue  # nothing to shard over: the same as ddp
+        if config.parallel.context.method == "ulysses" and not ulysses:
+            continue  # what the run says of it stays
         if (not reshard and zero != 3) or (tp == 1 and (not sequence or overlap)):
             continue
-        layout = (pp, replicate, shard, cp, tp, zero, reshard, sequence, overlap)
+        layout = (pp, replicate, shard, cp, ulysses, tp, zero, reshard, sequence, overlap)
         sizes = [n for n in range(1, config.train.global_batch + 1) if _divides(n, config, replicate * shard)]
         for (virtual, code), micro, technique in product(_orders(pp), sizes, _techniques(every)):
             yield tuple(map(float, (*layout, virtual, code, micro, *technique)))
@@ -104,11 +106,12 @@ def _orders(pp: int) -> list[tuple[int, int]]:
     return [(virtual, SCHEDULES.index(name)) for name in REQUIREMENTS for virtual in (1, 2, 3, 4)]
 
 
-def _techniques(every: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _techniques(every: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     return [
-        (mode, k, offload)
+        (mode, k, moved, offload)
         for mode in range(len(RECOMPUTE))
         for k in (every if mode else (1,))
+        for moved in (0, 1)
         for offload in range(len(OFFLOAD))
     ]
 

@@ -90,6 +90,7 @@ def test_three_runs_predict_a_fourth(tmp_path: Path, runs: dict[str, str], capsy
     assert planned is not None
     assert planned.step is not None
     assert planned.step.p50 == pytest.approx(measured, rel=0.05)
+    assert planned.step.p50 == pytest.approx(told["runs"][runs["d"]]["calibrated"]), "the file says all that was learnt"
     assert planned.fits == "unknown", "nobody has said how much memory a rank has"
 
 

@@ -22,6 +22,9 @@ LAYOUTS = {
     "tp8, selective": ("parallel.tp=8", "parallel.recompute.mode=selective"),
     "tp4, pp2": ("parallel.tp=4", "parallel.pp=2"),
     "cp2, tp2, grouped keys": ("parallel.cp=2", "parallel.tp=2", "model.kv_heads=4"),
+    "cp2, tp2, heads exchanged": (
+        "parallel.cp=2", "parallel.tp=2", "model.kv_heads=4", "parallel.context.method=ulysses",
+    ),
     "gpt, zero3": ("model=gpt3_1_3b", "parallel.strategy=zero3", "parallel.dp_shard=8"),
 }  # fmt: skip
 

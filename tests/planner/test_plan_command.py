@@ -171,6 +171,13 @@ def test_nothing_that_fits_is_an_answer_too(capsys: pytest.CaptureFixture[str]) 
     assert "Nothing fits" in capsys.readouterr().out
 
 
+def test_no_layout_at_all_says_what_degrees_must_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "cluster=dgx_a100", "model=llama_7b", "cluster.nodes=4", "parallel.tp=3"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "No layout has 32 ranks with tp 3. Degrees divide the ranks" in told
+    assert "Nothing fits" not in told
+
+
 def test_the_table_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *RUN, "cluster.nodes=2", "plan.price_per_gpu_hour=2", "--top", "2"]) == 0
     told = capsys.readouterr().out
@@ -211,6 +218,7 @@ def test_the_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
         (("model=custom", "model.name=mine"), "custom"),
         (("--top", "0"), "--top 0"),
         (("plan.nodes=[0]",), "plan.nodes=[0]"),
+        (("cluster=karolina", "cluster.nodes=100"), "cluster.nodes=100: karolina has 72"),
         (("plan.budget=10",), "plan.price_per_gpu_hour"),
         (("parallel.pipeline.schedule=mine.csv",), "mine.csv"),
         (("parallel=fsdp", "parallel.tp=3"), "3"),

@@ -44,10 +44,21 @@ def rows(rated: Rated) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world"), [(SMALL, 8), (TIGHT, 8), (ACROSS, 16), (FULL, 16)], ids=["small", "tight", "across", "full"]
+    ("overrides", "world", "fixed"),
+    [
+        (SMALL, 8, {}),
+        (TIGHT, 8, {}),
+        (ACROSS, 16, {}),
+        (FULL, 16, {}),
+        (TIGHT, 8, {"offload_activations": (1.0,), "overlap_tensor": (0.0,)}),
+        (ACROSS, 16, {"cp": (2.0, 4.0), "overlap_tensor": (0.0,)}),
+    ],
+    ids=["small", "tight", "across", "full", "moved", "context"],
 )
-def test_bounds_leave_out_nothing_that_matters(overrides: tuple[str, ...], world: int) -> None:
-    bounded, everything = find(run(*overrides), world), find(run(*overrides), world, exhaustive=True)
+def test_bounds_leave_out_nothing_that_matters(
+    overrides: tuple[str, ...], world: int, fixed: dict[str, tuple[float, ...]]
+) -> None:
+    bounded, everything = (find(run(*overrides), world, exhaustive, Fixed(fixed)) for exhaustive in (False, True))
     for name in ("best", "doubtful", "front"):
         assert rows(getattr(bounded, name)) == rows(getattr(everything, name)), name
     assert bounded.searched == everything.searched == everything.estimated
@@ -59,6 +70,7 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
     config = run(*TIGHT)
     few = {"schedule": (2.0, 3.0), "virtual_stages": (1.0, 2.0), "micro_batch": (1.0,), "overlap_tensor": (0.0,)}
     fixed = Fixed({**few, "reshard": (1.0,), "recompute_every": (1.0,), "cp": (1.0, 2.0), "sequence_parallel": (1.0,)})
+    fixed = Fixed({**fixed.values, "offload": (0.0, 2.0), "zero": (0.0, 1.0, 3.0)})
     found = find(config, 8, fixed=fixed)
     told = constants.default()
     best: dict[Row, tuple[float, Row]] = {}
