@@ -113,6 +113,8 @@ def _add_checkpoint(kinds: _Kinds) -> None:
     bench.add_argument("--tensors", type=int, help="so many equal ones, in place of a transformer and its AdamW state")
     bench.add_argument("--directory", nargs="+", default=["."], metavar="DIR", help="where (default: here)")
     bench.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
+    bench.add_argument("--operations", nargs="+", metavar="NAME", help="only these: save, stall, load_cold, ...")
+    bench.add_argument("--sides", nargs="+", metavar="NAME", help="only these: hpc_train, raw_direct, dcp, ...")
     bench.add_argument("--json", action="store_true", help="print the result as JSON")
     bench.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
     bench.set_defaults(run=_checkpoint)
@@ -172,8 +174,9 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from hpc_train.bench.checkpoint.command import checkpoint_command
-    from hpc_train.bench.checkpoint.result import Options
+    from hpc_train.bench.checkpoint.result import OPERATIONS, SIDES, Options
 
     a = arguments
-    options = Options(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds)
+    chosen = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
+    options = Options(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *chosen)
     return checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)

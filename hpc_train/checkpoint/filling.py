@@ -13,9 +13,6 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.looking import Looking
 from hpc_train.checkpoint.slots import Bytes, Slots, bytes_of, copy, copy_part
 
-THREADS = 3
-"""That fill and write: while one copies, the disk has work of the two others."""
-
 
 class Filling:
     """What `looking` takes."""

@@ -7,7 +7,8 @@ shards and their bytes in its file are those of its neighbours, and where a shar
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,8 +26,7 @@ _FEW = 8
 """Members that are faster looked at one by one."""
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A logical tensor."""
 
     name: str
@@ -76,15 +76,19 @@ class Part:
     rectangle: Rectangle
 
 
-class Lone(NamedTuple):
-    """The only part of a tensor."""
+@dataclass
+class Lone:
+    """The tensors of which one file has one rectangle and no other has any."""
 
-    tensor: Tensor
-    file: int
-    place: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Of the part."""
+    rows: dict[str, int]
+    """Of each by name, in the columns."""
+    tensors: list[Tensor]
+    files: list[int]
+    places: list[int]
+    starts: list[tuple[int, ...]]
+    """Where the rectangle begins in the tensor."""
+    shapes: list[tuple[int, ...]]
+    """Of the rectangle."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +145,19 @@ class Holdings:
         return found
 
     @cached_property
-    def lone(self) -> dict[str, Lone]:
-        """By name, the tensors of which one file has one rectangle and no other has any: mostly all of many."""
-        found: dict[str, Lone] = {}
-        for name, rows in self._rows.items():
-            layout, row = rows[0]
-            if len(rows) == len(layout.files) == 1:
-                offset = tuple(layout.offsets[row][0].tolist())
-                tensor, place = self.tensors[layout.tensors[row]], int(layout.places[row])
-                found[name] = Lone(tensor, int(layout.files[0]), place, offset, layout.shapes[row])
+    def lone(self) -> Lone:
+        """Found once, as mostly all of thousands of tensors are such."""
+        counted = Counter(self.tensors[index].name for it in self.layouts for index in it.tensors.tolist())
+        found = Lone({}, [], [], [], [], [])
+        for layout in self.layouts:
+            if len(layout.files) == 1:
+                starts = {id(it): tuple(it[0].tolist()) for it in layout.offsets}
+                found.tensors += [self.tensors[index] for index in layout.tensors.tolist()]
+                found.files += [int(layout.files[0])] * len(layout.shapes)
+                found.places += layout.places.tolist()
+                found.starts += [starts[id(it)] for it in layout.offsets]
+                found.shapes += layout.shapes
+        found.rows.update((it.name, row) for row, it in enumerate(found.tensors) if counted[it.name] == 1)
         return found
 
     @cached_property
@@ -232,11 +240,7 @@ def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str]
     """known: what was decoded before; rows that are cut alike have equal offsets, and then one array."""
     files = decode(body["files"])
     shapes = tuple(tuple(shape) for shape in body["shapes"])
-    keys = [(len(files), str(codes)) for codes in body["offsets"]]
-    for key, codes in zip(keys, body["offsets"], strict=True):
-        if key not in known:
-            known[key] = _columns(codes, len(files))
-    offsets = tuple(known[key] for key in keys)
+    offsets = tuple(_offsets(body["offsets"], len(files), known))
     within = tuple(Within(int(n), tuple(of), tuple(at)) for n, of, at in body["within"]) if "within" in body else None
     layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets, within)
     rows = len(layout.tensors)
@@ -244,6 +248,18 @@ def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str]
     if any(len(it) != rows for it in columns) or (rows and layout.tensors.max() >= tensors):
         raise ValueError("a layout whose columns differ in length")
     return layout
+
+
+def _offsets(codes: list[Any], members: int, known: dict[tuple[int, str], Integers]) -> Iterator[Integers]:
+    """Of every row. Most are as the row before, which is cheap to see."""
+    last, made = None, None
+    for of_row in codes:
+        if made is None or of_row != last:
+            key = (members, str(of_row))
+            if key not in known:
+                known[key] = _columns(of_row, members)
+            last, made = of_row, known[key]
+        yield made
 
 
 def _columns(codes: list[Any], members: int) -> Integers:

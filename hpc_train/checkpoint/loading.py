@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import locate
@@ -18,7 +20,7 @@ from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle, uncovered
 from hpc_train.checkpoint.source import Source, table_of
-from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, strips
+from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, single, strips
 from hpc_train.checkpoint.targets import Target
 from hpc_train.checkpoint.transfer import in_file_order, reads
 from hpc_train.errors import UserError
@@ -37,13 +39,16 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> d
     dtype; CheckpointError if it is damaged. Until then nothing is written, but after an error while the data is being
     read the content of `local` is undefined.
     """
-    wanted = list(pieces)
+    with uncollected():  # to the end: what a manifest of thousands of tensors is made of is gone before the next look
+        return _load(directory, step, list(pieces), world)
+
+
+def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> dict[str, Any]:
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
     plan: list[Strips] = []
-    with uncollected():
-        on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
-        targets = [Target(piece) for piece in wanted]
+    on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
+    targets = [Target(piece) for piece in wanted]
     sizes = [file.image for file in manifest.files]
     own, shared = agree(plan[0], sizes, world)
     with Source(path, manifest.files) as source:
@@ -66,30 +71,38 @@ def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
 
 def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strips:
     """What this rank wants, in file order."""
+    plain, others = _of_lone(pieces, manifest.holdings.lone)
+    rows = _of_others(pieces, others, manifest, where) if others else []
+    return in_file_order(cut(np.concatenate([single(plain), strips(rows)])))
+
+
+def _of_lone(pieces: Sequence[Piece], lone: Lone) -> tuple[list[Numbers], list[int]]:
+    """(file, byte, bytes, piece) of the pieces that are just what was saved and nowhere else; the others' indices."""
+    plain: list[Numbers] = []
+    others: list[int] = []
+    rows, tensors, starts, shapes = lone.rows, lone.tensors, lone.starts, lone.shapes
+    for index, piece in enumerate(pieces):
+        row, local = rows.get(piece.name), piece.local
+        if row is not None and piece.offset == starts[row] and local.shape == shapes[row] and local.nbytes:
+            tensor = tensors[row]
+            if piece.shape == tensor.shape and dtype_name(piece.dtype) == tensor.dtype:
+                plain.append((lone.files[row], lone.places[row], local.nbytes, index))
+                continue
+        others.append(index)
+    return plain, others
+
+
+def _of_others(pieces: Sequence[Piece], which: Sequence[int], manifest: Manifest, where: str) -> list[Numbers]:
     tensors = {tensor.name: tensor for tensor in manifest.holdings.tensors}
-    missing = [piece.name for piece in pieces if piece.name not in tensors]
+    missing = [pieces[index].name for index in which if pieces[index].name not in tensors]
     if missing:
         more = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise UserError(
             f"{where} has no tensor {missing[0]!r}{more}; it is of another model or optimizer: choose another"
         )
-    rows: list[Numbers] = []
-    lone = manifest.holdings.lone
-    for index, piece in enumerate(pieces):
-        size = _lone_size(piece, lone.get(piece.name))
-        if size:
-            rows.append((lone[piece.name].file, lone[piece.name].place, 1, size, size, index, 0, size))
-        else:
-            rows += _copies(index, piece, tensors[piece.name], manifest, where)
-    return in_file_order(cut(strips(rows)))
-
-
-def _lone_size(piece: Piece, part: Lone | None) -> int:
-    """Bytes of a piece that is just what was saved, and nowhere else; 0 for any other, which takes a longer look."""
-    if part is None or piece.offset != part.offset or piece.local.shape != part.shape:
-        return 0
-    alike = piece.shape == part.tensor.shape and dtype_name(piece.dtype) == part.tensor.dtype
-    return piece.local.nbytes if alike else 0
+    return [
+        row for index in which for row in _copies(index, pieces[index], tensors[pieces[index].name], manifest, where)
+    ]
 
 
 def _copies(index: int, piece: Piece, tensor: Tensor, manifest: Manifest, where: str) -> list[Numbers]:

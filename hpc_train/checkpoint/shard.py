@@ -17,7 +17,6 @@ from hpc_train.checkpoint.compressed import Lying, write_compressed
 from hpc_train.checkpoint.copying import Copying, begin
 from hpc_train.checkpoint.digests import to_bytes
 from hpc_train.checkpoint.files import checksum_of, write_file
-from hpc_train.checkpoint.filling import THREADS as FILLING_THREADS
 from hpc_train.checkpoint.filling import Filling, can_fill
 from hpc_train.checkpoint.holdings import Held, held_by
 from hpc_train.checkpoint.image import Image, Row, make_image, row_of
@@ -28,7 +27,7 @@ from hpc_train.checkpoint.poison import Span, all_finite
 from hpc_train.checkpoint.slots import Slots, make_slots
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
-from hpc_train.checkpoint.stream import THREADS, write_image, write_stream
+from hpc_train.checkpoint.stream import write_image, write_stream
 
 DIGESTS = ".digests"
 """Suffix of the table of digests beside a shard file."""
@@ -137,8 +136,7 @@ def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USU
     if isinstance(image, LocalFile):
         digests = image.copy_to(path, how)
     elif staged.looking is not None:
-        threads = THREADS if staged.filling is None else FILLING_THREADS
-        digests = write_stream(path, staged.looking.read, staged.size, how, threads, staged.looking.digests)
+        digests = write_stream(path, staged.looking.read, staged.size, how, True, staged.looking.digests)
     else:
         digests = write_image(path, image, staged.size, how)
     return write_table(directory, name, staged.size, digests), staged.held

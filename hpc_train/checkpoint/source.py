@@ -27,9 +27,9 @@ from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.shard import beside
 
-_HOT = 1 << 20
+_HOT = 512 << 10
 """Bytes that are verified while they are still in the processor's cache."""
-_WORKING = 2
+WORKING = 2
 """Threads that use a processor at once; any number waits for the disk."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -51,7 +51,7 @@ class Source:
         self._directory, self._files = directory, files
         self._open: dict[int, _Opened] = {}
         self._lock, self._local = threading.Lock(), threading.local()
-        self._working = threading.Semaphore(_WORKING)
+        self._working = threading.Semaphore(WORKING)
 
     def __enter__(self) -> Source:
         return self
@@ -117,6 +117,10 @@ class Source:
     def is_direct(self, file: int) -> bool:
         """Whether the page cache is passed by, into `memory`: then it reads pages into pages."""
         return self._opened(file).direct and self._opened(file).parts is None
+
+    def is_cached(self, file: int) -> bool:
+        """Whether it is read as it is, out of the page cache: then parts of a read cost no more than all at once."""
+        return not self._opened(file).direct and self._opened(file).parts is None
 
     def size(self, file: int) -> int:
         """Bytes of the image of a file."""

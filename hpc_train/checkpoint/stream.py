@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from hpc_train.checkpoint.files import opened, write_at
 from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 
-THREADS = 2
+_THREADS = 2
+_AHEAD = 4
+"""Pieces that wait for the disk, or are being written, at most."""
+_PARTS = 4
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors that mean that a file system cannot."""
 Source = Callable[[int, int], memoryview]
@@ -23,6 +27,8 @@ Source = Callable[[int, int], memoryview]
 a page: what it gives beyond the size is not kept."""
 Digests = Callable[[int, memoryview], list[int]]
 """Of the blocks of what came from a byte on."""
+_Piece = tuple[int, int]
+"""Its first byte, and the one behind its last."""
 
 
 def digests_at(begin: int, data: memoryview) -> list[int]:
@@ -38,63 +44,64 @@ def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUA
     """
     end = -(-size // ALIGNMENT) * ALIGNMENT
     memory[size:end] = bytes(end - size)
-    return write_stream(path, lambda begin, end: memory[begin:end], size, how)
+    return write_stream(path, lambda begin, end: memory[begin:end], size, how, stays=True)
 
 
 def write_stream(
-    path: Path, source: Source, size: int, how: Behaviour, threads: int = THREADS, digests: Digests = digests_at
+    path: Path, source: Source, size: int, how: Behaviour, stays: bool = False, digests: Digests = digests_at
 ) -> list[int]:
     """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order.
 
+    stays: what the source gives stays valid until the file is written; then one thread asks for it, in order.
     digests: tells those of what came, if the source knows them.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, source, size, how, threads, digests)
+            return _write(path, flags | os.O_DIRECT, source, size, how, stays, digests)
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, source, size, replace(how, direct=False), threads, digests)
+    return _write(path, flags, source, size, replace(how, direct=False), stays, digests)
 
 
 def _write(
-    path: Path, flags: int, source: Source, size: int, how: Behaviour, threads: int, digests: Digests
+    path: Path, flags: int, source: Source, size: int, how: Behaviour, stays: bool, digests: Digests
 ) -> list[int]:
     with opened(path, flags) as file:
-        return fill_file(file, source, size, how, threads, digests)
+        return fill_file(file, source, size, how, stays, digests)
 
 
 def fill_file(
-    file: int, source: Source, size: int, how: Behaviour, threads: int = THREADS, digests: Digests = digests_at
+    file: int, source: Source, size: int, how: Behaviour, stays: bool = False, digests: Digests = digests_at
 ) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
     end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
     if how.reserve:
         reserve(file, end)
-    found = list(_chunks(file, source, size, end, how.write_bytes, threads, digests=digests))
+    found = list(_chunks(file, source, size, end, how.write_bytes, stays, digests=digests))
     os.ftruncate(file, size)
     os.fsync(file)
     return found
 
 
-def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour) -> list[int]:
+def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour, stays: bool = False) -> list[int]:
     """Write whole blocks, from byte `at` on, into a file that is there and that others write to as well.
 
-    They are on the disk when this returns; returns their digests. Raises OSError.
+    stays: see write_stream. They are on the disk when this returns; returns their digests. Raises OSError.
     """
     assert at % BLOCK == size % BLOCK == 0, (at, size)
     try:
         with opened(path, os.O_WRONLY | (os.O_DIRECT if how.direct else 0)) as file:
-            digests = list(_chunks(file, source, size, size, how.write_bytes, THREADS, at))
+            digests = list(_chunks(file, source, size, size, how.write_bytes, stays, at))
             os.fsync(file)
             return digests
     except OSError as error:
         if not how.direct or error.errno not in NO_DIRECT:
             raise
-    return write_part(path, at, source, size, replace(how, direct=False))
+    return write_part(path, at, source, size, replace(how, direct=False), stays)
 
 
 def _chunks(
@@ -103,25 +110,67 @@ def _chunks(
     size: int,
     end: int,
     chunk: int,
-    threads: int,
+    stays: bool,
     at: int = 0,
     digests: Digests = digests_at,
 ) -> Iterator[int]:
     """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order."""
     assert chunk % BLOCK == 0, chunk
 
-    def put(begin: int) -> list[int]:
-        data = source(begin, min(begin + chunk, end))
-        found = digests(begin, data[: size - begin])
-        write_at(file, data, at + begin)
+    def get(piece: _Piece) -> tuple[memoryview, list[int]]:
+        data = source(*piece)
+        return data, digests(piece[0], data[: size - piece[0]])
+
+    def put(piece: _Piece, data: memoryview) -> None:
+        write_at(file, data, at + piece[0])
+
+    def both(piece: _Piece) -> list[int]:
+        data, found = get(piece)
+        put(piece, data)
         return found
 
-    if end <= chunk:
-        yield from put(0)
+    pieces = list(_pieces(end, chunk))
+    if len(pieces) == 1:
+        yield from both(pieces[0])
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(put, range(0, end, chunk)):
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for found in _ahead(pool, pieces, get, put) if stays else pool.map(both, pieces):
             yield from found
+
+
+def _pieces(end: int, chunk: int) -> Iterator[_Piece]:
+    """The first chunk in parts, so that the disk soon has something to do."""
+    part = chunk // _PARTS if chunk % (_PARTS * BLOCK) == 0 else chunk
+    for begin in range(0, min(chunk, end), part):
+        yield begin, min(begin + part, end)
+    for begin in range(chunk, end, chunk):
+        yield begin, min(begin + chunk, end)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor,
+    pieces: Sequence[_Piece],
+    get: Callable[[_Piece], tuple[memoryview, list[int]]],
+    put: Callable[[_Piece, memoryview], None],
+) -> Iterator[list[int]]:
+    """Get every piece in this thread while those before it are written, so that the disk always has one to take.
+
+    Threads that did both would fall into step, as the disk serves their writes alike: it would wait while all of them
+    get their next.
+    """
+    writing: deque[Future[None]] = deque()
+    try:
+        for piece in pieces:
+            data, found = get(piece)
+            writing.append(pool.submit(put, piece, data))
+            while writing and (writing[0].done() or len(writing) > _AHEAD):
+                writing.popleft().result()
+            yield found
+        for it in writing:
+            it.result()
+    finally:
+        for it in writing:
+            it.cancel()
 
 
 def reserve(file: int, size: int) -> None:

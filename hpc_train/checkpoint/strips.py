@@ -6,7 +6,7 @@ one that is contiguous in both is a single run. Thousands of them are one array.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,14 @@ Numbers = tuple[int, ...]
 def strips(rows: Iterable[Numbers]) -> Strips:
     """The array of such rows, in the order of the fields."""
     return np.array(list(rows), dtype=STRIP)
+
+
+def single(rows: Sequence[Numbers]) -> Strips:
+    """The same of single runs into the beginnings of pieces: (file, begin, run, piece) each."""
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    found = np.zeros(len(table), dtype=STRIP)
+    found["file"], found["begin"], found["run"], found["piece"] = table.T
+    return _single(found)
 
 
 def between(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hpc_train.api import Piece
 
@@ -19,12 +21,25 @@ class Target:
     """Where the bytes of a piece go: its own memory, or, where that is not contiguous, a copy until `finish`."""
 
     def __init__(self, piece: Piece) -> None:
-        self._local = piece.local.detach()
-        whole = self._local.is_contiguous()
-        self._whole = self._local if whole else torch.empty_like(self._local, memory_format=torch.contiguous_format)
-        self._bytes = self._whole.reshape(-1).view(torch.uint8)
-        self.memory: NDArray[np.uint8] | None = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
+        local = self._local = self._whole = piece.local
+        assert not local.is_conj(), "its memory is not its values"
+        assert not local.is_neg(), "its memory is not its values"
+        if not local.is_contiguous():
+            self._whole = torch.empty_like(local, memory_format=torch.contiguous_format)
+
+    @cached_property
+    def memory(self) -> NDArray[np.uint8] | None:
         """None on a GPU."""
+        return self._bytes.numpy() if self._whole.is_cpu else None
+
+    @property
+    def address(self) -> int:
+        """Of the memory: thousands of small tensors are copied by nothing but that. 0 on a GPU."""
+        return self._whole.data_ptr() if self._whole.is_cpu else 0
+
+    @cached_property
+    def _bytes(self) -> Tensor:
+        return self._whole.detach().reshape(-1).view(torch.uint8)
 
     def put(self, at: int, step: int, runs: NDArray[Any]) -> None:
         """Copy runs, as `view` gives them, to bytes `at`, `at + step`, ... of the piece."""
@@ -35,17 +50,10 @@ class Target:
         to = self._bytes.as_strided((count, run), (step, 1), self._bytes.storage_offset() + at)
         to.copy_(torch.from_numpy(np.ascontiguousarray(runs).view(np.uint8).reshape(count, run)))
 
-    def put_run(self, at: int, run: NDArray[np.uint8]) -> None:
-        """Copy one run to byte `at`: what thousands of small tensors need."""
-        if self.memory is not None:
-            self.memory[at : at + len(run)] = run
-        else:
-            self.put(at, len(run), run[None])
-
     def finish(self) -> None:
         """When every byte has come."""
         if self._whole is not self._local:
-            self._local.copy_(self._whole)
+            self._local.detach().copy_(self._whole)
 
 
 def view(buffer: Buffer, first: int, count: int, stride: int, run: int) -> NDArray[Any]:

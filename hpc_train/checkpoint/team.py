@@ -71,7 +71,7 @@ class Team:
         if isinstance(staged.image, LocalFile):
             return staged.image.copy_into(path, spot.begin, how)
         memory = staged.image
-        return write_part(path, spot.begin, lambda begin, end: memory[begin:end], staged.size, how)
+        return write_part(path, spot.begin, lambda begin, end: memory[begin:end], staged.size, how, stays=True)
 
     def _answers(
         self, directory: Path, name: str, found: Sequence[Sequence[int]]

@@ -21,7 +21,8 @@ from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incompl
 from hpc_train.checkpoint.shard import beside
 
 _log = logging.getLogger(__name__)
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20
+"""Bytes that are still in the processor's cache when they are looked at."""
 _SPAN = (256 << 20) // BLOCK
 """Blocks that a thread looks at in one go."""
 

@@ -62,6 +62,18 @@ def test_equal_tensors_as_a_table_and_a_plot(tmp_path: Path) -> None:
     assert list(where.iterdir()) == []
 
 
+def test_only_what_is_asked_for(tmp_path: Path) -> None:
+    few = ["--operations", "stall", "save", "--sides", "raw_direct", "hpc_train", "--gib", "0.002", "--ranks", "1"]
+    command = [*COMMAND, *few, "--rounds", "2", "--directory", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (setting,) = json.loads(done.stdout)["settings"]
+    wanted = {("save", "hpc_train"), ("save", "raw_direct"), ("stall", "hpc_train")}
+    measured = {(line["operation"], line["side"]) for line in setting["lines"]}
+    assert measured == {(operation, side) for operation, side in wanted if side not in setting["missing"]}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_stopped_bench_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
     command = [*COMMAND, "--gib", "0.004", "--rounds", "100000", "--ranks", "2", "--directory", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -109,6 +121,8 @@ USUAL = Options(0.001, (1,), None, (".",), 2)
         ({"ranks": (1, 0)}, "--ranks 0"),
         ({"rounds": 0}, "--rounds 0"),
         ({"tensors": 0}, "--tensors 0"),
+        ({"operations": ("save", "laod")}, "--operations laod: is none of save, stall,"),
+        ({"sides": ("hdf5",)}, "--sides hdf5: is none of hpc_train, raw_direct,"),
         ({"directories": ("absent",)}, "--directory absent"),
         ({"gib": 1e9}, "GiB are needed"),
     ],

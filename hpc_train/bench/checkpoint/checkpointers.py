@@ -27,20 +27,19 @@ def hpc_train(folder: Path, world: World, state: State, targets: State) -> Side:
         [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tensors.items()]
         for tensors in (state, targets)
     )
-    at_once, saver = Saver(folder, world, background=False), Saver(folder, world)
-
-    def save() -> None:
-        at_once.save(_STEP, pieces, {})
-        for saved in at_once.wait():
-            saved.wait()
+    saver = Saver(folder, world)
 
     def wait() -> None:
         for saved in saver.wait():
             saved.wait()
 
-    def begin() -> Callable[[], None]:
+    def begin(background: bool = True) -> Callable[[], None]:
+        saver.background = background
         saver.save(_STEP, pieces, {})
         return wait
+
+    def save() -> None:
+        begin(background=False)()
 
     def sound() -> None:
         problems = verify(folder, _STEP, world)

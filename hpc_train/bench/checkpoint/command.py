@@ -12,13 +12,13 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.bench.checkpoint.result import Line, Options, Ratio, Result, Setting
+from hpc_train.bench.checkpoint.result import OPERATIONS, SIDES, Line, Options, Ratio, Result, Setting
 from hpc_train.bench.local import leaving_when_told, wait
 from hpc_train.errors import EXIT_DONE, UserError
 
 _SETTING = "setting.json"
-_ON_DISK = 10
-"""Times the state that lies in a directory at once, at most: that of every side, and the one that is replaced."""
+_REPLACED = 2
+"""Times the state that lies in a directory at once, at most, besides that of every side."""
 
 
 def checkpoint_command(options: Options, as_json: bool, plot: Path | None = None) -> int:
@@ -53,10 +53,16 @@ def _check(options: Options, plot: Path | None) -> None:
         for value in values:
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: must be at least 1")
+    for name, given, known in (
+        ("operations", options.operations, OPERATIONS),
+        ("sides", options.sides, SIDES),
+    ):
+        if unknown := [it for it in given if it not in known]:
+            raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(known)}")
     for directory in map(Path, options.directories):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise UserError(f"--directory {directory}: is no directory that can be written to; make it first")
-        free, need = shutil.disk_usage(directory).free, int(_ON_DISK * options.gib * 2**30)
+        free, need = shutil.disk_usage(directory).free, int((len(options.sides) + _REPLACED) * options.gib * 2**30)
         if free < need:
             raise UserError(
                 f"--directory {directory}: {free / 2**30:.1f} GiB are free and {need / 2**30:.1f} GiB are needed;"

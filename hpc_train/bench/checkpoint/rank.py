@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -67,9 +67,9 @@ def measure(world: World, options: Options, directory: Path) -> Setting:
     share = int(options.gib * 2**30) // world.size
     tensors = max(1, options.tensors // world.size) if options.tensors else None
     state = make_state(share, tensors, world.rank)
-    targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    found, missing = _sides(directory, world, state, targets)
-    rounds = _Rounds(world, directory, found)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()} if _loads(options.operations) else {}
+    found, missing = _sides(directory, world, state, targets, options.sides)
+    rounds = _Rounds(world, directory, found, options.operations)
     rounds.warm_up(state, targets)
     for number in range(options.rounds):
         rounds.take(number)
@@ -89,27 +89,25 @@ def measure(world: World, options: Options, directory: Path) -> Setting:
 class _Rounds:
     """The sides, and what was measured so far."""
 
-    def __init__(self, world: World, directory: Path, found: list[Side]) -> None:
+    def __init__(self, world: World, directory: Path, found: list[Side], operations: tuple[str, ...]) -> None:
         self._world, self._directory, self._sides = world, directory, found
-        self._taken: _Taken = {operation: {} for operation in OPERATIONS}
+        self._taken: _Taken = {operation: {} for operation in OPERATIONS if operation in operations}
 
     def warm_up(self, state: State, targets: State) -> None:
         """Every side once, untimed, to see that what it loads is what was saved."""
         for side in self._sides:
-            self._empty(side)
-            save = side.save or _both(side)
-            save()
+            for save in (_both(side), side.save):
+                if save is not None:
+                    self._empty(side)
+                    save()
             self._barrier()
-            if side.load is not None:
+            if side.load is not None and _loads(self._taken):
                 side.load()
-            if side.load is not None and side.name != RAW_DIRECT:
-                for name, tensor in targets.items():
-                    assert torch.equal(tensor, state[name]), (side.name, name)
-                    tensor.zero_()
+                _check(side, state, targets)
 
     def take(self, number: int) -> None:
         """One round: every operation of every side, each time in another order."""
-        for operation in OPERATIONS:
+        for operation in self._taken:
             able = [side for side in self._sides if _work(side, operation) is not None]
             random.Random(f"{number} {operation}").shuffle(able)
             for side in able:
@@ -164,6 +162,10 @@ class _Rounds:
             dist.barrier()
 
 
+def _loads(operations: Container[str]) -> bool:
+    return COLD in operations or WARM in operations
+
+
 def _work(side: Side, operation: str) -> Callable[[], object] | None:
     by_operation: dict[str, Callable[[], object] | None] = {
         SAVE: side.save,
@@ -175,14 +177,22 @@ def _work(side: Side, operation: str) -> Callable[[], object] | None:
     return by_operation[operation]
 
 
-def _both(side: Side) -> Callable[[], object]:
-    assert side.begin is not None
+def _both(side: Side) -> Callable[[], object] | None:
     begin = side.begin
-    return lambda: begin()()
+    return None if begin is None else lambda: begin()()
 
 
-def _sides(directory: Path, world: World, state: State, targets: State) -> tuple[list[Side], dict[str, str]]:
-    """Those that work here, and why the others do not."""
+def _check(side: Side, state: State, targets: State) -> None:
+    """That it has loaded what was saved; nothing of it stays."""
+    for name, tensor in targets.items() if side.name != RAW_DIRECT else ():
+        assert torch.equal(tensor, state[name]), (side.name, name)
+        tensor.zero_()
+
+
+def _sides(
+    directory: Path, world: World, state: State, targets: State, wanted: tuple[str, ...]
+) -> tuple[list[Side], dict[str, str]]:
+    """Those that are wanted and work here, and why the others do not."""
     found, missing = [], {}
     ways: list[tuple[str, Callable[[Path], Side]]] = [
         ("hpc_train", lambda at: checkpointers.hpc_train(at, world, state, targets)),
@@ -195,6 +205,8 @@ def _sides(directory: Path, world: World, state: State, targets: State) -> tuple
         ("dcp_async_cached", lambda at: checkpointers.torch_dcp_async(at, world, state, targets, cached=True)),
     ]
     for name, make in ways:
+        if name not in wanted:
+            continue
         (directory / name).mkdir(exist_ok=True)
         try:
             found.append(make(directory / name))

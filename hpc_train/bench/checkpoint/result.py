@@ -15,6 +15,7 @@ RAW_DIRECT, RAW_BUFFERED, DCP = "raw_direct", "raw_buffered", "dcp"
 BASES = (RAW_DIRECT, RAW_BUFFERED, DCP)
 SAVE, STALL, COLD, WARM, VERIFY = "save", "stall", "load_cold", "load_warm", "verify"
 OPERATIONS = (SAVE, STALL, COLD, WARM, VERIFY)
+SIDES = (OURS, RAW_DIRECT, RAW_BUFFERED, "torch_save", "safetensors", DCP, "dcp_async", "dcp_async_cached")
 
 Samples = NDArray[np.float64]
 """(wall, CPU) seconds of every round, [rounds, 2]: wall of the slowest rank, CPU of all ranks."""
@@ -33,6 +34,8 @@ class Options:
     """That many equal ones, over all ranks; None: those of a transformer with its AdamW state."""
     directories: tuple[str, ...]
     rounds: int
+    operations: tuple[str, ...] = OPERATIONS
+    sides: tuple[str, ...] = SIDES
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from hpc_train.checkpoint.files import opened, write_at
 
 CHUNK = 16 << 20
 _PAGE = 4096
+_ARENA = 1 << 30
+"""Bytes of memory that raw I/O uses, over and over if the state is larger; far more than any processor's cache."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
@@ -36,27 +39,40 @@ class Side:
 
 def raw_direct(folder: Path, rank: int, state: State, targets: State) -> Side:
     """As many bytes, past the page cache, by one thread; loading leaves them in an arena. Raises OSError without it."""
-    path, size = folder / f"{rank}.raw", bytes_of(state)
+    path, size = folder / f"{rank}.raw", -(-bytes_of(state) // _PAGE) * _PAGE
     with opened(path, _NEW | os.O_DIRECT):
         path.unlink()
-    arena = memoryview(mmap.mmap(-1, -(-size // _PAGE) * _PAGE))
-    at = 0
-    for tensor in state.values():
-        arena[at : at + tensor.nbytes] = flat(tensor)
-        at += tensor.nbytes
+    arena = _filled(min(size, _ARENA), state)
+
+    def chunk(begin: int) -> memoryview:
+        at = begin % _ARENA
+        return arena[at : at + min(CHUNK, size - begin)]
 
     def save() -> None:
         with opened(path, _NEW | os.O_DIRECT) as file:
-            for begin in range(0, len(arena), CHUNK):
-                write_at(file, arena[begin : begin + CHUNK], begin)
+            for begin in range(0, size, CHUNK):
+                write_at(file, chunk(begin), begin)
             os.fsync(file)
 
     def load() -> None:
         with opened(path, os.O_RDONLY | os.O_DIRECT) as file:
-            for begin in range(0, len(arena), CHUNK):
-                _read(file, arena[begin : begin + CHUNK], begin)
+            for begin in range(0, size, CHUNK):
+                _read(file, chunk(begin), begin)
 
     return Side(RAW_DIRECT, save, load=load)
+
+
+def _filled(size: int, state: State) -> memoryview:
+    """Whole pages, huge ones where there are any, with the state's first bytes."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    arena, at = memoryview(memory), 0
+    for tensor in state.values():
+        count = min(tensor.nbytes, size - at)
+        arena[at : at + count] = flat(tensor)[:count]
+        at += count
+    return arena
 
 
 def raw_buffered(folder: Path, rank: int, state: State, targets: State) -> Side:

@@ -136,7 +136,7 @@ def _written(directory: Path, memory: memoryview, size: int) -> LocalFile:
 def _written_so(directory: Path, memory: memoryview, size: int, how: Behaviour) -> LocalFile:
     descriptor = _without_name(directory, os.O_DIRECT if how.direct else 0)
     try:
-        return LocalFile(descriptor, size, fill_file(descriptor, lambda begin, end: memory[begin:end], size, how))
+        return LocalFile(descriptor, size, fill_file(descriptor, lambda begin, end: memory[begin:end], size, how, True))
     except BaseException:
         os.close(descriptor)
         raise

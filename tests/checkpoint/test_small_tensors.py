@@ -1,0 +1,92 @@
+"""Many small tensors among a few large ones: read together and copied by every way there is to their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import alone, blank, random_bits, same_pieces, save_alone, whole
+
+from hpc_train.checkpoint import CheckpointError, load
+from hpc_train.checkpoint.digests import BLOCK
+from hpc_train.checkpoint.targets import Target
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+SHARD = "shards/000/000000.h5"
+
+
+def put_in_the_cache(path: Path) -> None:
+    path.read_bytes()
+
+
+def put_out_of_the_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+WAYS = {"cached": put_in_the_cache, "not cached": put_out_of_the_cache}
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    """12 MiB: sizes of a few bytes to several blocks that end anywhere, and two of several cells."""
+    found = {
+        f"small.{index}": random_bits((1 + index * 7919 % 40_000,), DTYPES[index % 4], index) for index in range(130)
+    }
+    return found | {f"large.{index}": random_bits((5 * BLOCK + index,), torch.bfloat16, index) for index in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor]) -> Path:
+    made = tmp_path_factory.mktemp("small_tensors")
+    save_alone(made, 1, tensors)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_tensor_is_what_it_was(directory: Path, tensors: dict[str, torch.Tensor], way: str) -> None:
+    WAYS[way](directory / "step-1" / SHARD)
+    pieces = blank(whole(tensors))
+    pieces[5].local.requires_grad_()
+    pieces[6] = replace(pieces[6], local=torch.zeros(pieces[6].local.numel(), 2, dtype=pieces[6].dtype)[:, 0])
+    load(directory, 1, pieces, alone())
+    assert not pieces[6].local.is_contiguous()
+    assert same_pieces(pieces, whole(tensors))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_by_the_way_that_gpus_take(
+    directory: Path, tensors: dict[str, torch.Tensor], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "address", 0)
+    monkeypatch.setattr(Target, "memory", None)
+    WAYS[way](directory / "step-1" / SHARD)
+    pieces = blank(whole(tensors))
+    load(directory, 1, pieces, alone())
+    assert same_pieces(pieces, whole(tensors))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_damage_names_a_tensor_of_its_block(
+    directory: Path, tensors: dict[str, torch.Tensor], way: Callable[[Path], None]
+) -> None:
+    shard = directory / "step-1" / SHARD
+    content = shard.read_bytes()
+    for name in ("small.3", "small.77", "large.2"):
+        at = content.index(tensors[name].view(torch.uint8).numpy().tobytes())
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        shard.write_bytes(damaged)
+        way(shard)
+        with pytest.raises(CheckpointError, match=f"block at byte {at // BLOCK * BLOCK}\\b") as error:
+            load(directory, 1, blank(whole(tensors)), alone())
+        named = tensors[str(error.value).split("tensor '")[1].split("'")[0]]
+        begin = content.index(named.view(torch.uint8).numpy().tobytes())
+        assert begin < (at // BLOCK + 1) * BLOCK
+        assert begin + named.nbytes > at // BLOCK * BLOCK
+    shard.write_bytes(content)
