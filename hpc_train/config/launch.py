@@ -63,6 +63,6 @@ class LaunchConfig:
     timeout_seconds: int = setting(default=1800, ge=10)
     """A collective or a rendezvous that takes longer than this ends the job."""
     extra: dict[str, str] = setting(default={})
-    """More sbatch options by their long name, such as mail-type: END."""
+    """More sbatch options by their long name, such as mail-type: END; with an empty value those that take none."""
     setup: list[str] = setting(default=[])
     """Shell lines to run in the batch script before the ranks start, such as `module load cuda`."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 PATIENCE = 30.0
 """Seconds for one answer; a controller under load may need some."""
@@ -57,6 +61,41 @@ def ask(command: Sequence[str]) -> Said:
     except subprocess.TimeoutExpired:
         return Said(124, err=f"{command[0]} gave no answer within {PATIENCE:g} s")
     return Said(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Inside, these signals are this handler's. Python lets only the main thread see to it: elsewhere nothing changes.
+
+    A handler that was not set by Python cannot be put back, and stays.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    before = {it: known for it in numbers if here and (known := signal.getsignal(it)) is not None}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Signals that would end this process wait, so that no job is submitted that nobody writes down.
+
+    A terminal's Ctrl-C ends sbatch, which then has refused.
+    """
+    came: list[int] = []
+    try:
+        with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def slurm_job(env: Mapping[str, str]) -> str | None:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.launch.ranks import entries
 from hpc_train.training.failure import Failure, first_failure
 
 EXITS = "exits.json"
 """In an attempt's log directory, by the local pool: [[task, exit code], ...] in the order of their ends."""
 SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+_OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
+"""With which of its tasks on a node this is said tells nothing: Slurm says it of all that end then."""
 _DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
 _DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
@@ -30,12 +33,21 @@ class FirstError:
     host: str = ""
     traceback: str = ""
     """Of the task's own failure; "" where it left no word, or only the user is to blame."""
+    besides: str = ""
+    """What srun says of the step that the task was in."""
 
     @property
     def line(self) -> str:
-        """All in one line: with a traceback, its last one."""
-        last = self.traceback.strip().splitlines()[-1:] if self.traceback else []
-        return ": ".join([self.text.splitlines()[0].rstrip(":"), *last])
+        """All in one line: of a traceback the exception."""
+        said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception(self.traceback)])
+        return f"{said} ({self.besides})" if self.besides else said
+
+
+def _exception(traceback: str) -> list[str]:
+    """The line below the last frame; what libraries write after it may be anything."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    frame = max((index for index, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    return [line for line in lines[frame + 1 :] if not line[0].isspace()][:1] or lines[-1:]
 
 
 def first_error(logs: Path) -> FirstError | None:
@@ -50,9 +62,9 @@ def first_error(logs: Path) -> FirstError | None:
         dead = _seen_by_srun(logs)
     if dead is not None or failure is None:
         return dead
-    return FirstError(
-        failure.task, failure.text().strip(), failure.host, "" if failure.user_error else failure.traceback
-    )
+    besides = "Out Of Memory" if _OUT_OF_MEMORY.search(_srun_errors(logs)) else ""
+    trace = "" if failure.user_error else failure.traceback
+    return FirstError(failure.task, failure.text().strip(), failure.host, trace, besides)
 
 
 def explain(logs: Path) -> str | None:
@@ -80,11 +92,27 @@ def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
 
 def _seen_by_srun(logs: Path) -> FirstError | None:
     """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
-    path = logs / SRUN_ERRORS
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = _srun_errors(logs)
     for line in _SRUN_LINE.finditer(text):
         task = re.split("[,-]", line["tasks"])[0]
         if line["how"].startswith(_DEADLY_WORDS) and _is_silent(logs, task):
             how = f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
             return FirstError(int(task), how, line["host"])
-    return None
+    memory = _OUT_OF_MEMORY.search(text)
+    return _without_memory(logs, memory["host"]) if memory else None
+
+
+def _srun_errors(logs: Path) -> str:
+    path = logs / SRUN_ERRORS
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _without_memory(logs: Path, host: str) -> FirstError | None:
+    """The task of this node that left no word; without a rank map, of any."""
+    short = host.partition(".")[0]
+    elsewhere = {int(it["process"]) for it in entries(logs) if str(it.get("host")).partition(".")[0] != short}
+    there = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
+    silent = sorted(task for task in there if _is_silent(logs, task))
+    if not silent:
+        return None
+    return FirstError(silent[0], f"task {silent[0]} on {host} was ended from outside: Out Of Memory", host)

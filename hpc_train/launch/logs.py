@@ -41,7 +41,7 @@ def logs_command(run: str, choice: Choice, follow: bool, error_only: bool) -> in
         return _print_errors(points)
     point = one(points, run)
     if error_only:
-        return _print_first_error(point.run, choice)
+        return _print_first_error(point, choice)
     if follow:
         return _follow(point, choice, lambda: survey([point])[0].state)
     attempt = _attempt(point.run, choice)
@@ -116,8 +116,9 @@ def _write(text: bytes) -> None:
     sys.stdout.flush()
 
 
-def _print_first_error(run: Path, choice: Choice) -> int:
+def _print_first_error(point: Point, choice: Choice) -> int:
     """The newest attempt that failed counts, unless one was chosen."""
+    run = point.run
     attempts = [_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
     for attempt in attempts:
         folder = run / "logs" / str(attempt)
@@ -126,10 +127,19 @@ def _print_first_error(run: Path, choice: Choice) -> int:
             _write(_told(error, folder, attempt, choice.tail).encode())
             return 0
     looked = f"attempt {choice.attempt}" if choice.attempt is not None else f"{len(attempts)} attempts"
-    result = next((it.result for it in reversed(read_attempts(run)) if it.number in attempts and it.result), None)
-    why = f"; attempt ended with exit code {result.exit_code}: {result.why}" if result and result.why else ""
-    print(f"no rank failed in {looked} of {run}{why}")
+    print(f"no rank failed in {looked} of {run}{_end_without_ranks(point, attempts)}")
     return 0
+
+
+def _end_without_ranks(point: Point, attempts: Sequence[int]) -> str:
+    """What the batch script says of the newest of these attempts that ended, and where its own words are."""
+    ended = [it for it in read_attempts(point.run) if it.number in attempts and it.result]
+    result = ended[-1].result if ended else None
+    if result is None or not result.why:
+        return ""
+    log = _job_log(point, ended[-1].number)
+    where = f"; its log: {log}" if log is not None and log.exists() else ""
+    return f"; attempt ended with exit code {result.exit_code}: {result.why}{where}"
 
 
 def _is_done(run: Path, attempt: int) -> bool:

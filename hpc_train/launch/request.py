@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.degrees import smallest_world
+from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import script
@@ -65,6 +66,11 @@ class Request:
         extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
         return replace(self, parameters=parameters)
+
+    def held(self) -> Request:
+        """The same, to start only when it is released."""
+        extra = {**self.parameters["additional_parameters"], "hold": True}
+        return replace(self, parameters={**self.parameters, "additional_parameters": extra})
 
 
 def nodes_of(config: RunConfig) -> int:
@@ -141,11 +147,16 @@ def _resources(config: RunConfig, folder: RunFolder, nodes: int, per_node: int) 
         "dependency": "singleton" if launch.chain > 1 else None,
     }
     again = "requeue" if launch.max_attempts > 1 else "no-requeue"
-    extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **launch.extra}
+    extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra(launch)}
     if launch.reservation:
         extra["reservation"] = launch.reservation
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
     return {key: value for key, value in wanted.items() if value is not None} | fixed
+
+
+def _extra(launch: LaunchConfig) -> dict[str, Any]:
+    """An empty value is that of an option that takes none, such as hold."""
+    return {name: value or True for name, value in launch.extra.items()}
 
 
 def _name(config: RunConfig, folder: RunFolder) -> str:

@@ -18,6 +18,7 @@ from hpc_train.launch.task import main as run_task
 from hpc_train.training.folder import RunFolder
 
 _JOB = re.compile(r"Submitted batch job (\d+)")
+_TOO_LATE = re.compile(r"timed out|Zero Bytes", re.IGNORECASE)
 
 
 class BatchExecutor(SlurmExecutor):
@@ -103,8 +104,18 @@ def _sbatch(command: list[str], env: dict[str, str]) -> str:
     said = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     match = _JOB.search(said.stdout)
     if said.returncode or match is None:
-        raise UserError(f"sbatch refused the job: {sbatch_reason(said.stderr or said.stdout)}")
+        raise refusal(said.stderr or said.stdout)
     return match[1]
+
+
+def refusal(text: str) -> UserError:
+    """What sbatch said in place of a job id. A controller that answers too late may have taken the job all the same."""
+    reason = sbatch_reason(text)
+    if _TOO_LATE.search(reason):
+        after = "if Slurm took the job all the same, it ends at once, for its files were taken back; submit again"
+        return UserError(f"sbatch got no answer: {reason}; {after}")
+    hint = "; leave its value empty (launch.extra.<option>=)" if "doesn't allow an argument" in reason else ""
+    return UserError(f"sbatch refused the job: {reason}{hint}")
 
 
 def sbatch_reason(text: str) -> str:

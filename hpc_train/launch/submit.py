@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import ask
+from hpc_train.launch.clients import answered, ask
 from hpc_train.launch.code.snapshot import snapshot
+from hpc_train.launch.code.users import tidy
 from hpc_train.launch.dependencies import jobs_to_wait_for
 from hpc_train.launch.partitions import check_partition
 from hpc_train.launch.request import Request, make_request, nodes_of
 from hpc_train.launch.slurm import render, submit
 from hpc_train.launch.train import check_run, freeze, planned
+from hpc_train.launch.whole import refuse_open, submission
 from hpc_train.training.folder import RunFolder, open_folder
 from hpc_train.training.records import add_event
 
@@ -49,19 +51,15 @@ def submit_command(
         print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
         return 0
     check_partition(config, request, ask)
-    new = not folder.path.exists()
-    kept = code.keep() if code else 0
-    try:
-        freeze(config, ranks, folder, why, code)
-        jobs = submit(folder, request)
-    except UserError:
-        if new:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        if code:
-            code.discard(kept)
-        raise
-    record(folder, request, jobs)
+    with answered(), submission(folder.path):
+        refuse_open(folder.path, ask)
+        with code.kept_for(folder.path) if code else nullcontext():
+            freeze(config, ranks, folder, why, code)
+            jobs = submit(folder, request)
+            record(folder, request, jobs)
     _tell(folder, request, jobs, as_json)
+    if code:
+        tidy(code.path.parent)
     return 0
 
 

@@ -75,7 +75,15 @@ def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest
 
 
 def _refuse_a_second(folder: RunFolder) -> None:
-    """Before anything in the run directory is changed. The ranks see to it for certain, also across machines."""
+    """Before anything in the run directory is changed. The ranks see to it for certain, also across machines.
+
+    A job of Slurm that still waits there would run what is frozen now.
+    """
+    if folder.submitit.is_dir():
+        from hpc_train.launch.clients import ask
+        from hpc_train.launch.whole import refuse_open
+
+        refuse_open(folder.path, ask)
     if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
         from hpc_train.checkpoint.lock import refuse_if_locked
 

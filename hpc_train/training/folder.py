@@ -113,6 +113,7 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
 def _check_ours(folder: RunFolder) -> None:
     """A directory of something else keeps its files and its mode."""
     names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    names.discard(".lock")  # of the submission that makes it
     if names and not names & {"job.json", "logs", "checkpoints"}:
         raise UserError(f"run_dir={folder.path}: holds {min(names)} and no run; choose a new or an empty directory")
 

@@ -78,7 +78,7 @@ class HpcSlurmConf:
     """More variables that jobs get, by name or pattern; the usual ones, those in hydra.job.env_copy and those that the
     configuration names with oc.env they get anyway."""
     extra: dict[str, str] = field(default_factory=dict)
-    """More sbatch options by their long name, such as mail-type: END."""
+    """More sbatch options by their long name, such as mail-type: END; with an empty value those that take none."""
     srun: list[str] = field(default_factory=list)
     """More options of srun, such as --mpi=pmix."""
     setup: list[str] = field(default_factory=list)

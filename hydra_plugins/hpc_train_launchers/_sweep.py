@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Sequence
-from contextlib import suppress
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
-from hydra.errors import HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from hpc_train.errors import UserError
+from hpc_train.launch.clients import handled
 from hpc_train.launch.functions.files import pickled, private_folder
 from hpc_train.launch.functions.waiting import End, Source, Started, wait_for
 from hydra_plugins.hpc_train_launchers._compose import remember
@@ -82,7 +85,10 @@ class PointError(RuntimeError):
 def launch(
     application: Application, backend: Backend, overrides: Sequence[Sequence[str]], first: int
 ) -> list[JobReturn]:
-    """Hydra's Launcher.launch. Raises HydraException for what cannot be submitted; failures of points are returned."""
+    """Hydra's Launcher.launch; failures of points are returned.
+
+    Raises CompactHydraException, which Hydra prints without a traceback, for what cannot be submitted.
+    """
     config = application.config
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -90,7 +96,7 @@ def launch(
         points = _freeze(application, backend, overrides, first)
         ends = _run(backend, points, config)
     except UserError as error:
-        raise HydraException(str(error)) from error
+        raise CompactHydraException(str(error)) from error
     finally:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     returns = [_returned(end, points, index) for index, end in enumerate(ends)]
@@ -121,8 +127,9 @@ def _compose(application: Application, words: list[str], number: int) -> DictCon
 def _run(backend: Backend, points: Points, config: DictConfig) -> list[End]:
     """The end of every point, in order. If this process is told to stop, no job of the sweep goes on."""
     try:
-        jobs = backend.start(points, config)
-        ends = wait_for(jobs, points.folder, backend.source(), fails)
+        with _ended_by_signals():
+            jobs = backend.start(points, config)
+            ends = wait_for(jobs, points.folder, backend.source(), fails)
     except UserError:
         backend.cancel()
         points.parcel.unlink(missing_ok=True)
@@ -134,6 +141,18 @@ def _run(backend: Backend, points: Points, config: DictConfig) -> list[End]:
         log.info("the jobs of this sweep were cancelled")
         raise
     return [ends[job.job_id] for job in jobs]
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """What ends this process without Python's knowledge unwinds it, as Ctrl-C does. nohup's SIGHUP stays ignored."""
+    own = [it for it in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(it) is signal.SIG_DFL]
+    with handled(own, _leave):
+        yield
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def fails(returned: Any) -> bool:

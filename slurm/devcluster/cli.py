@@ -56,6 +56,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("dev-cluster: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `dev-cluster status | head`
+        sys.stderr.close()
+        return 141
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -95,6 +95,12 @@ def _kill(config: DictConfig, place: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _eat(config: DictConfig, place: Path) -> None:
+    """Take more memory than there is."""
+    eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
+    raise MemoryError(f"nothing bounds this process, which has {len(eaten)} blocks")
+
+
 def _count(config: DictConfig, place: Path) -> int:
     """How many points run at this moment; the first two wait for one another."""
     mine = place / f"runs-now-{config.x}"
@@ -133,6 +139,7 @@ ACTIONS = {
     "thread": lambda config, place: __import__("threading").Lock(),
     "once": _once,
     "hold": _hold,
+    "eat": _eat,
     "count": _count,
     "edit": _edit,
     "rank": lambda config, place: rank(),

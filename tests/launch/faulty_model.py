@@ -1,8 +1,8 @@
 """A user's own model: small and quick, and at a chosen moment of a chosen rank it does what the environment asks for.
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
-checkpoint until the file `go` appears (listen: until it has been asked to stop). Every fault happens once in the life
-of FAULT_FOLDER, where a file with its name says that it did.
+checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes
+memory without end). Every fault happens once in the life of FAULT_FOLDER, where a file with its name says that it did.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ def act(action: str) -> None:
         os._exit(3)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "eat":
+        eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
+        assert not eaten, "nothing bounds the memory of this process"
     go = Path(os.environ["FAULT_FOLDER"]) / "go"
     told = sys.modules["__main__"]
     while not (told._request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from hpc_train.launch.sweep.freezing import Freezer, Frozen, freeze_all
 from hpc_train.launch.sweep.frozen import SweepFolder
 from hpc_train.launch.sweep.grammar import read_grid
 from hpc_train.launch.sweep.submit import make_folder
+from hpc_train.launch.whole import submission
 
 WORDS = (
     "cluster=slurm",
@@ -31,5 +32,6 @@ def freeze(path: Path, *words: str) -> tuple[SweepFolder, Frozen]:
 def make(path: Path, *words: str) -> tuple[SweepFolder, list[str]]:
     """The same on the disk; the ids of the points."""
     folder, frozen = freeze(path, *words)
-    make_folder(folder, frozen.points)
+    with submission(folder.path):
+        make_folder(folder, frozen.points)
     return folder, [point.id for point in frozen.points]

@@ -143,6 +143,16 @@ def test_what_the_batch_script_saw_outlives_slurms_memory(run: Run, slurm: str, 
     assert (told.state, told.exit_code) == (word, 143)
 
 
+@pytest.mark.parametrize(
+    ("slurm", "word"), [("COMPLETING None", "RUNNING"), ("COMPLETING TimeLimit", "TIMEOUT"), ("RUNNING None", "FAILED")]
+)
+def test_what_slurm_is_ending_may_be_about_to_run_again(run: Run, slurm: str, word: str) -> None:
+    """`scontrol requeue` looks like a cancellation until the job waits again: nobody may be told that it has ended."""
+    run.submitted("12").attempt(0, "12", {"exit_code": 75, "slurm": slurm})
+    assert state(run, "12|12|COMPLETING|node1|None").state == word
+    assert state(run, "12|12|PENDING||BeginTime").state == "REQUEUED"
+
+
 def test_one_that_was_killed_without_accounting_is_failed_as_soon_as_slurm_forgets_it(run: Run) -> None:
     told = state(run.submitted("12").attempt(0, "12"))
     assert (told.state, told.exit_code) == ("FAILED", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,16 @@ def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.Co
         text=True,
         check=False,
     )
+
+
+def train_to_the_end(cluster: SlurmCluster, run: Path, *overrides: str) -> None:
+    """Submit one run, and wait until it is done; its logs where it fails."""
+    words = [sys.executable, "-m", "hpc_train", "submit", "--json", f"run_dir={run}", *overrides]
+    said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    job = json.loads(said.stdout)["job_id"]
+    state = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "CANCELLED"}, timeout=200)
+    assert state == "COMPLETED", "\n".join(log.read_text()[-3000:] for log in sorted((run / "logs/0").glob("*.log")))
 
 
 def slurm_conf(directory: Path | None = None) -> Path:

@@ -19,6 +19,7 @@ from slurm_client import SlurmCluster, dev_cluster, slurm_conf
 
 APPLICATION = Path(__file__).parents[1] / "hydra_launchers"
 sys.path.append(str(APPLICATION))
+from optuna_application import tried  # noqa: E402
 from sweeping import CONF, Sweeping, as_in_hydras_own_tests, value, wait_for  # noqa: E402
 
 QUIET = ["-m", "hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
@@ -170,6 +171,14 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_nothing(slurm_cluster: Slurm
     assert not slurm_cluster.squeue("--name=never", "-o", "%i")
 
 
+def test_optuna_hands_over_batch_after_batch(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    found = tried(tmp_path, "hpc_slurm", 4, *SHORT)
+    assert len(set(found)) == 4
+    jobs = submitted(Sweeping(tmp_path))
+    assert len(jobs) == 2, "an array a batch"
+    assert [len(slurm_cluster.squeue("-r", "-t", "all", "-j", job)) for job in jobs] == [2, 2]
+
+
 def test_ranks_see_the_gpus_that_slurm_gave_the_job(
     one_more_cluster: Path, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,16 +190,31 @@ def test_ranks_see_the_gpus_that_slurm_gave_the_job(
     assert value(returned)["env"]["CUDA_VISIBLE_DEVICES"] == "0,1", "both of the job, for peer access, and no other's"
 
 
-def test_ctrl_c_cancels_the_jobs(slurm_cluster: SlurmCluster, sweeping: Sweeping) -> None:
+def begun(place: Path, settings: list[str]) -> subprocess.Popen[str]:
+    """A launcher of two points in a process of its own."""
+    place.mkdir()
     script = (
         "from pathlib import Path; from sweeping import Sweeping\n"
-        f"Sweeping(Path({str(sweeping.place)!r})).launch('hpc_slurm', {LIMITS}, ['do=hold', 'x=0'], ['do=hold', 'x=1'])"
+        f"Sweeping(Path({str(place)!r})).launch('hpc_slurm', {settings}, ['do=hold', 'x=0'], ['do=hold', 'x=1'])"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(APPLICATION), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.DEVNULL)
-    wait_for(sweeping.place / "holds-0")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
-    (job,) = submitted(sweeping)
-    for index in range(2):
-        slurm_cluster.wait_for_state(f"{job}_{index}", "CANCELLED")
+    return subprocess.Popen([sys.executable, "-u", "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_and_sigterm_cancel_the_jobs_those_too_that_would_wait_for_ever(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    held, runs = tmp_path / "held", tmp_path / "runs"
+    with begun(held, [*LIMITS, "+extra.hold="]) as told, begun(runs, LIMITS) as interrupted:
+        assert told.stdout is not None
+        line = next(line for line in told.stdout if "PENDING" in line)
+        jobs = submitted(Sweeping(held))
+        assert f"2 PENDING (JobHeldUser); `scontrol release {jobs[0]}` lets them start" in line
+        told.send_signal(signal.SIGTERM)
+        wait_for(runs / "holds-0")
+        interrupted.send_signal(signal.SIGINT)
+        assert told.wait(60) == 128 + signal.SIGTERM
+        assert interrupted.wait(60) != 0
+    for job in [*jobs, *submitted(Sweeping(runs))]:
+        for index in range(2):
+            slurm_cluster.wait_for_state(f"{job}_{index}", "CANCELLED")

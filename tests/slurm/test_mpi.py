@@ -9,7 +9,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from slurm_client import SlurmCluster
+from slurm_client import SlurmCluster, train_to_the_end
 
 RUN = [
     "cluster.nodes=2",
@@ -37,12 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(cluster: SlurmCluster, run: Path, store: Path, *overrides: str) -> list[float]:
     """Train on 2 nodes x 2 ranks to the end."""
-    command = [sys.executable, "-m", "hpc_train", "submit", "--json", f"run_dir={run}", f"data.path={store}"]
-    said = subprocess.run([*command, *RUN, *overrides], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    job = json.loads(said.stdout)["job_id"]
-    state = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "CANCELLED"}, timeout=200)
-    assert state == "COMPLETED", "\n".join(log.read_text()[-3000:] for log in sorted((run / "logs/0").glob("*.log")))
+    train_to_the_end(cluster, run, f"data.path={store}", *RUN, *overrides)
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_client import SlurmCluster
+from slurm_client import SlurmCluster, train_to_the_end
 
 RUN = [
     "cluster.nodes=4",
@@ -51,12 +51,7 @@ def _no_job_outlives_its_test(slurm_cluster: SlurmCluster) -> Iterator[None]:
 
 def train(cluster: SlurmCluster, run: Path, store: Path, *overrides: str) -> dict[str, Any]:
     """Train on all four nodes to the end; returns rankmap.json."""
-    command = [sys.executable, "-m", "hpc_train", "submit", "--json", f"run_dir={run}", f"data.path={store}"]
-    said = subprocess.run([*command, *RUN, *overrides], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    job = json.loads(said.stdout)["job_id"]
-    state = cluster.wait_for_state(job, {"COMPLETED", "FAILED", "CANCELLED"}, timeout=200)
-    assert state == "COMPLETED", "\n".join(log.read_text()[-3000:] for log in sorted((run / "logs/0").glob("*.log")))
+    train_to_the_end(cluster, run, f"data.path={store}", *RUN, *overrides)
     found: dict[str, Any] = json.loads((run / "rankmap.json").read_text())
     return found
 

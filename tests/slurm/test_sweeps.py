@@ -121,7 +121,9 @@ def test_a_sweep_that_is_too_large_for_an_array_is_several_and_is_cancelled_as_i
     wrapper.write_text(f"#!/bin/sh\n{real} \"$@\" | sed 's/^MaxArraySize .*/MaxArraySize = 3/'\n")
     wrapper.chmod(0o755)
     path = f"{wrapper.parent}:{os.environ['PATH']}"
+    old = sweep.code_of_nobody()
     said = sweep.submit("train.seed=range(5)", "launch.parallel_points=4", LATER, PATH=path)
+    assert not old.exists()
     assert [len(job["points"]) for job in said["jobs"]] == [2, 3]
     rows = sweep.rows()
     assert {(row["state"], row["reason"]) for row in rows.values()} == {("PENDING", "BeginTime")}
@@ -147,7 +149,15 @@ def test_a_run_that_was_cancelled_as_it_waited_is_submitted_again_as_it_was(
     words = ("submit", "--json", *TINY, "data=text", f"data.path={sweep.store}", f"run_dir={sweep.path}", LATER)
     first = json.loads(sweep.run(*words, "launch.name=again"))["job_id"]
     assert sweep.run("resume", str(sweep.path)) == "nothing to resume: 1 PENDING\n"
+    frozen = (sweep.path / "job.json").read_text()
+    said = sweep.run(*words, "optim.lr=0.5", code=2)
+    assert f"job {first} is PENDING there" in said
+    assert f"`hpc-train cancel {sweep.path}` ends it" in said
+    assert "is PENDING there" in sweep.run("train", *words[2:-1], "launch.ranks=1", code=2)
     sweep.run("cancel", "--yes", str(sweep.path))
+    said = sweep.run(*words, "optim.lr=0.5", "launch.reservation=nowhere", code=2)
+    assert "sbatch refused the job" in said
+    assert (sweep.path / "job.json").read_text() == frozen, "what was submitted before is what resume submits"
     (second,) = json.loads(sweep.run("resume", "--json", str(sweep.path)))["jobs"]
     assert second != first
     (row,) = sweep.rows().values()
@@ -155,4 +165,29 @@ def test_a_run_that_was_cancelled_as_it_waited_is_submitted_again_as_it_was(
     scripts = [(sweep.path / f".submitit/{job}_submission.sh").read_text() for job in (first, second)]
     assert scripts[0] == scripts[1]
     assert slurm_cluster.job(second)["JobName"] == "again"
+    sweep.run("cancel", "--yes", str(sweep.path))
+
+
+def test_all_anew_sets_aside_only_what_a_new_job_stands_for(
+    slurm_cluster: SlurmCluster, sweep: Sweep, tmp_path: Path
+) -> None:
+    words = ("submit", "--json", *TINY, "data=text", f"data.path={sweep.store}", f"run_dir={sweep.path}", LATER)
+    old = sweep.code_of_nobody()
+    sweep.run(*words)
+    assert not old.exists()
+    sweep.run("cancel", "--yes", str(sweep.path))
+    results = sweep.path / "metrics.jsonl"
+    results.write_text("of weeks\n")
+    (tmp_path / "bin").mkdir()
+    refusing = tmp_path / "bin/sbatch"
+    refusing.write_text("#!/bin/sh\necho sbatch: error: the queue is full >&2; exit 1\n")
+    refusing.chmod(0o755)
+    force = ("resume", "--json", "--mode", "force", str(sweep.path))
+    assert "the queue is full" in sweep.run(*force, code=2, PATH=f"{refusing.parent}:{os.environ['PATH']}")
+    assert results.exists()
+    (job,) = json.loads(sweep.run(*force))["jobs"]
+    assert slurm_cluster.job_state(job) == "PENDING"
+    assert "Held" not in slurm_cluster.job(job)["Reason"]
+    assert not results.exists()
+    assert (sweep.path / "before/0/metrics.jsonl").read_text() == "of weeks\n"
     sweep.run("cancel", "--yes", str(sweep.path))

@@ -23,9 +23,16 @@ RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64", "train.sequence_length=32"]
 
 
-def hpc_train(*words: str) -> subprocess.CompletedProcess[str]:
+LATE = "late"
+"""Name of the job that lives longer than one test."""
+HOLDS = " ".join(f"0:train:{step}:listen" for step in range(2, 10))
+FAULTY = Path(__file__).parents[1] / "launch"
+
+
+def hpc_train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpc_train", *words],
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -33,9 +40,9 @@ def hpc_train(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def submit(run: Path, *overrides: str) -> str:
+def submit(run: Path, *overrides: str, **env: str) -> str:
     """Submit a run on 2 nodes x 2 ranks; returns the job id."""
-    said = hpc_train("submit", "--json", *RANKS, f"run_dir={run}", "launch.time_minutes=10", *overrides)
+    said = hpc_train("submit", "--json", *RANKS, f"run_dir={run}", "launch.time_minutes=10", *overrides, **env)
     assert said.returncode == 0, said.stderr
     job_id = json.loads(said.stdout)["job_id"]
     assert isinstance(job_id, str)
@@ -109,8 +116,30 @@ def reference(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path_factory: py
 @pytest.fixture(autouse=True)
 def _no_job_outlives_its_test(slurm_cluster: SlurmCluster) -> Iterator[None]:
     yield
-    for job in slurm_cluster.squeue("-o", "%i"):
-        slurm_cluster.scancel(job)
+    for job in slurm_cluster.squeue("-o", "%i %j"):
+        if not job.endswith(f" {LATE}"):
+            slurm_cluster.scancel(job.split()[0])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_of_time(
+    slurm_cluster: SlurmCluster, store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """A run whose time is up again and again while others are tested: Slurm's shortest limit is a minute.
+
+    Every attempt takes a step and waits, so that it takes no time from the others, and but one node.
+    """
+    folder = tmp_path_factory.mktemp("short_of_time")
+    model = ("model=custom", "model.module=faulty_model", "model.name=faulty", "train.sequence_length=16")
+    batch = ("train.global_batch=2", "train.micro_batch=1", "train.steps=100000", "train.noise_scale.every=0")
+    limits = ("launch.time_minutes=1", "launch.signal_seconds=30", f"launch.name={LATE}", "cluster.nodes=1")
+    python = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH", "")]))
+    env = {"FAULTS": HOLDS, "FAULT_FOLDER": str(folder), "PYTHONPATH": python}
+    export = "launch.export=[FAULTS,FAULT_FOLDER]"
+    data = ("data=text", f"data.path={store}", "train.eval_every=0", "checkpoint.every=100000", export)
+    job = submit(folder / "run", *model, *batch, *limits, *data, **env)
+    yield job, folder / "run"
+    slurm_cluster.command("scancel", job, check=False)
 
 
 @pytest.mark.timeout(900)
@@ -141,7 +170,8 @@ def test_ranks_started_by_srun_itself_join(
 
 def test_dry_run_is_the_script_that_is_sent(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "it's $HOME; a run"
-    wanted = [*RANKS, *tiny, "train.steps=2", "launch.time_minutes=10", f"run_dir={json.dumps(str(run))}"]
+    short = ("cluster.nodes=1", "cluster.node.ranks=1", "train.steps=2", "launch.time_minutes=10")
+    wanted = [*tiny, *short, f"run_dir={json.dumps(str(run))}"]
     dry = hpc_train("submit", "--dry-run", *wanted)
     assert dry.returncode == 0, dry.stderr
     assert not run.exists()
@@ -161,28 +191,24 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_nothing(slurm_cluster: Slurm
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["USR2", "TERM"])
 def test_stopped_job_is_requeued_and_ends_as_if_nothing_had_been(
-    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path, name: str
+    slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     job = submit(run, *tiny)
-    wait_until("step 20", lambda: steps_done(run) >= 20)
-    slurm_cluster.command("scancel", f"--signal={name}", job)
-    slurm_cluster.wait_for_state(job, "PENDING", timeout=60)
-    stopped_at = steps_done(run)
-    assert 20 <= stopped_at < 300
-    assert (run / f"checkpoints/step-{stopped_at}").is_dir()
+    done = 0
+    for name in ("USR2", "TERM"):
+        wait_until("20 more steps", lambda done=done: steps_done(run) >= done + 20)  # type: ignore[misc]
+        slurm_cluster.command("scancel", f"--signal={name}", job)
+        slurm_cluster.wait_for_state(job, "PENDING", timeout=60)
+        done = steps_done(run)
+        assert done < 300
+        assert (run / f"checkpoints/step-{done}").is_dir()
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=180)
-    assert slurm_cluster.job(job)["Restarts"] == "1"
-    found = kinds(run)
-    assert [kind for kind in found if kind in ("start", "signal", "requeue", "resume", "end")] == [
-        "start",
-        "signal",
-        "requeue",
-        "resume",
-        "end",
-    ]
+    assert slurm_cluster.job(job)["Restarts"] == "2"
+    told = [kind for kind in kinds(run) if kind in ("start", "signal", "requeue", "resume", "end")]
+    again = ["signal", "requeue", "resume"]
+    assert told == ["start", *again, *again, "end"]
     assert_same_result(run, reference, 300)
 
 
@@ -217,9 +243,8 @@ def test_requeued_from_outside_it_goes_on_from_disk(
     assert_same_result(run, reference, 300)
 
 
-def test_time_limit_is_a_stop_and_a_requeue(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    job = submit(run, *tiny, "train.steps=100000", "launch.time_minutes=1", "launch.signal_seconds=30")
+def test_time_limit_is_a_stop_and_a_requeue(slurm_cluster: SlurmCluster, short_of_time: tuple[str, Path]) -> None:
+    job, run = short_of_time
     wait_until("the requeue", lambda: "requeue" in kinds(run))
     signalled = next(event for event in lines(run / "events.jsonl") if event["event"] == "signal")
     assert signalled["saved"]

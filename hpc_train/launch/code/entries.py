@@ -86,7 +86,8 @@ def read(root: Path, path: str) -> Entry | None:
 def _link(root: Path, path: str) -> Entry | None:
     """A link is kept as one, so that what it points to is there once; it must stay inside of the tree."""
     top = root.resolve()
-    target, parent = (root / path).resolve(), (root / path).parent.resolve()
+    # Of a link to itself realpath gives the link, which does not exist; Path.resolve raises.
+    target, parent = Path(os.path.realpath(root / path)), (root / path).parent.resolve()
     if not target.is_relative_to(top) or not parent.is_relative_to(top) or not target.exists():
         return None
     return Entry(path, os.fsencode(os.path.relpath(target, parent)), "link")

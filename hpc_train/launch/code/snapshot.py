@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.code import entries as files
-from hpc_train.launch.code import git, sources, store
+from hpc_train.launch.code import git, sources, store, users
 from hpc_train.launch.code.entries import Entry
 
 _MIB = 1 << 20
@@ -55,6 +56,19 @@ class Snapshot:
     def keep(self) -> int:
         """Store it, if it is not stored yet; returns what `discard` takes. Raises UserError if it cannot be stored."""
         return store.write(self.path, self.entries)
+
+    @contextmanager
+    def kept_for(self, run: Path) -> Iterator[None]:
+        """Store it for a run (or sweep) directory; what is raised inside takes back what was stored."""
+        kept = 0
+        try:
+            users.use(self.path, run)
+            kept = self.keep()
+            yield
+        except BaseException:
+            self.discard(kept)
+            users.leave(self.path.parent, run)
+            raise
 
     def discard(self, kept: int) -> None:
         """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
@@ -224,7 +238,7 @@ def _check_bytes(sizes: dict[str, int], most: float) -> None:
     if total <= most * _MIB:
         return
     largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
-    shown = ", ".join(f"{path} ({sizes[path] / _MIB:.1f} MiB)" for path in largest)
+    shown = ", ".join(f"{path} ({sizes[path] / _MIB:.1f} MiB)" for path in largest if sizes[path] > total // 100)
     raise UserError(
         f"launch.snapshot_max_mib={most:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; leave "
         "them out with launch.snapshot_exclude, or raise it"

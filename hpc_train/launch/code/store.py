@@ -20,9 +20,8 @@ def write(path: Path, entries: Sequence[Entry]) -> int:
     Raises UserError if it cannot be, or if somebody else owns what lies there.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owner(path.parent)
-        if path.exists():
+        make_place(path.parent)
+        with suppress(FileNotFoundError):  # it was never there, or is just being removed
             check_owner(path)
             if contents(path) == path.name:
                 os.utime(path)  # whoever wrote it and wants to take it back sees that it is needed
@@ -30,10 +29,20 @@ def write(path: Path, entries: Sequence[Entry]) -> int:
             remove(path)
         return _write(path, entries)
     except OSError as error:
-        raise UserError(
-            f"launch.snapshot: {error.filename or path}: {error.strerror}; choose a launch.snapshot_dir that can be "
-            "written"
-        ) from None
+        raise refusal(error, path) from None
+
+
+def refusal(error: OSError, path: Path) -> UserError:
+    """Why a snapshot cannot be stored at `path`."""
+    return UserError(
+        f"launch.snapshot: {error.filename or path}: {error.strerror}; choose a launch.snapshot_dir that can be written"
+    )
+
+
+def make_place(folder: Path) -> None:
+    """Make a folder for snapshots. Raises UserError if it is somebody else's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(folder)
 
 
 def _write(path: Path, entries: Sequence[Entry]) -> int:

@@ -18,10 +18,10 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, _mak
 
 from hpc_train.errors import UserError
 from hpc_train.launch.arrays import largest_array, split
-from hpc_train.launch.clients import ask, client_environment
+from hpc_train.launch.clients import answered, ask, client_environment
 from hpc_train.launch.functions import script
 from hpc_train.launch.functions.files import pickled, private_folder, write
-from hpc_train.launch.slurm import sbatch_reason
+from hpc_train.launch.slurm import refusal
 from hpc_train.launch.state.polling import poll
 
 _TAGS = ("%j", "%t", "%A", "%a")
@@ -155,7 +155,8 @@ class FunctionExecutor(SlurmExecutor):
         private_folder(self.folder)
         self._taken = _Taken()
         try:
-            yield
+            with answered():
+                yield
         except BaseException:
             self._taken.undo()
             raise
@@ -168,7 +169,7 @@ class FunctionExecutor(SlurmExecutor):
         try:
             said = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
         except FailedJobError as refused:
-            raise UserError(f"sbatch refused the job: {sbatch_reason(str(refused))}") from None
+            raise refusal(str(refused)) from None
         job = self.job_class(
             self.folder, self._get_job_id_from_submission_command(said), list(range(self._num_tasks()))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,13 +17,16 @@ from hpc_train.launch.functions.files import load
 from hpc_train.launch.state.backoff import Backoff
 from hpc_train.launch.state.polling import Polled, poll
 from hpc_train.launch.state.records import Record
-from hpc_train.launch.state.states import ours
+from hpc_train.launch.state.states import State, ours
 
 _RESULT = "_result.pkl"
 _SHORTEST, _LONGEST = 0.05, 1.0
 """Seconds between two looks into the folder."""
 _LINES = 10
 """Of a log that is all there is of a job."""
+_HELD = "JobHeld"
+_OUT_OF_MEMORY = re.compile(r"oom-kill event|Out Of Memory")
+"""What slurmstepd and srun say of a rank that the kernel has ended."""
 log = logging.getLogger(__name__)
 
 
@@ -87,8 +91,14 @@ class Slurm:
         states = Counter(_shown(record) for record in polled.records.values())
         text = polled.silent or ", ".join(f"{count} {state}" for state, count in states.most_common())
         if text and text != self._told:
-            log.info(text)
+            log.info(text + _what_to_do(polled.records.values()))
             self._told = text
+
+
+def _what_to_do(records: Collection[Record]) -> str:
+    """Of jobs that start only when somebody does something."""
+    held = sorted({it.job_id.partition("_")[0] for it in records if ours(it.state).waiting and _HELD in it.reason})
+    return f"; `scontrol release {','.join(held)}` lets them start, Ctrl-C cancels them" if held else ""
 
 
 def _shown(record: Record) -> str:
@@ -177,4 +187,6 @@ def _explained(job: Started, folder: Path, how: str) -> End:
     text = path.read_text(errors="replace") if path.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()][-_LINES:]
     said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+    if _OUT_OF_MEMORY.search(said):
+        how = State.OUT_OF_MEMORY + how.removeprefix(State.FAILED)
     return End(error=f"job {job.job_id}: {how}\nthe end of its log, {path}:\n{said}")

@@ -57,11 +57,18 @@ def _with_slurm(facts: Facts, status: Status) -> Status:
         where = () if record.state == "PENDING" else status.nodes
         return replace(status, state=State.REQUEUED if again else State.PENDING, reason=record.reason, nodes=where)
     if state is State.RUNNING:
-        if result is not None and began and (record.state == "COMPLETING" or facts.point.packed):
+        if result is not None and began and (_ends_itself(record, result) or facts.point.packed):
             return _requeued(status, result) if result.goes_on else _ended(facts, status, result)
         word = "" if record.state == "RUNNING" else record.state.lower()
         return replace(status, state=state, reason="asked to stop and save" if facts.cancelled and not word else word)
     return _over(facts, status, record, result if began else None)
+
+
+def _ends_itself(record: Record, result: Result) -> bool:
+    """Whether a job that is COMPLETING has come to its end; one that Slurm was ending without a reason (`None`) may be
+    about to run again.
+    """
+    return record.state == "COMPLETING" and (bool(result.then) or result.slurm != "COMPLETING None")
 
 
 def _telling(facts: Facts) -> Record | None:

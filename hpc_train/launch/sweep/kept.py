@@ -12,7 +12,7 @@ from hpc_train.launch.spec import JobSpec
 
 BEFORE = "before"
 """In a run directory: what is there no more since the run was done all anew, a folder each time."""
-_FROZEN = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv", ".submitit", BEFORE})
+_FROZEN = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv", ".submitit", ".lock", BEFORE})
 
 
 def kept_code(spec: JobSpec) -> Snapshot | None:

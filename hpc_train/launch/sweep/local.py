@@ -15,6 +15,7 @@ from hpc_train.launch.sweep.freezing import Freezer, freeze_all, tell_plans
 from hpc_train.launch.sweep.grammar import read_grid
 from hpc_train.launch.sweep.pool import run_points
 from hpc_train.launch.sweep.submit import first_config, make_folder, new_sweep
+from hpc_train.launch.whole import submission
 from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.runtime.identity import identify
 from hpc_train.runtime.stop import StopRequest
@@ -35,9 +36,10 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
     freezer = Freezer(folder, local_ranks, _ranks)
     frozen = freeze_all(grid, composer, freezer)
     tell_plans(freezer, frozen)
-    make_folder(folder, frozen.points)
     told = {"overrides": list(overrides), "swept": list(grid.keys)}
-    ledger.append(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **told)
+    with submission(folder.path):
+        make_folder(folder, frozen.points)
+        ledger.append(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **told)
     print(f"{len(frozen.points)} points, sweep directory {folder.path}", flush=True)
     return run_points(folder, frozen.points, stop)
 

@@ -6,11 +6,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import EXIT_DONE, UserError
-from hpc_train.launch.clients import ask
+from hpc_train.launch.clients import answered, ask
 from hpc_train.launch.partitions import check_partition
 from hpc_train.launch.request import make_request
 from hpc_train.launch.slurm import submit
@@ -27,6 +28,7 @@ from hpc_train.launch.sweep.pool import run_points
 from hpc_train.launch.sweep.shapes import make_arrays
 from hpc_train.launch.sweep.submit import describe
 from hpc_train.launch.train import run_here
+from hpc_train.launch.whole import alone
 from hpc_train.runtime.stop import StopRequest
 
 RETRY, CACHED, FORCE, READ_ONLY = "retry", "cached", "force", "read-only"
@@ -56,9 +58,16 @@ def resume_command(target: str, mode: str, as_json: bool, stop: StopRequest) -> 
     anew from its first step. read-only: says what retry would do. What runs or waits is left alone in every mode.
     Raises UserError, one line, where Slurm or a frozen spec does not let it.
     """
-    seen = look(find(target, ask), mode)
+    points = find(target, ask)
     if mode == READ_ONLY:
-        return _show(seen, as_json)
+        return _show(look(points, mode), as_json)
+    with ExitStack() as stack:
+        for place in dict.fromkeys(point.sweep.path if point.sweep else point.run for point in points):
+            stack.enter_context(alone(place))
+        return _resume(look(points, mode), mode, as_json, stop)
+
+
+def _resume(seen: Sequence[Seen], mode: str, as_json: bool, stop: StopRequest) -> int:
     chosen = [it for it in seen if it.again]
     if not chosen:
         states = Counter(it.status.state for it in seen)
@@ -154,10 +163,13 @@ def _resume_run(it: Seen, mode: str, as_json: bool, stop: StopRequest) -> int:
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, kept_code(spec))
     check_partition(config, request, ask)
-    if mode == FORCE:
-        set_aside(it.point.run)
-    jobs = submit(folder, request)
-    record(folder, request, jobs)
+    with answered():
+        jobs = submit(folder, request.held() if mode == FORCE else request)
+        if mode == FORCE:
+            set_aside(it.point.run)
+        record(folder, request, jobs)
+        if mode == FORCE:
+            sending.release(jobs, ask)
     print(json.dumps({"points": [it.status.point], "jobs": jobs}) if as_json else f"job {', '.join(jobs)}")
     return EXIT_DONE
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from hpc_train import __version__
 from hpc_train.config.compose_many import Composer
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import ask
+from hpc_train.launch.clients import answered, ask
 from hpc_train.launch.code.snapshot import Snapshot, snapshot
+from hpc_train.launch.code.users import tidy
 from hpc_train.launch.dependencies import jobs_to_wait_for
 from hpc_train.launch.request import nodes_of
 from hpc_train.launch.sweep import ledger, sending
@@ -21,6 +22,7 @@ from hpc_train.launch.sweep.freezing import Freezer, Frozen, freeze_all, of_poin
 from hpc_train.launch.sweep.frozen import FrozenPoint, SweepFolder, write_points
 from hpc_train.launch.sweep.grammar import Grid, read_grid
 from hpc_train.launch.sweep.shapes import Array, make_arrays
+from hpc_train.launch.whole import submission
 
 
 def submit_sweep(
@@ -75,30 +77,12 @@ def new_sweep(config: RunConfig) -> SweepFolder:
     raise UserError(f"run_dir={path}: is not empty; a sweep needs a new directory")
 
 
-def make_folder(folder: SweepFolder, points: Sequence[FrozenPoint]) -> bool:
-    """Write the sweep directory, and of its points only the list; returns whether there was none before."""
-    new = not folder.path.exists()
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.path.chmod(0o700)
-        for place in (folder.logs, folder.runs, folder.scripts):
-            place.mkdir(mode=0o700)
-        write_points(folder.points, points)
-    except OSError as error:
-        remove_folder(folder, new)
-        raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
-    return new
-
-
-def remove_folder(folder: SweepFolder, new: bool) -> None:
-    """Take back what `make_folder` made."""
-    if new:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        return
-    for path in (folder.logs, folder.runs, folder.scripts):
-        shutil.rmtree(path, ignore_errors=True)
-    for file in (folder.points, folder.ledger):
-        file.unlink(missing_ok=True)
+def make_folder(folder: SweepFolder, points: Sequence[FrozenPoint]) -> None:
+    """Write the sweep directory, and of its points only the list; inside of `submission`."""
+    folder.path.chmod(0o700)
+    for place in (folder.logs, folder.runs, folder.scripts):
+        place.mkdir(mode=0o700)
+    write_points(folder.points, points)
 
 
 def _check_launch(config: RunConfig) -> None:
@@ -125,20 +109,16 @@ def _send(
     code: Snapshot | None,
     told: dict[str, list[str]],
 ) -> list[str]:
-    new = make_folder(folder, points)
-    kept = code.keep() if code else 0
-    try:
-        jobs = sending.send(folder, arrays, ask)
-    except BaseException:  # Ctrl-C, too
-        remove_folder(folder, new)
-        if code:
-            code.discard(kept)
-        raise
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
-    ledger.append(folder.ledger, "sweep", points=len(points), version=__version__, **told, **source)
-    sending.record(folder, arrays, jobs)
+    with answered(), submission(folder.path), code.kept_for(folder.path) if code else nullcontext():
+        make_folder(folder, points)
+        jobs = sending.send(folder, arrays, ask)
+        ledger.append(folder.ledger, "sweep", points=len(points), version=__version__, **told, **source)
+        sending.record(folder, arrays, jobs)
     if len(jobs) > 1:
         sending.release(jobs, ask)
+    if code:
+        tidy(code.path.parent)
     return jobs
 
 

@@ -1,0 +1,63 @@
+"""A step of which the kernel has ended a task for want of memory: srun says it also of tasks that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.failures import first_error
+from hpc_train.training.failure import record_failure
+
+SRUN = "srun: error: node1: task 0: Out Of Memory\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+PEER = RuntimeError("Connection closed by peer [127.0.0.1]:15596\n\nAt:\n  /somewhere/replicate.py(111): done\n")
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    for task in range(3):
+        (tmp_path / f"task-{task}.log").touch()
+    (tmp_path / "srun.err").write_text(SRUN)
+    return tmp_path
+
+
+def fail(logs: Path, task: int, error: Exception) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        record_failure(logs, task, "node1", raised)
+
+
+def told(logs: Path) -> str:
+    error = first_error(logs)
+    assert error is not None
+    return error.line
+
+
+def test_it_is_the_task_that_left_no_word(logs: Path) -> None:
+    fail(logs, 0, PEER)
+    fail(logs, 2, PEER)
+    assert told(logs) == "task 1 on node1 was ended from outside: Out Of Memory"
+
+
+def test_on_the_node_of_which_it_is_said(logs: Path) -> None:
+    fail(logs, 0, PEER)
+    hosts = ("node1.cluster", "node2.cluster", "node1.cluster")
+    ranks = ", ".join(f'{{"rank": {2 - task}, "process": {task}, "host": "{it}"}}' for task, it in enumerate(hosts))
+    (logs / "rankmap.json").write_text(f'{{"ranks": [{ranks}]}}')
+    assert told(logs) == "task 2 on node1 was ended from outside: Out Of Memory"
+
+
+def test_where_only_a_child_of_a_task_was_ended_the_task_speaks_and_the_memory_is_named(logs: Path) -> None:
+    for task in range(3):
+        fail(logs, task, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."))
+    assert told(logs) == (
+        "task 0 on node1 failed first: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+        "(Out Of Memory)"
+    )
+
+
+def test_of_an_exception_with_more_below_its_line_is_told(logs: Path) -> None:
+    (logs / "srun.err").unlink()
+    fail(logs, 0, PEER)
+    assert told(logs) == "task 0 on node1 failed first: RuntimeError: Connection closed by peer [127.0.0.1]:15596"
