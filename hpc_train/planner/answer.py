@@ -24,6 +24,7 @@ from hpc_train.planner.kept import Rated
 from hpc_train.planner.legal import shape_of
 from hpc_train.planner.limits import none_within, quickest, within, within_deadline
 from hpc_train.planner.outlook import Rate, rate_of
+from hpc_train.planner.placed import nodes_of, placed
 from hpc_train.planner.plain import plain_settings
 from hpc_train.planner.question import Question
 from hpc_train.planner.search import Found, Rest, search
@@ -98,6 +99,9 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
     one_node = asker.one_node(best[0]) if best and best[0].step else None
     more = asker.advice(best[0]) if best else []
     notes = [_told(line) for line in assumptions(config.cluster, config.precision.name)]
+    if best and (nodes := nodes_of(best[0].config, best[0].ranks)):
+        where = f"placed on {nodes[0]} to {nodes[-1]} of {config.cluster.topology}"
+        notes.append(f"which nodes it gets is not known: {where}")
     outside = none_within(config.plan, candidates) if candidates and not kept else None
     notes += [outside] if outside else []
     front, seconds = asker.front(), clock.perf_counter() - began
@@ -150,7 +154,8 @@ class _Asker:
         jobs = jobs_of(config, ranks)
         if self._rate is None:
             self._rate = rate_of(config.plan, config.cluster.ranks_per_node)
-        return candidate(config, settings, jobs, estimate(jobs, self._constants), self._known, self._rate)
+        found = placed(config, ranks, estimate(jobs, self._constants))
+        return candidate(config, settings, jobs, found, self._known, self._rate)
 
     def _plain(self) -> list[Candidate]:
         """Where no speed is known, nothing can be searched for: data parallelism, and what saves memory in it."""

@@ -34,8 +34,8 @@ def switches_of(cluster: ClusterConfig, figures: Figures) -> tuple[Switches, Swi
     fabric = cluster.fabric
     leaf, group = fabric.nodes_per_leaf or math.inf, fabric.nodes_per_group or math.inf
     if cluster.topology:
-        path = Path(cluster.topology).expanduser()
-        leaf, group = _sizes(path, path.stat().st_mtime_ns if path.exists() else 0)
+        paths = paths_in(cluster).values()
+        leaf, group = _size(it[-1:] for it in paths), _size(it[:-1][-1:] for it in paths)
     leaves = Switches(leaf, _reached(figures, "leaf", leaf, fabric.oversubscription))
     return leaves, Switches(group, _reached(figures, "group", group, fabric.group_oversubscription))
 
@@ -48,16 +48,27 @@ def _reached(figures: Figures, level: str, nodes: float, stated: float) -> float
     return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)
 
 
+def paths_in(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
+    """Node -> its switches, top to leaf, in cluster.topology, in the file's order; empty without one.
+
+    Raises UserError for a topology that cannot be read or tells of no switch.
+    """
+    if not cluster.topology:
+        return {}
+    path = Path(cluster.topology).expanduser()
+    return _paths(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
 @cache
-def _sizes(path: Path, _: int) -> tuple[float, float]:
-    """(nodes under a leaf, under a group) of a file; a number that says when it was written keeps old answers apart."""
+def _paths(path: Path, _: int) -> Mapping[str, Sequence[str]]:
+    """Of a file; a number that says when it was written keeps old answers apart."""
     from hpc_train.cluster.reading import read_file
     from hpc_train.cluster.tree import paths_of
 
     paths: Mapping[str, Sequence[str]] = paths_of(read_file(path))
     if not any(paths.values()):
         raise UserError(f"{path}: cluster.topology needs switches with nodes on them; this file tells of none")
-    return _size(it[-1:] for it in paths.values()), _size(it[:-1][-1:] for it in paths.values())
+    return paths
 
 
 def _size(switches: Iterable[Hashable]) -> float:
