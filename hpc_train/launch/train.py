@@ -79,15 +79,15 @@ def _refuse_a_second(folder: RunFolder) -> None:
 
     A job of Slurm that still waits there would run what is frozen now.
     """
+    if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
+        from hpc_train.checkpoint.lock import refuse_if_locked
+
+        refuse_if_locked(folder.checkpoints)
     if folder.submitit.is_dir():
         from hpc_train.launch.clients import ask
         from hpc_train.launch.whole import refuse_open
 
         refuse_open(folder.path, ask)
-    if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
-        from hpc_train.checkpoint.lock import refuse_if_locked
-
-        refuse_if_locked(folder.checkpoints)
 
 
 def check_run(config: RunConfig, ranks: int) -> Degrees:
