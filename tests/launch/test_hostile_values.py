@@ -118,7 +118,7 @@ def test_control_characters_are_refused(value: str, plain: dict[str, Any]) -> No
             script_of(config_with(plain, value, [field]), Path("/scratch/run"))
         assert str(refused.value).isprintable()
     with pytest.raises(UserError, match=r"run_dir: .* has a control character"):
-        script_of(config_with(plain, "x"), Path(f"/work/{value}"))
+        script_of(config_with(plain, "x"), Path(f"/scratch/{value}"))
 
 
 def test_control_characters_are_refused_in_set_up_lines(plain: dict[str, Any]) -> None:
