@@ -10,6 +10,7 @@ import numpy as np
 
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.parallel.support import check_support
 from hpc_train.placement.from_config import ranks_per_node
 from hpc_train.planner import constants
@@ -85,7 +86,7 @@ def known_of(config: RunConfig) -> Known:
 def answer(question: Question, top: int = 10, objective: str | None = None, told: Constants | None = None) -> Answer:
     """Estimate the run that is given, or search. top: candidates that are told.
 
-    Raises UserError for a model that cannot be planned, and for a run that cannot be.
+    Raises UserError for a model that cannot be planned, for a run that cannot be, and if no layout has the ranks.
     """
     began = clock.perf_counter()
     config = question.config
@@ -93,6 +94,8 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
         jobs_of(config, 1)  # says why not
     asker = _Asker(question, told or constants.of_cluster(config.cluster), known_of(config), max(top, 1))
     candidates = asker.candidates()
+    if not asker.searched:
+        raise UserError(_no_layout(question))
     objective = objective or config.plan.objective
     kept = candidates if question.whole else [it for it in candidates if within(it)]
     best = ordered(kept, objective)[:top]
@@ -106,6 +109,15 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
     notes += [outside] if outside else []
     front, seconds = asker.front(), clock.perf_counter() - began
     return Answer(question, best, front, asker.searched, asker.estimated, seconds, one_node, more, notes, outside)
+
+
+def _no_layout(question: Question) -> str:
+    worlds = " or ".join(f"{ranks:,}" for ranks in question.ranks) or "any number of"
+    fixed = ", ".join(f"{name} {values[0]:g}" for name, values in question.fixed.values.items() if values)
+    return (
+        f"plan: no layout has {worlds} ranks{f' with {fixed}' if fixed else ''}; degrees must divide the ranks, heads "
+        "and feed-forward width (tp), positions (cp) and batch (dp)"
+    )
 
 
 def _told(assumption: str) -> str:

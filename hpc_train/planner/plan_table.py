@@ -42,13 +42,6 @@ def _nothing(answer: Answer) -> Iterator[RenderableType]:
     if answer.outside:
         yield Text("Nothing is within the limits of the plan.", style="bold red")
         return
-    if not answer.searched:
-        worlds = " or ".join(f"{ranks:,}" for ranks in answer.question.ranks) or "any number of"
-        fixed = ", ".join(f"{name} {values[0]:g}" for name, values in answer.question.fixed.values.items() if values)
-        what = f" with {fixed}" if fixed else ""
-        yield Text(f"No layout has {worlds} ranks{what}.", style="bold red")
-        yield Text("Degrees divide the ranks, heads and feed-forward width (tp), positions (cp) and batch (dp).")
-        return
     yield Text("Nothing fits: no candidate's memory is within that of the device.", style="bold red")
     yield Text("Use more nodes (cluster.nodes, plan.nodes), or free what is fixed.")
 

@@ -31,7 +31,7 @@ old|down|infinite|8|16|64000|gpu:k80:2
 
 def check(sinfo: Said, *overrides: str) -> None:
     config = compose(with_slurm(overrides))
-    folder = RunFolder(Path("/scratch/run"), Path("/scratch/run/checkpoints"))
+    folder = RunFolder(Path("/data/run"), Path("/data/run/checkpoints"))
 
     def ask(command: Sequence[str]) -> Said:
         assert command[0] == "sinfo"

@@ -51,8 +51,8 @@ SCONTROL = (
     "NodeList=node1 BatchHost=node1 NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* "
     "TRES=cpu=1,mem=1G,node=1,billing=1 Socks/Node=* NtasksPerN:B:S:C=0:0:*:* CoreSpec=* MinCPUsNode=1 "
     "MinMemoryCPU=1G MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK Contiguous=0 "
-    "Licenses=(null) Network=(null) Command=/scratch/a run/x.sh 3 WorkDir=/scratch/a run StdErr=/scratch/a run/logs/job-55.log "
-    "StdIn=/dev/null StdOut=/scratch/a run/logs/job-55.log Power= \n"
+    "Licenses=(null) Network=(null) Command=/data/a run/x.sh 3 WorkDir=/data/a run StdErr=/data/a run/logs/job-55.log "
+    "StdIn=/dev/null StdOut=/data/a run/logs/job-55.log Power= \n"
 )
 # 23.11 and later: SubmitLine, TresPerTask, OOMKillStep, no Power=; 24.05 and later: licenses apart.
 NEWER_SCONTROL = (
@@ -60,8 +60,8 @@ NEWER_SCONTROL = (
     "JobState=OUT_OF_MEMORY Reason=OutOfMemory Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 "
     "ExitCode=0:125 RunTime=00:10:01 NodeList=gpu[01-04] BatchHost=gpu01 NumNodes=4 StepMgrEnabled=Yes "
     "ReqTRES=cpu=8,mem=8G,node=4,billing=8,gres/gpu=16 AllocTRES=cpu=8,mem=8G,node=4,billing=8,gres/gpu=16 "
-    "LicensesAlloc=(null) Command=/scratch/run/.submitit/s.sh SubmitLine=sbatch --export=A=b /scratch/run/.submitit/s.sh "
-    "WorkDir=/scratch StdErr= StdIn=/dev/null StdOut=/scratch/run/logs/job-%j.log TresPerNode=gres/gpu:4 OOMKillStep=0 \n"
+    "LicensesAlloc=(null) Command=/data/run/.submitit/s.sh SubmitLine=sbatch --export=A=b /data/run/.submitit/s.sh "
+    "WorkDir=/data StdErr= StdIn=/dev/null StdOut=/data/run/logs/job-%j.log TresPerNode=gres/gpu:4 OOMKillStep=0 \n"
 )
 
 
@@ -91,8 +91,8 @@ def test_scontrol() -> None:
     assert newer.job_id == "4711"
     assert newer.nodes == ("gpu01", "gpu02", "gpu03", "gpu04")
     assert (newer.state, newer.reason, newer.exit_code) == ("OUT_OF_MEMORY", "OutOfMemory", 253)
-    assert scontrol.fields(SCONTROL)["StdOut"] == "/scratch/a run/logs/job-55.log"
-    assert scontrol.fields(SCONTROL)["WorkDir"] == "/scratch/a run"
+    assert scontrol.fields(SCONTROL)["StdOut"] == "/data/a run/logs/job-55.log"
+    assert scontrol.fields(SCONTROL)["WorkDir"] == "/data/a run"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hpc_train.planner.cost import HOUR
 from hpc_train.planner.goodput import spare_wait
 from hpc_train.planner.outlook import steps_of
 from hpc_train.planner.reliability import DAY
+from hpc_train.planner.words import amount
 
 _OFF = 2.0
 """checkpoint.every, over the best or under it, from which it is worth a word, if it also costs _SHARE."""
@@ -45,7 +46,7 @@ def interval_off(facts: Facts) -> Advice | None:
     step = facts.figures.job.step_seconds.p50 if facts.figures.job else 0.0
     mean = told.interruption_seconds.p50 / HOUR
     why = (
-        f"a save every {every} steps ({every * step / 60:.3g} minutes), with a failure every {mean:.3g} hours and "
+        f"a save every {every} steps ({every * step / 60:.3g} minutes), with a failure every {amount(mean)} hours and "
         f"{float(told.save.stall_seconds):.2g} s of stall, wastes {gain:.1%} of the time more than need be"
     )
     return Advice("checkpoint.every", why, f"checkpoint.every={best} ({best * step / 60:.3g} minutes)", "warning")
