@@ -28,11 +28,10 @@ def submission(path: Path) -> Iterator[None]:
     What is raised inside takes back all that is new: it, those above it that were made for it, or what was added to it
     and changed in what it was frozen with. Raises UserError for whatever the system refuses, such as a full disk.
     """
-    new = [folder for folder in path.parents if not folder.exists()]
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if _make(path):
-            new.insert(0, path)
+        path.mkdir(mode=0o700, exist_ok=True)
         with alone(path), _taken_back(path):
             yield
     except BaseException as error:
@@ -42,17 +41,6 @@ def submission(path: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             raise UserError(f"run_dir={path}: {error.strerror}; choose a directory that can be written") from error
         raise
-
-
-def _make(path: Path) -> bool:
-    """Whether there was no such folder."""
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-        return False
-    return True
 
 
 @contextmanager
