@@ -115,11 +115,17 @@ def kill_everything(job_id: str, conf: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    path = tmp_path_factory.mktemp("sweep")
-    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path / "text.h5")
-    (path / "points").mkdir()
-    return Sweep(path, path / "text.h5")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small token store on the file system that all nodes share."""
+    path = tmp_path_factory.mktemp("store") / "text.h5"
+    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    return path
+
+
+@pytest.fixture
+def sweep(store: Path, tmp_path: Path) -> Sweep:
+    (tmp_path / "points").mkdir()
+    return Sweep(tmp_path, store)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,11 +136,13 @@ def _no_job_outlives_its_tests(slurm_cluster: SlurmCluster) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _a_minute_passes(slurm_cluster: SlurmCluster, sweep: Sweep) -> None:
+def times_out(slurm_cluster: SlurmCluster, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     """The job of the last test that times out: Slurm's shortest limit is a minute, in which the others run."""
+    sweep = Sweep(tmp_path_factory.mktemp("late"), store)
     late = sweep.submit("times_out", "launch.signal_seconds=10", faults=HANGS)
     sweep.wait_for_fault("times_out", HANGS)
     slurm_cluster.scontrol("update", f"JobId={late}", "TimeLimit=1")
+    return sweep
 
 
 def test_a_chain_goes_on_where_its_first_job_stopped_and_nothing_leaks_into_it(
@@ -198,7 +206,7 @@ def test_a_job_that_is_killed_is_failed_without_accounting_too(
 
 
 @pytest.mark.timeout(400)
-def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep) -> None:
+def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep, times_out: Sweep) -> None:
     sweep.submit("loses_its_node", "launch.max_attempts=1", "+launch.extra.nodelist=node4", faults=HOLDS)
     requeued = sweep.submit("is_requeued", "train.steps=200", faults=LISTENS)
     killed = sweep.submit("is_killed", faults=HOLDS)
@@ -208,7 +216,7 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     cancelled = sweep.submit("is_cancelled", "train.steps=100000", faults=LISTENS)
     follower = follow(sweep.run_dir("is_requeued"), sweep.path / "followed")
     waits = sweep.submit("waits", options=("--after", str(sweep.run_dir("is_killed"))))
-    assert sweep.rows()["waits"]["reason"] == "Dependency"
+    wait_until("Slurm's reason", lambda: sweep.rows()["waits"]["reason"] == "Dependency")
 
     sweep.wait_for_fault("is_killed", HOLDS)
     assert sweep.states()["is_killed"] == "RUNNING"
@@ -221,7 +229,9 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
         sweep.wait_for_fault("is_requeued", LISTENS)
         slurm_cluster.scontrol("requeue", requeued)
         wait_until("the requeue", lambda: sweep.states()["is_requeued"] == "REQUEUED")
-        wait_until("the end of all", lambda: not {"RUNNING", "PENDING", "REQUEUED"} & set(sweep.states().values()))
+        unfinished = {"RUNNING", "PENDING", "REQUEUED"}
+        wait_until("the end of all", lambda: not unfinished & set(sweep.states().values()))
+        wait_until("the end of the late one", lambda: not unfinished & set(times_out.states().values()))
     expected = {
         "ends": "DONE",
         "raises": "FAILED",
@@ -230,7 +240,6 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
         "waits": "CANCELLED",
         "is_cancelled": "CANCELLED",
         "is_requeued": "DONE",
-        "times_out": "TIMEOUT",
         "loses_its_node": "NODE_FAIL",
     }
     assert follower.wait(60) == 0
@@ -248,10 +257,11 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     assert rows["is_killed"]["exit_code"] == 128 + signal.SIGKILL
     assert rows["is_killed"]["reason"] == "killed by signal 9; it left no result"
     assert rows["waits"]["reason"] == "DependencyNeverSatisfied"
-    assert rows["times_out"]["reason"].startswith("TimeLimit")
     assert rows["loses_its_node"]["reason"] == "NodeDown"
     assert rows["is_killed"]["job_id"] == killed
     assert rows["waits"]["job_id"] == waits
     assert list((sweep.run_dir("is_cancelled") / "checkpoints").glob("step-*")), "it has saved"
     assert [it.result.then for it in read_attempts(sweep.run_dir("is_cancelled")) if it.result] == ["cancel"]
     assert slurm_cluster.job_state(cancelled) == "CANCELLED"
+    (late,) = times_out.rows().values()
+    assert (late["state"], late["reason"].split()[0]) == ("TIMEOUT", "TimeLimit"), late
