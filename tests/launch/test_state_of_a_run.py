@@ -153,6 +153,15 @@ def test_what_slurm_is_ending_may_be_about_to_run_again(run: Run, slurm: str, wo
     assert state(run, "12|12|PENDING||BeginTime").state == "REQUEUED"
 
 
+@pytest.mark.parametrize(
+    "line", ["12|12|COMPLETING|node1|None", "12|12|TIMEOUT|node1|TimeLimit", "12|12|TIMEOUT|node1|None"]
+)
+def test_whoever_tells_of_the_time_limit_the_reason_is_the_same(run: Run, line: str) -> None:
+    run.submitted("12").attempt(0, "12", {"exit_code": 75, "why": "asked to", "slurm": "COMPLETING TimeLimit"})
+    told = state(run, line)
+    assert (told.state, told.reason) == ("TIMEOUT", "TimeLimit: asked to")
+
+
 def test_one_that_was_killed_without_accounting_is_failed_as_soon_as_slurm_forgets_it(run: Run) -> None:
     told = state(run.submitted("12").attempt(0, "12"))
     assert (told.state, told.exit_code) == ("FAILED", None)

@@ -264,4 +264,4 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     assert [it.result.then for it in read_attempts(sweep.run_dir("is_cancelled")) if it.result] == ["cancel"]
     assert slurm_cluster.job_state(cancelled) == "CANCELLED"
     (late,) = times_out.rows().values()
-    assert (late["state"], late["reason"].split()[0]) == ("TIMEOUT", "TimeLimit"), late
+    assert (late["state"], late["reason"].split(":")[0]) == ("TIMEOUT", "TimeLimit"), late

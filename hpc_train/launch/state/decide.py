@@ -108,7 +108,8 @@ def _reason(facts: Facts, result: Result | None, record: Record) -> str:
     said = facts.failure or (result.why if result else "")
     state = ours(record.state)
     if state is not State.FAILED:
-        return ": ".join(filter(None, (record.reason, said))) or state.lower()
+        reason = record.reason or ("TimeLimit" if record.state == "TIMEOUT" else "")  # accounting may keep none
+        return ": ".join(filter(None, (reason, said))) or state.lower()
     if said:
         return said
     code = record.exit_code
@@ -141,7 +142,8 @@ def _ended(facts: Facts, status: Status, result: Result) -> Status:
     why = facts.failure or _why(result)
     word, _, reason = result.slurm.partition(" ")
     if word == "COMPLETING" or ours(word).ended:
-        return replace(status, state=_by_slurm(word, reason), reason=why)
+        state = _by_slurm(word, reason)
+        return replace(status, state=state, reason=f"{reason}: {why}" if reason == "TimeLimit" else why)
     if "out of memory" in why.lower():
         return replace(status, state=State.OUT_OF_MEMORY, reason=why)
     return replace(status, state=State.FAILED, reason=why)
