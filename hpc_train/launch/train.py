@@ -23,6 +23,7 @@ from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.runtime.identity import Identity, identify
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare, write_private
+from hpc_train.training.records import read_metrics
 
 if TYPE_CHECKING:
     from hpc_train.api import Task
@@ -174,9 +175,20 @@ def finished(config: RunConfig, folder: RunFolder) -> str | None:
     from hpc_train.checkpoint import committed, verify
 
     newest = committed(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < wanted or verify(folder.checkpoints, newest):
+    if newest < wanted or verify(folder.checkpoints, newest) or _owes_validation(folder, newest):
         return None
     return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
+
+
+def _owes_validation(folder: RunFolder, step: int) -> bool:
+    """Whether a stop left out the evaluation after this last step, and no attempt has made up for it."""
+    from hpc_train.checkpoint.catalogue import locate
+    from hpc_train.checkpoint.manifest import read
+
+    if not read(locate(folder.checkpoints, step), step).extra.get("owes_validation", False):
+        return False
+    told = read_metrics(folder.metrics)
+    return not (told and told[-1]["step"] == step and "validation_loss" in told[-1])
 
 
 def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:

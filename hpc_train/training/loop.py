@@ -75,6 +75,8 @@ class Run:
     finite: bool = True
     """Since the last save no update was made from a loss or a gradient with NaN or infinity."""
     validated_at: int | None = None
+    owes_validation: bool = False
+    """A stop left out the evaluation that was due after this step."""
     last_loss: float | None = None
     last_validation: float | None = None
 
@@ -153,7 +155,7 @@ def train(run: Run) -> int:
     A save that is under way when a step fails is of a sound step: it is waited for.
     """
     try:
-        return _train(run)
+        return _stopped(run) if run.owes_validation else _train(run)
     except Exception:
         _tell_of_saves(run, run.wait_for_saves())
         raise
@@ -162,12 +164,13 @@ def train(run: Run) -> int:
 def _train(run: Run) -> int:
     while run.step < run.steps:
         step = train_step(run)
-        validation, stopped = (None, False) if step.stop else _evaluate(run)
+        validation = _evaluate(run, step.stop)
         report(run, step, validation)
-        stopping = step.stop or stopped
+        stopping = step.stop or run.owes_validation
         _save_if_due(run, stopping)
         _tell_of_saves(run, run.ended_saves())
-        if stopping and run.step < run.steps:
+        owed = run.owes_validation and run.config.checkpoint.every > 0
+        if stopping and (run.step < run.steps or owed):
             _tell_of_saves(run, run.wait_for_saves())
             return _stopped(run)
     _tell_of_saves(run, run.wait_for_saves())
@@ -235,14 +238,29 @@ def _measure_noise(run: Run, sums: Sums, norm: torch.Tensor) -> None:
         run.reporter.noise(critical, batch)
 
 
-def _evaluate(run: Run) -> tuple[float | None, bool]:
-    """(validation loss if it is due, whether a stop was agreed on meanwhile)."""
+def _evaluate(run: Run, stop: bool) -> float | None:
+    """Validation loss if it is due; if a stop was agreed on, before or meanwhile, it is owed."""
     train_config = run.config.train
     due = train_config.eval_every and (run.step % train_config.eval_every == 0 or run.step == run.steps)
+    run.owes_validation = False
     if run.validation is None or not due:
-        return None, False
-    loss = validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop)
-    return loss, loss is None
+        return None
+    loss = None if stop else validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop)
+    run.owes_validation = loss is None
+    return loss
+
+
+def evaluate_late(run: Run) -> None:
+    """What the attempt before owed, into its step's line; it stays owed if a stop is agreed on again.
+
+    Before anybody follows the metrics of this attempt.
+    """
+    if not run.owes_validation:
+        return
+    loss = _evaluate(run, stop=False)
+    if loss is not None:
+        run.last_validation, run.validated_at = loss, run.step
+        run.reporter.validated(run.step, loss)
 
 
 def _save_if_due(run: Run, stopping: bool) -> None:
@@ -263,6 +281,7 @@ def save_checkpoint(run: Run, pieces: Sequence[Piece]) -> None:
         "seed": run.config.train.seed,
         "noise_scale": run.noise.state(),
         "schema_version": run.config.schema_version,
+        "owes_validation": run.owes_validation,
     }
     validation = run.last_validation if run.validated_at == run.step else None
     run.saver.save(run.step, pieces, extra, run.finite, validation)

@@ -32,7 +32,7 @@ from hpc_train.runtime.start import shut_down, start
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.folder import RunFolder, write_private
 from hpc_train.training.frozen import frozen_names, incremental_advice
-from hpc_train.training.loop import Run, train
+from hpc_train.training.loop import Run, evaluate_late, train
 from hpc_train.training.optimizer import make_optimizer
 from hpc_train.training.origin import other_code
 from hpc_train.training.reporting import Reporter
@@ -73,6 +73,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
             with closing(run):
                 if rank_map.warning:
                     run.reporter.event("warning", about="placement", why=rank_map.warning)
+                evaluate_late(run)
                 _announce(run, count, len(data), [*rank_map.lines, *said])
                 code = train(run)
                 _farewell(run, data)
@@ -135,6 +136,7 @@ def assemble(
     if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
         run.resumed_from = run.saved_at
+        run.owes_validation = run.saved_at is not None and resumed.extra.get("owes_validation", False)
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)

@@ -20,11 +20,24 @@ class Metrics:
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             beside.write_text("".join(f"{line}\n" for line in kept))
             beside.replace(path)
+        self._path = path
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; values are JSON scalars, NaN written as null."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+        self._file.write(_line(record))
+
+    def amend(self, step: int, **fields: Any) -> None:
+        """Add to the last line, if it is of this step."""
+        records = read_metrics(self._path)
+        if not records or records[-1]["step"] != step:
+            return
+        records[-1].update(fields)
+        self._file.close()
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        beside.write_text("".join(_line(record) for record in records))
+        beside.replace(self._path)
+        self._file = self._path.open("a", buffering=1)
 
     def close(self) -> None:
         self._file.close()
@@ -55,6 +68,10 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return _TORN
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps({key: _finite(value) for key, value in record.items()}) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -53,6 +53,14 @@ class Reporter:
         if self.board is not None:
             self.board.add(record)
 
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss of a step whose other numbers an earlier attempt has written."""
+        if self.metrics is None:
+            return
+        self.metrics.amend(step, validation_loss=loss)
+        if self.board is not None:
+            self.board.add({"step": step, "validation_loss": loss})
+
     def noise(self, critical: float, batch: int) -> None:
         """Warn once when the batch is past the critical one."""
         if batch > critical and not self.warned:

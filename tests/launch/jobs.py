@@ -162,7 +162,8 @@ def processes(folder: Path) -> list[Process]:
 def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
     """What metrics.jsonl says that is a result and no measurement of time, a tuple a step."""
     return [
-        (r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for r in read_metrics(run_dir / "metrics.jsonl")
+        (r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"], r.get("validation_loss", 0.0))
+        for r in read_metrics(run_dir / "metrics.jsonl")
     ]
 
 

@@ -53,11 +53,12 @@ def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stoppe
     workshop.go()
     stopped(workshop, job, step=5)
 
-    # During the evaluation after step 6.
-    job = begin("1:eval:1:hold")
-    job.task(0).send(USR2)
-    workshop.go()
-    stopped(workshop, job, step=6)
+    # During the evaluation after step 6, and when it is made up for.
+    for fault in ("1:eval:1:hold", "0:eval:1:hold"):
+        job = begin(fault)
+        job.task(0).send(USR2)
+        workshop.go()
+        stopped(workshop, job, step=6)
 
     # While the checkpoint of step 8 is being written.
     job = begin("1:save:1:listen", "checkpoint.background=false")
@@ -69,11 +70,13 @@ def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stoppe
     job.popen.send_signal(INT)
     stopped(workshop, job, step=11)
 
-    # In the last step there is nothing left to stop.
+    # In the last step what is left is to evaluate.
     job = begin("1:train:1:hold")
     job.task(1).send(TERM)
     workshop.go()
-    assert job.ended().code == EXIT_DONE
+    stopped(workshop, job, step=12)
+    assert begin().ended().code == EXIT_DONE
+    assert "already done" in begin().ended().out
     assert_same_run(job.run_dir, uninterrupted)
 
 
