@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from hpc_train.planner.advice.estimated import figures_of
 from hpc_train.planner.advice.lints import advice
 from hpc_train.planner.advice.result import Advice
 from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, ordered
-from hpc_train.planner.constants import Constants
+from hpc_train.planner.constants import Constants, without_residuals
+from hpc_train.planner.discrepancy import factor
 from hpc_train.planner.estimate import estimate
 from hpc_train.planner.from_config import assumptions, jobs_of
 from hpc_train.planner.kept import Rated
@@ -160,13 +161,13 @@ class _Asker:
         """A run as it is."""
         check_support(config, ranks)
         self.searched, self.estimated = self.searched + 1, self.estimated + 1
-        return self._candidate(config, settings, ranks)
+        return self._candidate(config, settings, ranks, self._constants)
 
-    def _candidate(self, config: RunConfig, settings: Settings, ranks: int) -> Candidate:
+    def _candidate(self, config: RunConfig, settings: Settings, ranks: int, told: Constants) -> Candidate:
         jobs = jobs_of(config, ranks)
         if self._rate is None:
             self._rate = rate_of(config.plan, config.cluster.ranks_per_node)
-        found = placed(config, ranks, estimate(jobs, self._constants))
+        found = placed(config, ranks, estimate(jobs, told))
         return candidate(config, settings, jobs, found, self._known, self._rate)
 
     def _plain(self) -> list[Candidate]:
@@ -183,10 +184,20 @@ class _Asker:
         for batch in self._question.batches:
             result = self._search(ranks, batch, fixed)
             self.searched, self.estimated = self.searched + result.searched, self.estimated + result.estimated
-            kept = list(self._candidates(result.best, ranks, batch))
-            found += kept or list(self._candidates(result.doubtful, ranks, batch))
-            self._fronts += self._candidates(_spread(result.front), ranks, batch)
+            rated = result.best if result.best.count else result.doubtful
+            told = self._of_the_best(rated, ranks, batch)
+            found += self._candidates(rated, ranks, batch, told)
+            self._fronts += self._candidates(_spread(result.front), ranks, batch, told)
         return found
+
+    def _of_the_best(self, rated: Rated, ranks: int, batch: int) -> Constants:
+        """What measured runs tell of the best of a search beyond all constants counts for all of it, so that it changes
+        times and no order."""
+        known, order = self._constants, without_residuals(self._constants)
+        if not (known.residuals and rated.count):
+            return order
+        best = jobs_of(self._as_run(rated, 0, ranks, batch)[0], ranks)
+        return replace(order, scale=known.scale * float(factor(best, known.residuals)))
 
     def _search(self, ranks: int, batch: int, fixed: Fixed) -> Found:
         config = self._question.config
@@ -194,16 +205,19 @@ class _Asker:
         rest = Rest(
             jobs_of(unspread(config, batch), 1), BYTES[config.precision.reduce], config.cluster.node.memory_gib * GIB
         )
-        return search(rest, space, self._constants, self._top)
+        return search(rest, space, without_residuals(self._constants), self._top)
 
-    def _candidates(self, rated: Rated, ranks: int, batch: int) -> Iterator[Candidate]:
-        config = self._question.config
+    def _candidates(self, rated: Rated, ranks: int, batch: int, told: Constants) -> Iterator[Candidate]:
         for number in range(rated.count):
-            settings = settings_of({name: float(it[number]) for name, it in rated.columns.items()})
-            settings |= {"train.global_batch": batch} if batch != config.train.global_batch else {}
-            if self._question.chooses_nodes:
-                settings |= {"cluster.nodes": ranks // ranks_per_node(config)}
-            yield self._candidate(with_settings(config, settings), settings, ranks)
+            yield self._candidate(*self._as_run(rated, number, ranks, batch), ranks, told)
+
+    def _as_run(self, rated: Rated, number: int, ranks: int, batch: int) -> tuple[RunConfig, Settings]:
+        config = self._question.config
+        settings = settings_of({name: float(it[number]) for name, it in rated.columns.items()})
+        settings |= {"train.global_batch": batch} if batch != config.train.global_batch else {}
+        if self._question.chooses_nodes:
+            settings |= {"cluster.nodes": ranks // ranks_per_node(config)}
+        return with_settings(config, settings), settings
 
     def advice(self, best: Candidate) -> list[Advice]:
         """Of all lints."""
@@ -226,7 +240,7 @@ class _Asker:
         ranks = best.ranks // best.nodes
         result = self._search(ranks, batch, Fixed())
         rated = result.best if result.best.count else result.doubtful
-        return next(self._candidates(rated, ranks, batch), None)
+        return next(self._candidates(rated, ranks, batch, self._of_the_best(rated, ranks, batch)), None)
 
 
 def _point(it: Candidate) -> tuple[float, float, float]:

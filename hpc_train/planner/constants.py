@@ -121,6 +121,12 @@ def with_numbers(constants: Constants, values: Mapping[str, float]) -> Constants
     return replace(constants, **more)
 
 
+def without_residuals(constants: Constants) -> Constants:
+    """Of a search: what a few runs tell of settings like theirs makes times better and picks worse, because settings
+    that nobody has measured are compared with it as they are without."""
+    return replace(constants, residuals=())
+
+
 def default() -> Constants:
     """Those that the package comes with, as `hpc-train plan fit` has written them."""
     return read(Path(__file__).with_name("constants.json"))

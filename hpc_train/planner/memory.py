@@ -88,7 +88,7 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
     # DeepSpeed has fp32 gradients of its share at the update, and beside fp32 ones that it adds up, 16-bit ones.
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     gradients = gradients + weights * np.where(deepspeed, _twice(jobs) + 4 / shares * (jobs.zero >= 1), 0.0)
-    buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0)
+    buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0) + _accumulated(jobs, weights)
     optimizer = weights * jobs.optimizer_bytes / shares
     activations, waiting = _activations(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
@@ -128,6 +128,13 @@ def _headroom(jobs: Jobs, constants: Constants) -> Column:
 def _twice(jobs: Jobs) -> Column:
     """DeepSpeed's bf16 optimizer keeps 16-bit gradients beside those it adds up in fp32."""
     return np.where(jobs.gradient_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+
+
+def _accumulated(jobs: Jobs, weights: Column) -> Column:
+    """[3, n]: ddp's buckets hold a step's gradients from the start; those of all micro-batches but the last lie beside
+    them, until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense)."""
+    ddp = (jobs.stack == _OURS) & (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (jobs.world > 1)
+    return weights * np.where(ddp & (jobs.micro_batches > 1), jobs.gradient_bytes, 0.0)
 
 
 def _weights(jobs: Jobs) -> Column:

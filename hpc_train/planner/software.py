@@ -46,9 +46,13 @@ _KNOWN = (
 )
 
 
+_QUOTED = re.compile(r"\balso in [^|)]*")
+"""Who else prints a figure is not who measured it."""
+
+
 def software_of(source: str, notes: str, year: int) -> Software:
     """From a run's source and notes; where they name no software, what was usual in that year."""
-    text = f"{source} | {notes}".lower()
+    text = _QUOTED.sub("", f"{source} | {notes}".lower())
     found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
     found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
     if re.search(r"compile", text):

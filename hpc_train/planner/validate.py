@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.calibrate import calibrate, chosen, together
-from hpc_train.planner.constants import Constants
+from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.from_runs import Refused, Run, Runs, jobs_of
 from hpc_train.planner.jobs import RECOMPUTE, Jobs, with_columns
 from hpc_train.planner.measured import memory_of
@@ -32,6 +32,8 @@ class Row:
     memory: float
     """Predicted bytes, of the rank and counted as the run says: of the one that needs most, unless it names another."""
     fits: str
+    ranked: float = 0.0
+    """What a search orders by: seconds by the constants alone. 0: as predicted."""
 
     @property
     def ratio(self) -> float:
@@ -123,8 +125,9 @@ def predict(runs: Sequence[Run], constants: Constants) -> list[Row]:
         return []
     jobs = jobs_of(runs)
     seconds, held = time(jobs, constants).step, memory(_least(jobs, runs), constants)
-    columns = zip(runs, seconds, memory_of(runs, held), held.fits, strict=True)
-    return [Row(run, float(one), float(two), FITS[int(code)]) for run, one, two, code in columns]
+    ranked = time(jobs, without_residuals(constants)).step
+    columns = zip(runs, seconds, memory_of(runs, held), held.fits, ranked, strict=True)
+    return [Row(run, float(one), float(two), FITS[int(code)], float(key)) for run, one, two, code, key in columns]
 
 
 def _least(jobs: Jobs, runs: Sequence[Run]) -> Jobs:
@@ -182,5 +185,9 @@ def regret(rows: Iterable[Row]) -> Regret:
 
 def _regret(configurations: Sequence[Sequence[Row]]) -> float:
     measured = [float(np.mean([row.run.seconds for row in rows])) for rows in configurations]
-    picked = min(range(len(measured)), key=lambda place: (configurations[place][0].seconds, place))
+    picked = min(range(len(measured)), key=lambda place: (_ranked(configurations[place][0]), place))
     return measured[picked] / min(measured) - 1
+
+
+def _ranked(row: Row) -> float:
+    return row.ranked or row.seconds

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
 from hpc_train.config.compose import compose, from_container, to_container
+from hpc_train.config.options import SCHEMAS, option_files
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.support import check_support
@@ -27,18 +30,28 @@ Row = tuple[float, ...]
 
 @cache
 def run(*overrides: str) -> RunConfig:
-    """What compose(overrides) gives; the files of each choice of options are read once, which takes longest."""
+    """What compose(overrides) gives, without Hydra, which takes longest; a test compares them."""
     if {"parallel=auto", "model=custom"} & set(overrides):
         return compose(overrides)  # what is given counts, and a part is no whole
-    groups = tuple(it for it in overrides if "." not in it.partition("=")[0])
+    groups = [it.partition("=") for it in overrides if "." not in it.partition("=")[0]]
     values = [it for it in overrides if "." in it.partition("=")[0]]
-    whole = OmegaConf.merge(_of_options(*groups), OmegaConf.from_dotlist(values))
+    chosen = {group: _option(group, name) for group, _, name in groups}
+    whole = OmegaConf.merge(OmegaConf.create({**_defaults(), **chosen}), OmegaConf.from_dotlist(values))
     return from_container(OmegaConf.to_container(whole))  # type: ignore[arg-type]
 
 
 @cache
-def _of_options(*groups: str) -> DictConfig:
-    return OmegaConf.create(to_container(compose(groups)))
+def _defaults() -> dict[str, Any]:
+    return to_container(compose(()))
+
+
+@cache
+def _option(group: str, name: str) -> dict[str, Any]:
+    """What its file says; its schema does the rest. Some are one of several kinds, which the file names."""
+    said: dict[str, Any] = yaml.safe_load(option_files(group)[name].read_text())
+    named = said.pop("defaults", ())
+    kinds = [it.kind for schema, it in SCHEMAS.get(group, {}).items() if schema in named]
+    return {**said, "kind": kinds[0]} if kinds else said
 
 
 def asked(*overrides: str, top: int = 10) -> Answer:

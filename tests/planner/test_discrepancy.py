@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planner_runs import asked
 
 from hpc_train.cli import main
 from hpc_train.cluster.calibration import Calibration, Residual, read_calibration, write_calibration
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
+from hpc_train.planner.answer import answer
 from hpc_train.planner.calibrate import calibrate, chosen, informative
 from hpc_train.planner.constants import Constants, default
 from hpc_train.planner.discrepancy import DEVIATION, LENGTH, SETTINGS, factor, likeness, residuals
@@ -122,6 +124,21 @@ def test_the_choice_looks_at_no_time() -> None:
     half = runs[::2]
     assert {run.id for run in chosen(runs, 3, half)} <= {run.id for run in half}
     assert chosen([replace(run, seconds=float("nan")) for run in runs], 3) == []
+
+
+def test_what_is_left_of_runs_changes_times_and_no_order() -> None:
+    """However much it says against the settings of the best."""
+    plain = asked(*LLAMA)
+    assert plain.best is not None
+    assert plain.best.step is not None
+    job = job_of(plain.best.config, plain.best.ranks)
+    at = with_columns(job, **{name: [getattr(job, name)] for name in (*SETTINGS, "layers")})
+    told = replace(default(), residuals=residuals(at, np.array([0.3])))
+    found = answer(plain.question, 10, told=told)
+    assert [it.settings for it in found.candidates] == [it.settings for it in plain.candidates]
+    assert found.best is not None
+    assert found.best.step is not None
+    assert found.best.step.p50 == pytest.approx(plain.best.step.p50 * np.exp(0.3), rel=1e-3)
 
 
 def test_a_calibration_file_carries_what_is_left(tmp_path: Path) -> None:

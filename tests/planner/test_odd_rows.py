@@ -16,6 +16,7 @@ from hpc_train.cli import main
 from hpc_train.planner.constants import default
 from hpc_train.planner.estimate import estimate
 from hpc_train.planner.from_runs import Refused, Run, jobs_of, run_of
+from hpc_train.planner.software import software_of
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 GPUS = (
@@ -118,3 +119,10 @@ def test_a_table_of_which_nothing_can_be_modelled(tmp_path: Path, capsys: pytest
     told = capsys.readouterr()
     assert "abacus is not a GPU" in told.out
     assert "nothing to draw" in told.err
+
+
+def test_who_also_prints_a_figure_did_not_measure_it() -> None:
+    paper = "Korthikanti et al. 2022 arXiv:2205.05198 Tables 3+5 (calculon; MFU also in microsoft/Megatron-DeepSpeed)"
+    assert software_of(paper, "korth-t5-22B", 2022).name == "megatron"
+    assert software_of(f"{paper} run with Megatron-DeepSpeed", "korth-t5-22B", 2022).name == "deepspeed"
+    assert software_of("microsoft/Megatron-DeepSpeed README", "22B", 2022).name == "deepspeed"

@@ -14,6 +14,8 @@ from hpc_train.config.compose import compose
         (),
         ("cluster=dgx_a100", "model=llama_7b", "precision=bf16", "parallel.tp=2", "train.global_batch=64"),
         ("parallel=3d", "plan.nodes=[1,4]", "plan.tokens=1e10", "cluster.nodes=8"),
+        ("cluster=leonardo", "model=gpt3_175b", "parallel=zero1", "precision=fp16", "checkpoint=none", "data=digits"),
+        ("cluster=dgx_h100", "model=vit_large", "parallel=hsdp", "container=pyxis", "launch=slurm", "launch.ranks=8"),
         ("cluster=dgx_a100", "parallel=auto", "parallel.tp=2", "train.micro_batch=2"),
         ("cluster=local", "model=custom", "model.name=mine", "checkpoint=none", "launch.ranks=2"),
     ],
