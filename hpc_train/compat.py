@@ -105,8 +105,8 @@ def concatenate(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([first, second])
 
 
-def multiply(tensors: list[Tensor], factor: float) -> None:
-    """Multiply every tensor by `factor`, in place.
+def multiply(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply every tensor by `factor`, a number or a tensor of one, in place.
 
     Private because torch has no public way to do it to many tensors with one kernel.
     """

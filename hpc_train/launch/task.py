@@ -39,6 +39,7 @@ def _run(run_dir: Path, process: int) -> int:
 
     from hpc_train.launch.clients import slurm_job
     from hpc_train.launch.code.worker import enter
+    from hpc_train.launch.imports import import_training
     from hpc_train.launch.share import take_share
     from hpc_train.launch.spec import read_spec
     from hpc_train.launch.state.attempts import cancel_marker
@@ -52,6 +53,7 @@ def _run(run_dir: Path, process: int) -> int:
     config = spec.run_config()
     if config.launch.bind:
         take_share()
+    import_training()
 
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank

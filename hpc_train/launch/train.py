@@ -196,8 +196,12 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     import logging
 
     from hpc_train.launch.clients import slurm_job
+    from hpc_train.launch.imports import import_training
     from hpc_train.launch.state.attempts import mark_begun, mark_result
     from hpc_train.launch.task import leave
+
+    import_training()
+
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 

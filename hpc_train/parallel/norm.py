@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpc_train.api import World
@@ -36,13 +36,17 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients so that a total norm of `norm` becomes at most max_norm."""
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    for group in groups.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    """Scale the gradients so that a total norm of `norm` becomes at most max_norm.
+
+    As torch.nn.utils.clip_grads_with_norm_, but by what this rank holds: over DTensors torch plans the product of the
+    whole list at the first step, which takes a second for 26 tensors on three axes.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in (_local(p.grad) for p in parameters if p.grad is not None):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), gradients in alike.items():
+        multiply(gradients, factor.to(device))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from hpc_train.cluster.spec import Gpu, Link, Nic, Node
 
@@ -106,6 +105,8 @@ def _domain(device: Gpu | Nic) -> str | None:
 
 def _solve(far: NDArray[np.int64], ties: NDArray[np.int64]) -> list[int]:
     """Column of every row. Lexicographic: total distance, then how often columns are used twice, then ties."""
+    from scipy.optimize import linear_sum_assignment  # a third of a second, which ranks without GPUs need not wait
+
     rows, columns = far.shape
     again = int(ties.max()) * rows + 1
     step = again * rows * rows + 1

@@ -82,7 +82,7 @@ class Case:
     ranks: int
     overrides: tuple[str, ...]
     kind: str = "llama"
-    micro: int = 2
+    micro: int = 4
     """Sequences of one micro-batch; the last of a step may be shorter."""
 
     def config(self) -> RunConfig:

@@ -108,9 +108,9 @@ def test_the_shares_of_all_ranks_are_the_sequence(ranks: int, size: int, balance
 
 CASES = {
     "ring-2": Case(2, ("parallel.cp=2",), "llama"),
-    "ring-2-learned-positions": Case(2, ("parallel.cp=2",), "gpt2", micro=3),
+    "ring-2-learned-positions": Case(2, ("parallel.cp=2",), "gpt2", micro=6),
     "ring-2-unbalanced": Case(2, ("parallel.cp=2", UNBALANCED), "gpt2"),
-    "ulysses-2": Case(2, ("parallel.cp=2", ULYSSES), "gpt2", micro=3),
+    "ulysses-2": Case(2, ("parallel.cp=2", ULYSSES), "gpt2", micro=6),
     "ulysses-4-few-kv-heads": Case(4, ("parallel.cp=4", ULYSSES), "llama", micro=16),
     "ring-4-zero3": Case(4, ("parallel=fsdp", "parallel.cp=4"), "tied", micro=16),
     "ring-2-ddp-2": Case(4, ("parallel.cp=2",), "tied", micro=5),

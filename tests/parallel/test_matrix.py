@@ -24,20 +24,20 @@ CASES: dict[str, Case] = {
     # data
     "ddp-3-short": Case(4, ("parallel=ddp",), "gpt2", micro=3),
     "zero1-2": Case(2, ("parallel.strategy=zero1",)),
-    "zero2-4-tied": Case(4, ("parallel.strategy=zero2",), "tied"),
-    "zero3-2-vit": Case(2, ("parallel=fsdp",), "vit", micro=3),
-    "hsdp-2x2": Case(4, HSDP),
+    "zero2-4-tied": Case(4, ("parallel.strategy=zero2",), "tied", micro=2),
+    "zero3-2-vit": Case(2, ("parallel=fsdp",), "vit", micro=5),
+    "hsdp-2x2": Case(4, HSDP, micro=2),
     # tensor
-    "tp-2": Case(2, ("parallel.tp=2",)),
+    "tp-2": Case(2, ("parallel.tp=2",), micro=6),
     "tp-4-kv-2-tied": Case(4, ("parallel.tp=4",), "tied"),
     "tp-2-whole-vocabulary-gpt2": Case(2, ("parallel.tp=2", "parallel.tensor.vocabulary=false"), "gpt2"),
     "tp-2-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false")),
     "tp-2-asynchronous": Case(2, ("parallel.tp=2", "parallel.tensor.asynchronous=true")),
     "tp-2-vit": Case(2, ("parallel.tp=2",), "vit"),
-    "zero3-2-tp-2": Case(4, ("parallel=fsdp", "parallel.tp=2"), "gpt2", micro=3),
+    "zero3-2-tp-2": Case(4, ("parallel=fsdp", "parallel.tp=2"), "gpt2", micro=5),
     # pipeline
     "pp-2-naive": Case(2, _pp("naive")),
-    "pp-2-gpipe-short": Case(2, _pp("gpipe"), "gpt2", micro=3),
+    "pp-2-gpipe-short": Case(2, _pp("gpipe"), "gpt2", micro=6),
     "pp-2-1f1b-tied": Case(2, _pp("1f1b"), "tied"),
     "pp-4-1f1b": Case(4, ("parallel.pp=4", "parallel.pipeline.schedule=1f1b")),
     "pp-2-interleaved": Case(2, _pp("interleaved_1f1b"), "tied"),
@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
     "cp-2-ring": Case(2, ("parallel.cp=2",)),
     "cp-4-ring-zero3": Case(4, ("parallel=fsdp", "parallel.cp=4"), "tied"),
     "cp-2-unbalanced": Case(2, ("parallel.cp=2", "parallel.context.balanced=false"), "gpt2"),
-    "cp-2-ulysses": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "gpt2", micro=3),
+    "cp-2-ulysses": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "gpt2", micro=6),
     # memory
     "recompute-full": Case(2, ("parallel=fsdp", "parallel.recompute.mode=full")),
     "recompute-selective-2nd": Case(
@@ -59,16 +59,16 @@ CASES: dict[str, Case] = {
     "offload-empty-shards": Case(2, ("parallel=fsdp", "parallel.offload.optimizer=file"), "vit"),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
-    "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2"),
+    "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2", micro=2),
     "cp-2-tp-2": Case(4, ("parallel.cp=2", "parallel.tp=2")),
     "cp-2-pp-2": Case(4, _pp("1f1b", "parallel.cp=2"), "tied"),
     "pp-2-dp-2-tp-2": Case(
-        8, ("parallel=fsdp", "parallel.pp=2", "parallel.tp=2", "parallel.pipeline.schedule=interleaved_1f1b")
+        8, ("parallel=fsdp", "parallel.pp=2", "parallel.tp=2", "parallel.pipeline.schedule=interleaved_1f1b"), micro=2
     ),
     "pp-2-cp-2-tp-2-recompute": Case(
         8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2", "parallel.recompute.mode=full"), "tied"
     ),
-    "hsdp-2x2-tp-2": Case(8, (*HSDP, "parallel.tp=2")),
+    "hsdp-2x2-tp-2": Case(8, (*HSDP, "parallel.tp=2"), micro=2),
 }
 
 

@@ -27,7 +27,7 @@ CASES = {
     "zero1-2": Case(2, ("parallel.strategy=zero1",)),
     "zero2-2-tied": Case(2, ("parallel.strategy=zero2",), "tied"),
     "zero3-2-kept": Case(2, ("parallel=fsdp", "parallel.reshard_after_forward=false"), "gpt2"),
-    "hsdp-2x2": Case(4, HSDP),
+    "hsdp-2x2": Case(4, HSDP, micro=2),
     "offload-files": Case(2, ("parallel=fsdp", *FILES)),
     "offload-cpu": Case(2, ("parallel=fsdp", "parallel.offload.parameters=cpu")),
     "tp-2": Case(2, ("parallel.tp=2",)),
@@ -61,7 +61,7 @@ class Writing(nn.Module):
 def test_of_every_layout(name: str, tmp_path: Path) -> None:
     case, folder = CASES[name], tmp_path / "saved"
     overrides = (*case.overrides, *([f"parallel.offload.dir={tmp_path}"] if "files" in name else []))
-    case = Case(case.ranks, overrides, case.kind)
+    case = Case(case.ranks, overrides, case.kind, case.micro)
 
     def batch(world: World, step: int) -> StepBatch:
         return matrix_share(matrix_batch(case.kind, step), world, case.micro)

@@ -59,7 +59,14 @@ def parameters(engine: Engine) -> dict[str, DTensor]:
 
 
 def stage_held(world: World, config: RunConfig) -> Held:
-    return {name: (tuple(p.shape), covered(p)) for name, p in parameters(engine_of(world, config)).items()}
+    held: Held = {}
+    counted: dict[object, int] = {}  # of shape, placements and mesh alone: the layers of a stage are alike
+    for name, parameter in parameters(engine_of(world, config)).items():
+        alike = (parameter.shape, parameter.placements, parameter.device_mesh)
+        if alike not in counted:
+            counted[alike] = covered(parameter)
+        held[name] = (tuple(parameter.shape), counted[alike])
+    return held
 
 
 def test_the_shards_of_all_ranks_add_up_to_the_model() -> None:

@@ -139,7 +139,7 @@ def test_two_stores_get_two_ports(pool: ProcessPoolExecutor, tmp_path: Path) -> 
 
 
 def test_one_process_needs_nobody() -> None:
-    store = open_store(identity(0, 1), {}, None, SHORT)
+    store = open_store(identity(0, 1), {}, None, LONG)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
