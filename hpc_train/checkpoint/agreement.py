@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpc_train.api import World
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, ToldError, one_line
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
+_MESSAGE = 1024
+_LENGTH = struct.Struct("<Q")
+_ROOM = _MESSAGE - _LENGTH.size
 
 
 @dataclass(frozen=True)
@@ -138,19 +145,50 @@ def _to_first(world: World | None, mine: T, group: ProcessGroup | None) -> list[
     """What every rank has, on rank 0; an empty list on the others."""
     if world is None or world.size == 1:
         return [mine]
-    gathered: list[T | None] | None = [None] * world.size if world.rank == 0 else None
+    first, rest = _message(mine)
+    firsts = list(torch.empty(world.size, _MESSAGE, dtype=torch.uint8)) if world.rank == 0 else None
+    found = [mine] if world.rank == 0 else []
     with together():
-        dist.gather_object(mine, gathered, dst=0, group=group)
-    return cast(list[T], gathered or [])
+        dist.gather(first, firsts, dst=0, group=group)
+        if world.rank != 0 and len(rest):
+            dist.send(rest, dst=0, group=group)
+        for rank, it in enumerate((firsts or [])[1:], 1):
+            more = torch.empty(_missing(it), dtype=torch.uint8)
+            if len(more):
+                dist.recv(more, src=rank, group=group)
+            found.append(_said(it, more))
+    return found
 
 
 def _from_first(world: World | None, value: Any, group: ProcessGroup | None) -> Any:
     if world is None or world.size == 1:
         return value
-    box = [value]
+    first, rest = _message(value)
     with together():
-        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-    return box[0]
+        dist.broadcast(first, src=0, group=group)
+        if world.rank != 0:
+            rest = torch.empty(_missing(first), dtype=torch.uint8)
+        if len(rest):
+            dist.broadcast(rest, src=0, group=group)
+    return value if world.rank == 0 else _said(first, rest)
+
+
+def _message(value: Any) -> tuple[Tensor, Tensor]:
+    """_MESSAGE bytes with which most is said, so that one collective does; and those that do not fit."""
+    data = pickle.dumps(value)
+    begin = _LENGTH.pack(len(data)) + data[:_ROOM]
+    first, rest = (torch.from_numpy(np.frombuffer(it, np.uint8).copy()) for it in (begin, data[_ROOM:]))
+    return torch.nn.functional.pad(first, (0, _MESSAGE - len(first))), rest
+
+
+def _missing(first: Tensor) -> int:
+    """Bytes that do not fit into it."""
+    return max(0, int(_LENGTH.unpack(first[: _LENGTH.size].numpy().tobytes())[0]) - _ROOM)
+
+
+def _said(first: Tensor, rest: Tensor) -> Any:
+    """What another rank of the job has said, as torch's own collectives of objects pass it on."""
+    return pickle.loads(first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,8 @@ from torch import Tensor
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.slots import SMALL, Bytes, Slot, Slots, bytes_of, copy, copy_part, shares
+from hpc_train.checkpoint.slots import Bytes, Share, Slot, Slots, bytes_of, copy, copy_part, shares
 from hpc_train.compat import version
-
-_SLICE = 16 << 20
-"""Bytes of one copy, about: small enough to be shared out evenly over threads."""
 
 
 class _Placed(NamedTuple):
@@ -38,17 +36,15 @@ def begin(slots: Slots, pieces: Sequence[Piece], threads: int, overlap: bool = F
     training, of the rest in the training's own, so that what it does next comes after them.
     """
     slots.write_structure()
-    now: list[Slot] = []
-    later: list[_Placed] = []
-    for slot in slots.slots:
-        piece = pieces[slot.piece]
-        if overlap and piece.still:
-            later.append(_Placed(piece.name, piece.local.detach(), slot, version(piece.local)))
-        else:
-            now.append(slot)
-    on_cpu = [slot for slot in now if pieces[slot.piece].local.is_cpu]
-    _copy(slots.whole, on_cpu, pieces, threads)
-    from_gpu = [_placed(slot, pieces) for slot in now] if len(on_cpu) < len(now) else []
+    sources = slots.sources([piece.local for piece in pieces])
+    later = [_placed(slot, pieces) for slot in slots.slots if overlap and pieces[slot.piece].still]
+    if not later and all(map(attrgetter("is_cpu"), sources)):
+        _copy(slots, slots.all_shares, sources, threads)
+        return Copying(slots.whole, [], [], None)
+    still = {it.slot.piece for it in later}
+    now = [number for number, slot in enumerate(slots.slots) if slot.piece not in still]
+    _copy(slots, list(shares(slots, [it for it in now if sources[it].is_cpu])), sources, threads)
+    from_gpu = [_placed(slots.slots[it], pieces) for it in now if not sources[it].is_cpu]
     return Copying(slots.whole, later, later, _queue(slots.whole, from_gpu, later))
 
 
@@ -155,18 +151,18 @@ def _from_gpu(whole: Bytes, placed: Sequence[_Placed]) -> None:
             torch.from_numpy(whole[slot.begin : slot.begin + slot.size]).copy_(source, non_blocking=True)
 
 
-def _copy(whole: Bytes, slots: Sequence[Slot], pieces: Sequence[Piece], threads: int) -> None:
+def _copy(slots: Slots, work: list[Share], sources: Sequence[Tensor], threads: int) -> None:
     """What is in the processor's memory."""
-    large = {slot.piece: bytes_of(pieces[slot.piece].local) for slot in slots if slot.size > SMALL}
+    whole = slots.whole
+    large = {number: bytes_of(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
 
-    def copy_share(share: tuple[list[Slot], int, int]) -> None:
-        found, low, high = share
+    def copy_share(share: Share) -> None:
+        numbers, low, high = share
         if high:
-            copy_part(found[0], large[found[0].piece], whole, low, high)
+            copy_part(slots.slots[numbers[0]], large[numbers[0]], whole, low, high)
         else:
-            copy(found, pieces, whole)
+            copy(slots, numbers, sources, whole)
 
-    work = list(shares(slots, _SLICE))
     if threads == 1 or len(work) == 1:
         for share in work:
             copy_share(share)

@@ -156,7 +156,7 @@ class Exchange:
         begin = (cell - int(self.first[file])) * CELL
         bits = [int(self.wanted[cell]) >> block & 1 for block in range(_BLOCKS)]
         edges = np.flatnonzero(np.diff([0, *bits, 0])).reshape(-1, 2) * BLOCK
-        end = source.size(file)
+        end = source.sizes[file]
         return [(file, begin + low, slot * CELL + low, min(high, end - begin) - low) for low, high in edges.tolist()]
 
     def _pass_on(self, it: Round, memory: memoryview, targets: Sequence[Target]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import xxhash
 
 CHECKSUM = "xxh3_128"
 _BLOCK = 4 << 20
+_AT_ONCE = 2
 
 
 @contextmanager
@@ -38,6 +40,16 @@ def write_file(path: Path, data: bytes) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         os.fsync(descriptor)
+
+
+def at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Make them side by side: what several of them ask to be on the disk, many file systems put there in one go.
+
+    All have ended when this returns, or raises the error of the first that failed.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for made in [pool.submit(call) for call in calls]:
+            made.result()
 
 
 def sync_directory(path: Path) -> None:
@@ -75,6 +87,9 @@ def checksum(path: Path) -> tuple[int, str]:
     return size, f"{CHECKSUM}:{state.hexdigest()}"
 
 
-def checksum_of(data: bytes) -> str:
+def checksum_of(*parts: bytes) -> str:
     """The same of bytes in memory."""
-    return f"{CHECKSUM}:{xxhash.xxh3_128(data).hexdigest()}"
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return f"{CHECKSUM}:{state.hexdigest()}"

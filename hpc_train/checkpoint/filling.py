@@ -7,8 +7,10 @@ first moment on, and each byte is still in the processor's cache when it is need
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
-from hpc_train.api import Piece
+from torch import Tensor
+
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.looking import Looking
 from hpc_train.checkpoint.slots import Bytes, Slots, bytes_of, copy, copy_part
@@ -17,11 +19,11 @@ from hpc_train.checkpoint.slots import Bytes, Slots, bytes_of, copy, copy_part
 class Filling:
     """What `looking` takes."""
 
-    def __init__(self, slots: Slots, pieces: Sequence[Piece]) -> None:
-        """pieces: all in the processor's memory and contiguous."""
+    def __init__(self, slots: Slots, tensors: Sequence[Tensor]) -> None:
+        """tensors: of the pieces, all in the processor's memory and contiguous."""
         slots.write_structure()
         self.looking = Looking(slots, self._fill)
-        self._slots, self._pieces, self._whole = slots, pieces, slots.whole
+        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
         self._bytes: dict[int, Bytes] = {}
         self._given_up = False
 
@@ -37,18 +39,23 @@ class Filling:
     def _fill(self, low: int, high: int) -> None:
         self.confirm()
         here = self._slots.within(low, high)
-        whole = [slot for slot in here if low <= slot.begin and slot.begin + slot.size <= high]
-        copy(whole, self._pieces, self._whole)
-        for slot in here if len(whole) < len(here) else ():
-            if slot.begin < low < slot.begin + slot.size or slot.begin < high < slot.begin + slot.size:
-                copy_part(slot, self._bytes_of(slot.piece), self._whole, low, high)
+        if here and self._slots.slots[here[0]].begin < low:
+            self._fill_part(here[0], low, high)
+            here = here[1:]
+        if here and self._slots.slots[here[-1]].end > high:
+            self._fill_part(here[-1], low, high)
+            here = here[:-1]
+        copy(self._slots, here, self._sources, self._whole)
 
-    def _bytes_of(self, piece: int) -> Bytes:
-        if piece not in self._bytes:
-            self._bytes[piece] = bytes_of(self._pieces[piece].local)
-        return self._bytes[piece]
+    def _fill_part(self, number: int, low: int, high: int) -> None:
+        slot = self._slots.slots[number]
+        if slot.end <= low:
+            return
+        if number not in self._bytes:
+            self._bytes[number] = bytes_of(self._sources[number])
+        copy_part(slot, self._bytes[number], self._whole, low, high)
 
 
-def can_fill(pieces: Sequence[Piece]) -> bool:
+def can_fill(tensors: Sequence[Tensor]) -> bool:
     """Whether parts of them can be taken as bytes."""
-    return all(piece.local.is_cpu and piece.local.is_contiguous() for piece in pieces)
+    return all(map(attrgetter("is_cpu"), tensors)) and all(map(Tensor.is_contiguous, tensors))

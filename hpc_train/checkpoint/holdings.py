@@ -76,19 +76,19 @@ class Part:
     rectangle: Rectangle
 
 
+Kind = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor its shape and dtype, of a rectangle of it the offset and the shape."""
+
+
 @dataclass
 class Lone:
-    """The tensors of which one file has one rectangle and no other has any."""
+    """The tensors of which one file has one rectangle, with elements, and no other has any."""
 
     rows: dict[str, int]
     """Of each by name, in the columns."""
-    tensors: list[Tensor]
-    files: list[int]
-    places: list[int]
-    starts: list[tuple[int, ...]]
-    """Where the rectangle begins in the tensor."""
-    shapes: list[tuple[int, ...]]
-    """Of the rectangle."""
+    kinds: list[Kind]
+    files: Integers
+    places: Integers
 
 
 @dataclass(frozen=True)
@@ -148,22 +148,24 @@ class Holdings:
     def lone(self) -> Lone:
         """Found once, as mostly all of thousands of tensors are such."""
         counted = Counter(self.tensors[index].name for it in self.layouts for index in it.tensors.tolist())
-        found = Lone({}, [], [], [], [], [])
-        for layout in self.layouts:
-            if len(layout.files) == 1:
-                starts = {id(it): tuple(it[0].tolist()) for it in layout.offsets}
-                found.tensors += [self.tensors[index] for index in layout.tensors.tolist()]
-                found.files += [int(layout.files[0])] * len(layout.shapes)
-                found.places += layout.places.tolist()
-                found.starts += [starts[id(it)] for it in layout.offsets]
-                found.shapes += layout.shapes
-        found.rows.update((it.name, row) for row, it in enumerate(found.tensors) if counted[it.name] == 1)
-        return found
+        layouts = [it for it in self.layouts if len(it.files) == 1]
+        tensors = [self.tensors[index] for it in layouts for index in it.tensors.tolist()]
+        starts = {id(of): tuple(of[0].tolist()) for it in layouts for of in it.offsets}
+        parts = (part for it in layouts for part in zip(it.offsets, it.shapes, strict=True))
+        kinds = [(it.shape, it.dtype, starts[id(of)], shape) for it, (of, shape) in zip(tensors, parts, strict=True)]
+        none = np.zeros(0, dtype=np.int64)
+        return Lone(
+            {it.name: row for row, it in enumerate(tensors) if counted[it.name] == 1 and 0 not in kinds[row][3]},
+            kinds,
+            np.concatenate([none, *(np.full(len(it.shapes), it.files[0]) for it in layouts)]),
+            np.concatenate([none, *(it.places for it in layouts)]),
+        )
 
     @cached_property
-    def texts(self) -> dict[str, str]:
+    def texts(self) -> dict[str, bytes]:
         """What `to_json` gives, each value as the text of a manifest."""
-        return {key: json.dumps(value, sort_keys=True, separators=(",", ":")) for key, value in to_json(self).items()}
+        how: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+        return {key: json.dumps(value, **how).encode() for key, value in to_json(self).items()}
 
     def is_in_one_part(self, tensor: Tensor) -> bool:
         """Whether one file has all of a tensor, in one rectangle, and no other has any of it."""

@@ -22,7 +22,7 @@ from hpc_train.checkpoint.rectangle import Rectangle, uncovered
 from hpc_train.checkpoint.source import Source, table_of
 from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, single, strips
 from hpc_train.checkpoint.targets import Target
-from hpc_train.checkpoint.transfer import in_file_order, reads
+from hpc_train.checkpoint.transfer import in_file_order
 from hpc_train.errors import UserError
 
 __all__ = ["load", "plan_reads", "table_of", "undamaged"]
@@ -49,11 +49,10 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> 
     plan: list[Strips] = []
     on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
     targets = [Target(piece) for piece in wanted]
-    sizes = [file.image for file in manifest.files]
-    own, shared = agree(plan[0], sizes, world)
     with Source(path, manifest.files) as source:
+        own, shared = agree(plan[0], source.sizes, world)
         reader = Reader(source, wanted, targets)
-        on_all(world, lambda: undamaged(where, lambda: reader.run(reads(own, sizes))), lambda _: None)
+        on_all(world, lambda: undamaged(where, lambda: reader.run(own)), lambda _: None)
         if shared is not None:
             on_all(world, lambda: undamaged(where, lambda: shared.run(source, targets)), lambda _: None)
     for target in targets:
@@ -73,23 +72,25 @@ def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strip
     """What this rank wants, in file order."""
     plain, others = _of_lone(pieces, manifest.holdings.lone)
     rows = _of_others(pieces, others, manifest, where) if others else []
-    return in_file_order(cut(np.concatenate([single(plain), strips(rows)])))
+    return in_file_order(cut(np.concatenate([plain, strips(rows)])))
 
 
-def _of_lone(pieces: Sequence[Piece], lone: Lone) -> tuple[list[Numbers], list[int]]:
-    """(file, byte, bytes, piece) of the pieces that are just what was saved and nowhere else; the others' indices."""
-    plain: list[Numbers] = []
-    others: list[int] = []
-    rows, tensors, starts, shapes = lone.rows, lone.tensors, lone.starts, lone.shapes
-    for index, piece in enumerate(pieces):
-        row, local = rows.get(piece.name), piece.local
-        if row is not None and piece.offset == starts[row] and local.shape == shapes[row] and local.nbytes:
-            tensor = tensors[row]
-            if piece.shape == tensor.shape and dtype_name(piece.dtype) == tensor.dtype:
-                plain.append((lone.files[row], lone.places[row], local.nbytes, index))
-                continue
-        others.append(index)
-    return plain, others
+def _of_lone(pieces: Sequence[Piece], lone: Lone) -> tuple[Strips, list[int]]:
+    """The strips of the pieces that are just what was saved and nowhere else; the others' indices."""
+    row_of, kinds, none = lone.rows.get, lone.kinds, -1
+    found = [
+        row
+        if (row := row_of(it.name, none)) != none
+        and (it.shape, dtype_name(it.dtype), it.offset, it.local.shape) == kinds[row]
+        else none
+        for it in pieces
+    ]
+    rows = np.array(found, dtype=np.int64)
+    plain = np.flatnonzero(rows != none)
+    bytes_of = np.array([pieces[index].local.nbytes for index in plain.tolist()], dtype=np.int64)
+    rows = rows[plain]
+    whole = np.stack([lone.files[rows], lone.places[rows], bytes_of, plain], axis=1)
+    return single(whole), [index for index, row in enumerate(found) if row == none]
 
 
 def _of_others(pieces: Sequence[Piece], which: Sequence[int], manifest: Manifest, where: str) -> list[Numbers]:

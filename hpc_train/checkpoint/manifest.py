@@ -103,9 +103,11 @@ class Manifest:
             **({"origin": origin.to_json(self.origin)} if self.origin is not None else {}),
             **({"times": origin.to_json(self.times)} if self.times is not None else {}),
         }
-        values = {key: json.dumps(value, **_CANONICAL) for key, value in body.items()} | self.holdings.texts
-        text = "{" + ",".join(f'"{key}":{values[key]}' for key in sorted(values)) + "}"
-        return (text[:-1] + f',"checksum":"{checksum_of(text.encode())}"}}\n').encode()
+        values = {key: json.dumps(value, **_CANONICAL).encode() for key, value in body.items()} | self.holdings.texts
+        parts = [it for key in sorted(values) for it in (b",", json.dumps(key).encode(), b":", values[key])]
+        parts[0] = b"{"
+        end = f',"checksum":"{checksum_of(*parts, b"}")}"}}\n'
+        return b"".join((*parts, end.encode()))
 
 
 @uncollected()

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import memmove
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.api import Piece
-from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.source import WORKING, Damaged, Source
+from hpc_train.checkpoint.planned import LONG, Planned, Run, Straight, copies, overlap, plan, runs_of, straight
+from hpc_train.checkpoint.source import BESIDE, WORKING, Damaged, Source
 from hpc_train.checkpoint.strips import Strips, ends
 from hpc_train.checkpoint.targets import Target, view
-from hpc_train.checkpoint.transfer import Read
+from hpc_train.checkpoint.transfer import WIDE, Read, reads
 
-THREADS = 4
-"""While some wait for the disk the others verify and copy."""
-_LONG = 4 * BLOCK
-"""Bytes of a run from which on it is read into the tensor itself."""
+THREADS = BESIDE + 2
+"""While two wait for the disk the others verify and copy."""
 _NEAR = 1 << 20
 """Bytes that are still in the processor's cache when they are copied."""
 
@@ -33,12 +30,18 @@ class Reader:
         self._addresses = np.array([target.address for target in targets], dtype=np.int64)
         self._sizes = np.array([piece.local.nbytes for piece in pieces], dtype=np.int64)
 
-    def run(self, reads: Sequence[Read]) -> None:
-        """Read, verify and copy. Raises CheckpointError or OSError; what was copied until then stays."""
-        if not reads:
+    def run(self, strips: Strips) -> None:
+        """Read, verify and copy. Raises CheckpointError or OSError; what was copied until then stays.
+
+        strips: what is wanted, cut by cells, in file order.
+        """
+        last = strips["at"] + (strips["count"] - 1) * strips["step"]
+        assert (last + strips["run"] <= self._sizes[strips["piece"]]).all()
+        found = plan(reads(strips, self._source.sizes, WIDE), strips, self._addresses, self._memory_of)
+        if not found:
             return
-        threads = WORKING if self._source.is_cached(reads[0].file) else THREADS
-        rest = iter(reads)
+        threads = WORKING if self._source.is_cached(found[0].read.file) else THREADS
+        rest = iter(found)
         with ThreadPoolExecutor(threads) as pool:
             try:
                 for done in [pool.submit(self._some, rest) for _ in range(threads)]:
@@ -46,69 +49,76 @@ class Reader:
             finally:
                 deque(rest, 0)  # who interrupts this does not wait for all
 
-    def _some(self, rest: Iterator[Read]) -> None:
+    def _memory_of(self, piece: int) -> memoryview:
+        return memoryview(self._targets[piece].memory)  # type: ignore[arg-type]
+
+    def _some(self, rest: Iterator[Planned]) -> None:
         """Whatever no other thread has taken."""
         try:
-            for read in rest:
-                self._one(read)
+            for it in rest:
+                self._one(it)
         finally:
             deque(rest, 0)  # after an error the others have no more to do
 
-    def _one(self, read: Read) -> None:
+    def _one(self, it: Planned) -> None:
+        read, runs = it.read, it.runs
         try:
             if self._source.is_direct(read.file):
-                self._by_a_copy(read, read.begin, read.end)
+                self._by_a_copy(read, read.begin, read.end, None if runs is None else deque(runs))
+            elif runs is not None and self._source.is_cached(read.file):
+                self._through_the_cache(read, it.straight, _NEAR, deque(runs))
             else:
-                self._through_the_cache(read)
+                for part in reads(read.strips, self._source.sizes):
+                    self._through_the_cache(part, self._straight(part.strips), part.end - part.begin)
         except Damaged as damage:
             raise Damaged(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
 
-    def _through_the_cache(self, read: Read) -> None:
-        """Blocks that are all of one run straight to where they belong, the others by way of a copy."""
-        apart = self._source.is_cached(read.file) and (read.strips["count"] == 1).all()
-        step = _NEAR if apart else read.end - read.begin
+    def _through_the_cache(
+        self, read: Read, whole: Sequence[Straight], step: int, runs: deque[Run] | None = None
+    ) -> None:
+        """Blocks that are all of one run straight to where they belong, the others by way of a copy.
+
+        step: bytes that are copied at a time.
+        """
         at = read.begin
-        for low, high, memory in [*self._straight(read), (read.end, read.end, memoryview(b""))]:
+        for low, high, memory in [*whole, (read.end, read.end, memoryview(b""))]:
             for begin in range(at, low, step):
-                self._by_a_copy(read, begin, min(begin + step, low))
+                self._by_a_copy(read, begin, min(begin + step, low), runs)
             self._source.read(read.file, low, high - low, memory)
             at = high
 
-    def _straight(self, read: Read) -> list[tuple[int, int, memoryview]]:
-        """(first, one past the last) byte of rows of whole blocks that are all of one run, and where they belong."""
-        found = []
-        long = read.strips[(read.strips["count"] == 1) & (read.strips["run"] >= _LONG)]
-        for _, begin, _, _, run, piece, at, _ in long.tolist():
-            low, high = -(-begin // BLOCK) * BLOCK, (begin + run) // BLOCK * BLOCK
-            memory = self._targets[piece].memory
-            if memory is not None and low < high:
-                found.append((low, high, memoryview(memory)[at + low - begin : at + high - begin]))
+    def _straight(self, strips: Strips) -> list[Straight]:
+        long = self._near(strips) & (strips["run"] >= LONG) & (not overlap(strips))
+        return straight(runs_of(strips[long], self._addresses), self._addresses, self._memory_of)
+
+    def _near(self, strips: Strips) -> NDArray[np.bool_]:
+        """Which are single runs into the processor's memory."""
+        found: NDArray[np.bool_] = (strips["count"] == 1) & (self._addresses[strips["piece"]] != 0)
         return found
 
-    def _by_a_copy(self, read: Read, low: int, high: int) -> None:
-        """What the strips have of bytes `low` to `high` of the file, which is all of a strip of several runs."""
+    def _by_a_copy(self, read: Read, low: int, high: int, runs: deque[Run] | None) -> None:
+        """What is wanted of bytes `low` to `high` of the file, which is all of a strip of several runs.
+
+        runs: those of the strips that are not done with, if all are single runs into the processor's memory.
+        """
         data = self._source.scratch(high - low)
-        self._source.read(read.file, low, high - low, data)
-        strips = read.strips
-        near = (strips["count"] == 1) & (self._addresses[strips["piece"]] != 0)
-        self._copy_runs(strips[near], np.frombuffer(data, np.uint8), low, high)
-        for _, begin, count, stride, run, piece, at, step in strips[~near].tolist():
+        if runs is not None:
+            self._source.read(read.file, low, high - low, data, copies(runs, data, low, high))
+            return
+        strips = read.strips[(read.strips["begin"] < high) & (ends(read.strips) > low)]
+        near = self._near(strips)
+        then = copies(deque(runs_of(strips[near], self._addresses)), data, low, high)
+        self._source.read(read.file, low, high - low, data, then)
+        self._copy_others(strips[~near], data, low, high)
+
+    def _copy_others(self, strips: Strips, data: memoryview, low: int, high: int) -> None:
+        """data: bytes `low` to `high` of the file."""
+        for _, begin, count, stride, run, piece, at, step in strips.tolist():
             first, last = max(begin, low), min(begin + run, high)
             if count == 1 and first < last:
                 self._targets[piece].put(at + first - begin, run, view(data, first - low, 1, run, last - first))
             elif count > 1 and low <= begin < high:
                 self._targets[piece].put(at, step, view(data, begin - low, count, stride, run))
-
-    def _copy_runs(self, runs: Strips, data: NDArray[np.uint8], low: int, high: int) -> None:
-        """Of single runs into the processor's memory. data: bytes `low` to `high` of the file, at least."""
-        assert (runs["at"] + runs["run"] <= self._sizes[runs["piece"]]).all()
-        assert len(data) >= high - low
-        first = np.maximum(runs["begin"], low)
-        size = np.minimum(runs["begin"] + runs["run"], high) - first
-        to = self._addresses[runs["piece"]] + runs["at"] + first - runs["begin"]
-        source = data.ctypes.data + first - low
-        for row in np.stack([to, source, size], axis=1)[size > 0].tolist():
-            memmove(*row)
 
     def _tensor_in(self, read: Read, lost: Sequence[tuple[int, int]]) -> str | None:
         """Of the first tensor that has bytes in what is lost."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc_train.api import Piece, World
 from hpc_train.checkpoint.agreement import on_all
 from hpc_train.checkpoint.catalogue import beside, next_sequence, step_path
+from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.crew import Crew
 from hpc_train.checkpoint.described import Described, Told
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
-from hpc_train.checkpoint.files import make_directory, sync_directory, write_file
+from hpc_train.checkpoint.files import at_once, make_directory, sync_directory, write_file
 from hpc_train.checkpoint.index import INDEX, is_ordinary
 from hpc_train.checkpoint.lock import Lock
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest
@@ -124,6 +126,7 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
     return finish(directory, take(Stage(), step, pieces, extra, late=True), world)
 
 
+@uncollected()
 def take(
     stage: Stage,
     step: int,
@@ -306,13 +309,12 @@ def commit(
     temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, known: Described | None = None
 ) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
-    write_file(temporary / MANIFEST, manifest.to_bytes())
+    calls = [partial(write_file, temporary / MANIFEST, manifest.to_bytes())]
     if is_ordinary(manifest):
-        write_file(temporary / INDEX, (known or Described()).index(manifest))
-    for folder in sorted({(temporary / file.name).parent for file in manifest.files}):
-        sync_directory(folder)
-    for folder in (temporary / SHARDS, temporary):
-        sync_directory(folder)
+        calls.append(partial(write_file, temporary / INDEX, (known or Described()).index(manifest)))
+    folders = sorted({temporary / SHARDS, *((temporary / file.name).parent for file in manifest.files)})
+    at_once(calls + [partial(sync_directory, folder) for folder in folders])
+    sync_directory(temporary)
     if lock is not None:
         lock.check()
     replaced = beside(path, "old", new_token()) if path.exists() else None

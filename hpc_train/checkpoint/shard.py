@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.arena import Arena
@@ -31,8 +33,10 @@ from hpc_train.checkpoint.stream import write_image, write_stream
 
 DIGESTS = ".digests"
 """Suffix of the table of digests beside a shard file."""
-_Look = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int], torch.dtype]
-"""What of a piece decides where it goes."""
+_OF_PIECE = attrgetter("name", "shape", "dtype", "offset")
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+_Looks = tuple[list[Any], ...]
+"""What of pieces decides where they go, in columns, as an object a piece takes longer to make."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Stage:
     """See Staged."""
     _arena: Arena = field(default_factory=Arena)
     _buffers: Buffers = field(default_factory=Buffers)
-    _looks: Sequence[_Look] = ()
+    _looks: _Looks = ()
     _slots: Slots | None = None
     """Of tensors that look so."""
 
@@ -88,18 +92,19 @@ class Stage:
 
         Raises CheckpointError for a dtype that HDF5 does not have and where memory is short.
         """
-        slots = self._slots_of(pieces)
+        tensors = [piece.local for piece in pieces]
+        slots = self._slots_of(pieces, tensors)
         staged = Staged(slots.memory, slots.image.size, slots.held, spans=slots.spans)
-        if late and not self.level and can_fill(pieces):
-            filling = Filling(slots, pieces)
+        if late and not self.level and can_fill(tensors):
+            filling = Filling(slots, tensors)
             return replace(staged, filling=filling, looking=filling.looking)
         looking = Looking(slots) if self.make is make_image and not self.level else None
         copying = begin(slots, pieces, self.threads, overlap)
         return replace(staged, copying=copying, looking=looking, level=self.level, buffers=self._buffers)
 
-    def _slots_of(self, pieces: Sequence[Piece]) -> Slots:
+    def _slots_of(self, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> Slots:
         """Those of the last time, if the pieces are like them: making them takes longer than many a copy."""
-        looks = [(it.name, it.shape, it.dtype, it.offset, it.local.shape, it.local.dtype) for it in pieces]
+        looks = list(map(_OF_PIECE, pieces)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
         if self._slots is None or looks != self._looks:
             self._slots = None  # it has a view of the memory
             rows = tuple(row_of(piece) for piece in pieces)
@@ -134,12 +139,17 @@ def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USU
         return compress_shard(directory, name, staged, staged.held, staged.held.places, staged.size, how)
     path, image = directory / name, staged.image
     if isinstance(image, LocalFile):
-        digests = image.copy_to(path, how)
-    elif staged.looking is not None:
-        digests = write_stream(path, staged.looking.read, staged.size, how, True, staged.looking.digests)
-    else:
-        digests = write_image(path, image, staged.size, how)
-    return write_table(directory, name, staged.size, digests), staged.held
+        return write_table(directory, name, staged.size, image.copy_to(path, how)), staged.held
+    if staged.looking is None:
+        return write_table(directory, name, staged.size, write_image(path, image, staged.size, how)), staged.held
+    found: list[ShardFile] = []
+
+    def known(digests: list[int]) -> None:
+        if not found:
+            found.append(write_table(directory, name, staged.size, digests))
+
+    write_stream(path, staged.looking.read, staged.size, how, True, staged.looking.digests, known)
+    return found[0], staged.held
 
 
 def compress_shard(

@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +27,15 @@ from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.shard import beside
 
-_HOT = 512 << 10
+_HOT = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
-WORKING = 2
-"""Threads that use a processor at once; any number waits for the disk."""
+WORKING = max(1, min(len(os.sched_getaffinity(0)), 4))
+"""Threads that use a processor at once."""
+BESIDE = max(1, WORKING // 2)
+"""The same while others wait for the disk, which takes some of a processor too: that of this system or of its host."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+Then = Callable[[int, int], object]
+"""Is called with the first, and one past the last, byte of the image of what has come."""
 
 
 class Damaged(CheckpointError):
@@ -49,9 +53,11 @@ class Source:
 
     def __init__(self, directory: Path, files: Sequence[ShardFile]) -> None:
         self._directory, self._files = directory, files
+        self.sizes = [file.image for file in files]
+        """Bytes of the image of every file."""
         self._open: dict[int, _Opened] = {}
         self._lock, self._local = threading.Lock(), threading.local()
-        self._working = threading.Semaphore(WORKING)
+        self._working, self._beside = threading.Semaphore(WORKING), threading.Semaphore(BESIDE)
 
     def __enter__(self) -> Source:
         return self
@@ -60,19 +66,21 @@ class Source:
         for it in self._open.values():
             os.close(it.descriptor)
 
-    def read(self, file: int, begin: int, size: int, memory: memoryview) -> None:
+    def read(self, file: int, begin: int, size: int, memory: memoryview, then: Then = lambda first, last: None) -> None:
         """Put `size` bytes of the image, from `begin` on, at the beginning of `memory`, and verify them.
 
         They are whole blocks: `begin` is the first byte of one, and the last ends with them or with the file. Where the
         page cache is passed by, memory begins at a page and has room for whole pages. What lies between tensors is
-        undefined where the file is compressed.
+        undefined where the file is compressed. then: of one part after the other, as soon as it is verified and mostly
+        while it is in the processor's cache.
         Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
         """
         it = self._opened(file)
         if it.parts is None:
-            self._read(it, begin, size, memory)
+            self._read(it, begin, size, memory, then)
         else:
             self._inflate(it, begin, memory[:size])
+            then(begin, begin + size)
 
     def _inflate(self, it: _Opened, begin: int, memory: memoryview) -> None:
         assert it.parts is not None
@@ -81,7 +89,7 @@ class Source:
             high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK) * BLOCK, it.size)
             data = self._pages("stored", high - low)
             try:
-                self._read(it, low, high - low, data)
+                self._read(it, low, high - low, data, lambda first, last: None)
             except Damaged as damage:
                 hit = stored_within(part, damage.at, damage.at + BLOCK)
                 lost = list(zip(hit["begin"].tolist(), (hit["begin"] + hit["size"]).tolist(), strict=True))
@@ -90,17 +98,16 @@ class Source:
                 for row in part.tolist():
                     _put(it, _Part(*row), data, low, memory, begin)
 
-    def _read(self, it: _Opened, begin: int, size: int, memory: memoryview) -> None:
+    def _read(self, it: _Opened, begin: int, size: int, memory: memoryview, then: Then) -> None:
         """The bytes as they are stored."""
-        if it.direct and self._read_directly(it, begin, size, memory):
-            with self._working:
-                _verify(it, begin, memory[:size])
-            return
-        with self._working:
+        there = it.direct and self._read_directly(it, begin, size, memory)
+        with self._beside if there else self._working:
             for at in range(0, size, _HOT):
                 part = memory[at : min(at + _HOT, size)]
-                _read(it, begin + at, part, len(part))
+                if not there:
+                    _read(it, begin + at, part, len(part))
                 _verify(it, begin + at, part)
+                then(begin + at, begin + at + len(part))
 
     def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
         """False, and never again, where the file system had the file opened for it and refuses it now."""
@@ -121,10 +128,6 @@ class Source:
     def is_cached(self, file: int) -> bool:
         """Whether it is read as it is, out of the page cache: then parts of a read cost no more than all at once."""
         return not self._opened(file).direct and self._opened(file).parts is None
-
-    def size(self, file: int) -> int:
-        """Bytes of the image of a file."""
-        return self._files[file].image
 
     def scratch(self, size: int) -> memoryview:
         """Whole pages, of this thread; what they held is lost with the next call."""

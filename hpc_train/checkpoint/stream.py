@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hpc_train.checkpoint.digests import BLOCK, digest_blocks
@@ -19,7 +20,7 @@ from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 _THREADS = 2
 _AHEAD = 4
 """Pieces that wait for the disk, or are being written, at most."""
-_PARTS = 4
+_PARTS = 16
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors that mean that a file system cannot."""
 Source = Callable[[int, int], memoryview]
@@ -27,6 +28,8 @@ Source = Callable[[int, int], memoryview]
 a page: what it gives beyond the size is not kept."""
 Digests = Callable[[int, memoryview], list[int]]
 """Of the blocks of what came from a byte on."""
+Known = Callable[[list[int]], object]
+"""Takes the digests of all blocks when they are known, while the last of them are still being written."""
 _Piece = tuple[int, int]
 """Its first byte, and the one behind its last."""
 
@@ -48,40 +51,52 @@ def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUA
 
 
 def write_stream(
-    path: Path, source: Source, size: int, how: Behaviour, stays: bool = False, digests: Digests = digests_at
+    path: Path,
+    source: Source,
+    size: int,
+    how: Behaviour,
+    stays: bool = False,
+    digests: Digests = digests_at,
+    known: Known = lambda digests: None,
 ) -> list[int]:
     """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order.
 
     stays: what the source gives stays valid until the file is written; then one thread asks for it, in order.
-    digests: tells those of what came, if the source knows them.
+    digests: tells those of what came, if the source knows them. known: is called again, with the same, where a file
+    refuses direct I/O after all.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, source, size, how, stays, digests)
+            return _write(path, flags | os.O_DIRECT, source, size, how, stays, digests, known)
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, source, size, replace(how, direct=False), stays, digests)
+    return _write(path, flags, source, size, replace(how, direct=False), stays, digests, known)
 
 
 def _write(
-    path: Path, flags: int, source: Source, size: int, how: Behaviour, stays: bool, digests: Digests
+    path: Path, flags: int, source: Source, size: int, how: Behaviour, stays: bool, digests: Digests, known: Known
 ) -> list[int]:
     with opened(path, flags) as file:
-        return fill_file(file, source, size, how, stays, digests)
+        return fill_file(file, source, size, how, stays, digests, known)
 
 
 def fill_file(
-    file: int, source: Source, size: int, how: Behaviour, stays: bool = False, digests: Digests = digests_at
+    file: int,
+    source: Source,
+    size: int,
+    how: Behaviour,
+    stays: bool = False,
+    digests: Digests = digests_at,
+    known: Known = lambda digests: None,
 ) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
     end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
-    if how.reserve:
-        reserve(file, end)
-    found = list(_chunks(file, source, size, end, how.write_bytes, stays, digests=digests))
+    begin = partial(reserve, file, end) if how.reserve else lambda: None
+    found = _chunks(file, source, size, end, how.write_bytes, stays, digests=digests, begin=begin, known=known)
     os.ftruncate(file, size)
     os.fsync(file)
     return found
@@ -95,7 +110,7 @@ def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour, s
     assert at % BLOCK == size % BLOCK == 0, (at, size)
     try:
         with opened(path, os.O_WRONLY | (os.O_DIRECT if how.direct else 0)) as file:
-            digests = list(_chunks(file, source, size, size, how.write_bytes, stays, at))
+            digests = _chunks(file, source, size, size, how.write_bytes, stays, at)
             os.fsync(file)
             return digests
     except OSError as error:
@@ -113,15 +128,24 @@ def _chunks(
     stays: bool,
     at: int = 0,
     digests: Digests = digests_at,
-) -> Iterator[int]:
-    """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order."""
+    begin: Callable[[], None] = lambda: None,
+    known: Known = lambda digests: None,
+) -> list[int]:
+    """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order.
+
+    begin: before the first write, beside the first hashes.
+    """
     assert chunk % BLOCK == 0, chunk
 
     def get(piece: _Piece) -> tuple[memoryview, list[int]]:
         data = source(*piece)
         return data, digests(piece[0], data[: size - piece[0]])
 
+    begun: Future[None] | None = None
+
     def put(piece: _Piece, data: memoryview) -> None:
+        if begun is not None:
+            begun.result()
         write_at(file, data, at + piece[0])
 
     def both(piece: _Piece) -> list[int]:
@@ -131,20 +155,25 @@ def _chunks(
 
     pieces = list(_pieces(end, chunk))
     if len(pieces) == 1:
-        yield from both(pieces[0])
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for found in _ahead(pool, pieces, get, put) if stays else pool.map(both, pieces):
-            yield from found
+        begin()
+        found = both(pieces[0])
+    else:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            begun = pool.submit(begin)
+            if stays:
+                return _ahead(pool, pieces, get, put, known)
+            found = [it for of_piece in pool.map(both, pieces) for it in of_piece]
+    known(found)
+    return found
 
 
 def _pieces(end: int, chunk: int) -> Iterator[_Piece]:
-    """The first chunk in parts, so that the disk soon has something to do."""
-    part = chunk // _PARTS if chunk % (_PARTS * BLOCK) == 0 else chunk
-    for begin in range(0, min(chunk, end), part):
+    """The first chunk in parts that grow, so that the disk soon has something to do."""
+    begin, part = 0, max(chunk // _PARTS // BLOCK, 1) * BLOCK
+    while begin < end:
         yield begin, min(begin + part, end)
-    for begin in range(chunk, end, chunk):
-        yield begin, min(begin + chunk, end)
+        begin += part
+        part = chunk if begin >= chunk else min(begin, chunk - begin)
 
 
 def _ahead(
@@ -152,22 +181,26 @@ def _ahead(
     pieces: Sequence[_Piece],
     get: Callable[[_Piece], tuple[memoryview, list[int]]],
     put: Callable[[_Piece, memoryview], None],
-) -> Iterator[list[int]]:
+    known: Known,
+) -> list[int]:
     """Get every piece in this thread while those before it are written, so that the disk always has one to take.
 
     Threads that did both would fall into step, as the disk serves their writes alike: it would wait while all of them
     get their next.
     """
     writing: deque[Future[None]] = deque()
+    found: list[int] = []
     try:
         for piece in pieces:
-            data, found = get(piece)
+            data, digests = get(piece)
+            found += digests
             writing.append(pool.submit(put, piece, data))
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
-            yield found
+        known(found)
         for it in writing:
             it.result()
+        return found
     finally:
         for it in writing:
             it.cancel()

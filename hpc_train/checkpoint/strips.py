@@ -33,7 +33,7 @@ def strips(rows: Iterable[Numbers]) -> Strips:
     return np.array(list(rows), dtype=STRIP)
 
 
-def single(rows: Sequence[Numbers]) -> Strips:
+def single(rows: Sequence[Numbers] | NDArray[np.int64]) -> Strips:
     """The same of single runs into the beginnings of pieces: (file, begin, run, piece) each."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     found = np.zeros(len(table), dtype=STRIP)

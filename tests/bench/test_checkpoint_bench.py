@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import pytest
 from rank_processes import assert_they_end
 
 from hpc_train.bench.checkpoint.command import checkpoint_command
-from hpc_train.bench.checkpoint.result import OPERATIONS, Options, Result, Setting, lines
+from hpc_train.bench.checkpoint.meter import timed
+from hpc_train.bench.checkpoint.result import OPERATIONS, RESHARDINGS, Options, Result, Setting, lines
 from hpc_train.bench.checkpoint.table import show
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -25,6 +28,9 @@ SIDES = {
     "load_cold": {"hpc_train", "raw_direct", "raw_buffered", "torch_save", "safetensors", "dcp"},
     "load_warm": {"hpc_train", "raw_buffered", "torch_save", "safetensors", "dcp"},
     "verify": {"hpc_train"},
+    "reshard_1_to_n": {"hpc_train", "dcp"},
+    "reshard_n_to_1": {"hpc_train", "dcp"},
+    "reshard_columns": {"hpc_train", "dcp"},
 }
 
 
@@ -39,12 +45,15 @@ def test_json_has_every_operation_of_every_side_and_nothing_is_left(tmp_path: Pa
         assert setting["gib"] == pytest.approx(0.004, rel=0.1)
         assert setting["tensors"] == 112 * setting["ranks"]
         measured = {(line["operation"], line["side"]) for line in setting["lines"]}
-        expected = {(operation, side) for operation, sides in SIDES.items() for side in sides}
+        able = [operation for operation in SIDES if setting["ranks"] > 1 or operation not in RESHARDINGS]
+        expected = {(operation, side) for operation in able for side in SIDES[operation]}
         assert measured == {(operation, side) for operation, side in expected if side not in setting["missing"]}
         for line in setting["lines"]:
             low, high = line["quartiles"]
             assert 0 < low <= line["seconds"] <= high
-            assert line["gib_per_second"] == pytest.approx(setting["gib"] / line["seconds"])
+            assert (line["read"] is None) == (line["operation"] not in RESHARDINGS)
+            rel = 1e-6 if line["read"] is None else 0.2  # whose state is another, of about that size
+            assert line["gib_per_second"] == pytest.approx(setting["gib"] / line["seconds"], rel=rel)
             assert line["cpu_seconds_per_gib"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -74,6 +83,30 @@ def test_only_what_is_asked_for(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bytes_of_resharding_are_those_that_were_read(tmp_path: Path) -> None:
+    """DCP's ranks read whole what one saved, and a rank that wants columns reads all rows: twice the bytes, for two."""
+    few = ["--operations", *RESHARDINGS, "--sides", "hpc_train", "dcp", "--gib", "0.06", "--ranks", "2"]
+    command = [*COMMAND, *few, "--rounds", "1", "--directory", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (setting,) = json.loads(done.stdout)["settings"]
+    read = {(line["operation"], line["side"]): line["read"] for line in setting["lines"]}
+    assert len(read) == 2 * len(RESHARDINGS)
+    for operation in RESHARDINGS:
+        assert 1 <= read[operation, "hpc_train"] <= 1.05
+    assert 1 <= read["reshard_n_to_1", "dcp"] < 1.2
+    assert 1.95 < read["reshard_1_to_n", "dcp"] < 2.4
+    assert 1.95 < read["reshard_columns", "dcp"] < 2.4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_threads_read_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3 << 20))
+    with (tmp_path / "file").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
+        read = timed(lambda: list(pool.map(lambda k: os.pread(file.fileno(), 1 << 20, k << 20), [0, 1, 2, 2])))[2]
+    assert 4 << 20 <= read < (4 << 20) + 4096
+
+
 def test_a_stopped_bench_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
     command = [*COMMAND, "--gib", "0.004", "--rounds", "100000", "--ranks", "2", "--directory", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -91,7 +124,9 @@ def test_a_stopped_bench_leaves_neither_ranks_nor_files(tmp_path: Path) -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    ours, direct, dcp = ([[wall, 1.0] for wall in walls] for walls in ([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], [4.0] * 3))
+    ours, direct, dcp = (
+        [[wall, 1.0, 3.0 * 2**30] for wall in walls] for walls in ([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], [4.0] * 3)
+    )
     sides = {"dcp": np.array(dcp), "hpc_train": np.array(ours), "raw_direct": np.array(direct)}
     rows = {row.side: row for row in lines({"save": sides}, gib=2.0)}
     assert rows["hpc_train"].seconds == 2.0
@@ -100,10 +135,13 @@ def test_ratios_are_of_the_same_round() -> None:
     assert rows["hpc_train"].over["raw_direct"].median == 1.0  # of 1, 1.5 and 0.5
     assert rows["hpc_train"].over["dcp"].median == 2.0  # of 4, 2 and 1
     assert set(rows["dcp"].over) == {"raw_direct"}
+    assert rows["dcp"].read is None
+    (moved,) = lines({"reshard_columns": {"dcp": sides["dcp"]}}, gib=2.0)
+    assert moved.read == 1.5
 
 
 def test_what_cannot_be_measured_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    samples = {"save": {"hpc_train": np.ones((1, 2))}}
+    samples = {"save": {"hpc_train": np.ones((1, 3))}}
     setting = Setting("/d", "tmpfs", 1, 3, 2.0, lines(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0))
     show(Result(USUAL, [setting], 2))
     assert "left out: raw_direct: Invalid argument" in capsys.readouterr().out

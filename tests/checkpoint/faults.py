@@ -10,6 +10,7 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -79,12 +80,15 @@ def at_call(
     under: count only those on files below it. lasting: all later calls are met too.
     """
     made: list[str] = []
+    counting = threading.Lock()
 
     def meet(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         if under is not None and not path_of(name, args, named).is_relative_to(under):
             return args
-        made.append(name)
-        if len(made) == number or (lasting and 0 < number < len(made)):
+        with counting:
+            made.append(name)
+            mine = len(made)
+        if mine == number or (lasting and 0 < number < mine):
             return fault(name, args) or args
         return args
 

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 from hpc_train.checkpoint.strips import CELL, GAP, Strips, between, cut, ends, strips
 from hpc_train.checkpoint.targets import Target, view
-from hpc_train.checkpoint.transfer import blocks_of, in_file_order, reads
+from hpc_train.checkpoint.transfer import WIDE, blocks_of, in_file_order, reads
 
 Run = tuple[int, int, int, int, int]
 """(file, begin, end, piece, at)"""
@@ -64,19 +64,19 @@ def test_cut_strips_are_the_same_bytes_in_one_cell_each(rows: list[tuple[int, ..
     assert ((after["count"] == 1) | (after["stride"] - after["run"] <= GAP)).all()
 
 
-@given(strip_rows())
+@given(strip_rows(), st.sampled_from([CELL, WIDE]))
 @settings(max_examples=100, deadline=None)
-def test_reads_have_all_strips_and_no_block_twice(rows: list[tuple[int, ...]]) -> None:
+def test_reads_have_all_strips_and_no_block_twice(rows: list[tuple[int, ...]], most: int) -> None:
     plan = in_file_order(cut(strips(rows)))
     sizes = [max([1, *ends(plan[plan["file"] == file]).tolist()]) for file in (0, 1)]
-    found = reads(plan, sizes)
+    found = reads(plan, sizes, most)
     assert runs(np.concatenate([read.strips for read in found])) == runs(plan)
     for read in found:
         assert read.begin <= read.strips["begin"].min()
         assert ends(read.strips).max() <= read.end
         assert read.begin % BLOCK == 0
         assert read.end % BLOCK == 0 or read.end == sizes[read.file]
-        assert read.end - read.begin <= CELL
+        assert read.end - read.begin <= most
     touched = list(zip(*blocks_of(found), strict=True))
     assert len(set(touched)) == len(touched)
     needed = {(f, b) for f, begin, end, _, _ in runs(plan) for b in range(begin // BLOCK, -(-end // BLOCK))}

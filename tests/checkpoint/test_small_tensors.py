@@ -11,8 +11,9 @@ import pytest
 import torch
 from checkpoint_helpers import alone, blank, random_bits, same_pieces, save_alone, whole
 
-from hpc_train.checkpoint import CheckpointError, load
+from hpc_train.checkpoint import CheckpointError, load, reading
 from hpc_train.checkpoint.digests import BLOCK
+from hpc_train.checkpoint.strips import CELL
 from hpc_train.checkpoint.targets import Target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
@@ -57,6 +58,36 @@ def test_every_tensor_is_what_it_was(directory: Path, tensors: dict[str, torch.T
     load(directory, 1, pieces, alone())
     assert not pieces[6].local.is_contiguous()
     assert same_pieces(pieces, whole(tensors))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_several_reads(
+    directory: Path, tensors: dict[str, torch.Tensor], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And some that are wanted twice, by rows of their own: runs that overlap."""
+    monkeypatch.setattr(reading, "WIDE", CELL)
+    WAYS[way](directory / "step-1" / SHARD)
+    long = [piece for piece in whole(tensors)[1::3] if piece.local.numel() > 12]
+    more = [replace(it, offset=(7,), local=it.local[7 : 12 if at % 2 else -5].clone()) for at, it in enumerate(long)]
+    assert {it.name for it in more} & {"large.1", "large.2"}
+    pieces = blank([*whole(tensors), *more])
+    load(directory, 1, pieces, alone())
+    assert same_pieces(pieces, [*whole(tensors), *more])
+
+
+def test_a_few_elements_of_what_another_piece_has_all_of(tmp_path: Path) -> None:
+    tensor = random_bits((9 * BLOCK,), torch.float32)
+    save_alone(tmp_path, 1, {"w": tensor})
+    (piece,) = whole({"w": tensor})
+    wanted = [
+        piece,
+        *(replace(piece, offset=(at,), local=tensor[at : at + 3].clone()) for at in (0, 4 * BLOCK, 9 * BLOCK - 3)),
+    ]
+    for put in WAYS.values():
+        put(tmp_path / "step-1" / SHARD)
+        pieces = blank(wanted)
+        load(tmp_path, 1, pieces, alone())
+        assert same_pieces(pieces, wanted)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.stream import write_part, write_stream
 
 SIZE = 37 * BLOCK + 4321
 SMALL = replace(USUAL, write_bytes=4 * BLOCK)
-PIECES = 4 + 9
+PIECES = 3 + 9
 """The first chunk is written in parts."""
 
 
@@ -108,7 +108,35 @@ def test_what_cannot_be_read_is_an_error_and_ends_the_writes(tmp_path: Path) -> 
 @pytest.mark.parametrize("number", [1, 5])
 def test_a_direct_write_that_is_refused_begins_again_through_the_page_cache(tmp_path: Path, number: int) -> None:
     content = Content()
+    told: list[list[int]] = []
     with at_call(number, fails(errno.EINVAL), ("pwrite",)):
-        digests = write_stream(tmp_path / "file", content.stays, SIZE, SMALL, True)
+        digests = write_stream(tmp_path / "file", content.stays, SIZE, SMALL, True, known=told.append)
     assert (tmp_path / "file").read_bytes() == content.bytes
     assert digests == digest_blocks(memoryview(content.bytes))
+    assert told
+    assert all(it == digests for it in told)
+
+
+def test_nothing_is_written_where_there_is_no_room_for_all(tmp_path: Path) -> None:
+    content = Content()
+    calls = ("posix_fallocate", "pwrite")
+    with at_call(1, fails(errno.ENOSPC), calls, tmp_path) as made, pytest.raises(OSError, match="No space"):
+        write_stream(tmp_path / "file", content.stays, SIZE, SMALL, True)
+    assert made == ["posix_fallocate"]
+
+
+def test_all_digests_are_known_before_the_last_write_has_ended(tmp_path: Path) -> None:
+    content, known = Content(), threading.Event()
+    told: list[list[int]] = []
+
+    def note(digests: list[int]) -> None:
+        told.append(list(digests))
+        known.set()
+
+    def wait(call: str, args: tuple[object, ...]) -> None:
+        assert known.wait(60)
+
+    with at_call(PIECES, wait, ("pwrite",), tmp_path):
+        digests = write_stream(tmp_path / "file", content.stays, SIZE, SMALL, True, known=note)
+    assert told == [digests]
+    assert (tmp_path / "file").read_bytes() == content.bytes

@@ -17,7 +17,7 @@ def draw(result: Result, path: Path) -> None:
     grid = figure.subplots(len(result.settings), len(columns), squeeze=False)
     for axes_row, setting in zip(grid, result.settings, strict=True):
         for axes, operation in zip(axes_row, columns, strict=True):
-            _bars(axes, [line for line in setting.lines if line.operation == operation], setting.gib)
+            _bars(axes, [line for line in setting.lines if line.operation == operation])
             axes.set_title(operation, fontsize=9)
         axes_row[0].set_ylabel(_label(setting), fontsize=8)
     try:
@@ -34,17 +34,27 @@ def _label(setting: Setting) -> str:
     return f"{setting.file_system}, {setting.ranks} ranks\n{setting.gib:.2f} GiB, {setting.tensors} tensors"
 
 
-def _bars(axes: object, rows: list[Line], gib: float) -> None:
+def _name(row: Line) -> str:
+    return row.side if row.read is None else f"{row.side}\nreads {row.read:.2f}x"
+
+
+def _speeds(row: Line) -> tuple[float, float]:
+    low, high = row.quartiles
+    gib = row.gib_per_second * row.seconds
+    return gib / high, gib / low
+
+
+def _bars(axes: object, rows: list[Line]) -> None:
     """Seconds of a stall, else GiB/s; whiskers are quartiles."""
     stall = bool(rows) and rows[0].operation == STALL
     values = [row.seconds if stall else row.gib_per_second for row in rows]
-    ends = [row.quartiles if stall else (gib / row.quartiles[1], gib / row.quartiles[0]) for row in rows]
+    ends = [row.quartiles if stall else _speeds(row) for row in rows]
     errors = [
         [value - low for value, (low, _) in zip(values, ends, strict=True)],
         [high - value for value, (_, high) in zip(values, ends, strict=True)],
     ]
     colors = ["tab:orange" if row.side == OURS else "tab:gray" for row in rows]
-    axes.barh([row.side for row in rows], values, xerr=errors, color=colors)  # type: ignore[attr-defined]
+    axes.barh([_name(row) for row in rows], values, xerr=errors, color=colors)  # type: ignore[attr-defined]
     axes.invert_yaxis()  # type: ignore[attr-defined]
     axes.set_xlabel("seconds" if stall else "GiB/s", fontsize=8)  # type: ignore[attr-defined]
     axes.tick_params(labelsize=7)  # type: ignore[attr-defined]

@@ -5,28 +5,27 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import random
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hpc_train.api import World
-from hpc_train.bench.checkpoint import checkpointers, sides
+from hpc_train.bench.checkpoint import checkpointers, resharding, sides
+from hpc_train.bench.checkpoint.meter import Taken, barrier, forget, gathered, of_all, timed
 from hpc_train.bench.checkpoint.result import (
     COLD,
     OPERATIONS,
     RAW_DIRECT,
+    RESHARDINGS,
     SAVE,
     STALL,
     VERIFY,
@@ -39,13 +38,13 @@ from hpc_train.bench.checkpoint.result import (
 )
 from hpc_train.bench.checkpoint.sides import Side
 from hpc_train.bench.checkpoint.state import State, bytes_of, make_state
-from hpc_train.checkpoint.files import opened
 from hpc_train.checkpoint.storage.kind import file_system
 from hpc_train.errors import EXIT_DONE
 
 SETTING = "setting.json"
-_Taken = dict[str, dict[str, list[tuple[float, float]]]]
-"""(wall, CPU) seconds of this rank by operation, side and round."""
+_Taken = dict[str, dict[str, list[Taken]]]
+"""By operation, side and round."""
+_PLAIN = tuple(operation for operation in OPERATIONS if operation not in RESHARDINGS)
 
 
 def main(rank: int, ranks: int, options: Options, directory: Path, meeting: Path) -> int:
@@ -64,16 +63,24 @@ def main(rank: int, ranks: int, options: Options, directory: Path, meeting: Path
 def measure(world: World, options: Options, directory: Path) -> Setting:
     """All rounds; every rank calls it and gets the result."""
     before = load_average()
+    setting = _measure_as_saved(world, options, directory)
+    moved = resharding.measure(world, options, directory)
+    return replace(setting, lines=setting.lines + moved, load_average=(before, load_average()))
+
+
+def _measure_as_saved(world: World, options: Options, directory: Path) -> Setting:
+    """What saves, and what loads on the ranks that saved; nothing of it stays in memory."""
+    chosen = options.sides if any(it in _PLAIN for it in options.operations) else ()
     share = int(options.gib * 2**30) // world.size
     tensors = max(1, options.tensors // world.size) if options.tensors else None
     state = make_state(share, tensors, world.rank)
     targets = {name: torch.zeros_like(tensor) for name, tensor in state.items()} if _loads(options.operations) else {}
-    found, missing = _sides(directory, world, state, targets, options.sides)
+    found, missing = _sides(directory, world, state, targets, chosen)
     rounds = _Rounds(world, directory, found, options.operations)
     rounds.warm_up(state, targets)
     for number in range(options.rounds):
         rounds.take(number)
-    gib = float(_gathered(bytes_of(state)).sum()) / 2**30
+    gib = float(gathered(bytes_of(state)).sum()) / 2**30
     return Setting(
         directory=str(directory.parent),
         file_system=file_system(directory).kind,
@@ -82,7 +89,7 @@ def measure(world: World, options: Options, directory: Path) -> Setting:
         gib=gib,
         lines=lines(rounds.measured(), gib),
         missing=missing,
-        load_average=(before, load_average()),
+        load_average=(0.0, 0.0),
     )
 
 
@@ -91,7 +98,7 @@ class _Rounds:
 
     def __init__(self, world: World, directory: Path, found: list[Side], operations: tuple[str, ...]) -> None:
         self._world, self._directory, self._sides = world, directory, found
-        self._taken: _Taken = {operation: {} for operation in OPERATIONS if operation in operations}
+        self._taken: _Taken = {operation: {} for operation in _PLAIN if operation in operations}
 
     def warm_up(self, state: State, targets: State) -> None:
         """Every side once, untimed, to see that what it loads is what was saved."""
@@ -100,7 +107,7 @@ class _Rounds:
                 if save is not None:
                     self._empty(side)
                     save()
-            self._barrier()
+            barrier()
             if side.load is not None and _loads(self._taken):
                 side.load()
                 _check(side, state, targets)
@@ -115,51 +122,36 @@ class _Rounds:
                 self._taken[operation].setdefault(side.name, []).append(self._timed(side, operation))
 
     def measured(self) -> dict[str, dict[str, Samples]]:
-        """Wall time of the slowest rank, CPU time of all."""
-        found: dict[str, dict[str, Samples]] = {}
-        for operation, by_side in self._taken.items():
-            for side in self._sides:
-                if side.name in by_side:
-                    ranks = _gathered(by_side[side.name])
-                    samples = np.stack([ranks[..., 0].max(axis=0), ranks[..., 1].sum(axis=0)], axis=1)
-                    found.setdefault(operation, {})[side.name] = samples
-        return found
+        """By operation and side."""
+        return {
+            operation: {side.name: of_all(by_side[side.name]) for side in self._sides if side.name in by_side}
+            for operation, by_side in self._taken.items()
+            if by_side
+        }
 
-    def _timed(self, side: Side, operation: str) -> tuple[float, float]:
-        """(wall, CPU) seconds on this rank. The rest of an asynchronous save is waited for, untimed."""
+    def _timed(self, side: Side, operation: str) -> Taken:
+        """The rest of an asynchronous save is waited for, untimed."""
         work = _work(side, operation)
         assert work is not None
-        gc.collect()
-        self._barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        rest: Any = work()
-        seconds = time.perf_counter() - wall, time.process_time() - cpu
-        if operation == STALL:
-            rest()
-        return seconds
+        return timed(work, lambda rest: rest() if operation == STALL else None)
 
     def _prepare(self, side: Side, operation: str) -> None:
         if operation in (SAVE, STALL):
             self._empty(side)
         elif operation in (COLD, WARM, VERIFY):
-            self._barrier()
-            for path in sorted(self._folder(side).rglob("*")) if self._world.rank == 0 else []:
-                if path.is_file():
-                    _forget(path) if operation == COLD else _touch(path)
+            barrier()
+            if self._world.rank == 0:
+                forget(self._folder(side)) if operation == COLD else _touch(self._folder(side))
 
     def _empty(self, side: Side) -> None:
-        self._barrier()
+        barrier()
         if self._world.rank == 0:
             shutil.rmtree(self._folder(side), ignore_errors=True)
             self._folder(side).mkdir()
-        self._barrier()
+        barrier()
 
     def _folder(self, side: Side) -> Path:
         return self._directory / side.name
-
-    def _barrier(self) -> None:
-        if self._world.size > 1:
-            dist.barrier()
 
 
 def _loads(operations: Container[str]) -> bool:
@@ -215,28 +207,13 @@ def _sides(
     return found, missing
 
 
-def _forget(path: Path) -> None:
-    """Out of the page cache."""
-    with opened(path, os.O_RDONLY) as file:
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _touch(path: Path) -> None:
-    """Into the page cache."""
+def _touch(folder: Path) -> None:
+    """All files below it, into the page cache."""
     block = bytearray(sides.CHUNK)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(block):
-            pass
-
-
-def _gathered(mine: Any) -> Samples:
-    """Every rank's value, in rank order."""
-    values: list[Any] = [mine]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, mine)
-    return np.array(values, dtype=np.float64)
+    for path in sorted(it for it in folder.rglob("*") if it.is_file()):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
 
 
 @contextmanager

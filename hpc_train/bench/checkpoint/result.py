@@ -14,11 +14,14 @@ OURS = "hpc_train"
 RAW_DIRECT, RAW_BUFFERED, DCP = "raw_direct", "raw_buffered", "dcp"
 BASES = (RAW_DIRECT, RAW_BUFFERED, DCP)
 SAVE, STALL, COLD, WARM, VERIFY = "save", "stall", "load_cold", "load_warm", "verify"
-OPERATIONS = (SAVE, STALL, COLD, WARM, VERIFY)
+MORE, FEWER, COLUMNS = "reshard_1_to_n", "reshard_n_to_1", "reshard_columns"
+RESHARDINGS = (MORE, FEWER, COLUMNS)
+"""Of several ranks: a load by all of what one saved, by one of what all saved by rows, and by columns of that."""
+OPERATIONS = (SAVE, STALL, COLD, WARM, VERIFY, *RESHARDINGS)
 SIDES = (OURS, RAW_DIRECT, RAW_BUFFERED, "torch_save", "safetensors", DCP, "dcp_async", "dcp_async_cached")
 
 Samples = NDArray[np.float64]
-"""(wall, CPU) seconds of every round, [rounds, 2]: wall of the slowest rank, CPU of all ranks."""
+"""(wall seconds, CPU seconds, bytes read) of every round, [rounds, 3]: wall of the slowest rank, the others of all."""
 Measured = Mapping[str, Mapping[str, Samples]]
 """By operation and side."""
 
@@ -61,6 +64,8 @@ class Line:
     """Of all ranks and threads."""
     over: dict[str, Ratio]
     """By base: raw_direct, raw_buffered, dcp."""
+    read: float | None = None
+    """Of resharding, bytes that all ranks read over bytes that they want."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,11 @@ def lines(measured: Measured, gib: float) -> list[Line]:
 
 
 def _line(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> Line:
-    wall, cpu = sides[side].T
+    wall, cpu, read = sides[side].T
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     over = {base: _ratio(sides[base][:, 0] / wall) for base in BASES if base in sides and base != side}
-    return Line(operation, side, median, (low, high), gib / median, float(np.median(cpu)) / gib, over)
+    times = float(np.median(read)) / 2**30 / gib if operation in RESHARDINGS else None
+    return Line(operation, side, median, (low, high), gib / median, float(np.median(cpu)) / gib, over, times)
 
 
 def _ratio(samples: Samples) -> Ratio:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 State = dict[str, Tensor]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Of tensors, and their types, by name."""
 _LAYERS = 3
 _PARAMETERS = 36.25
 """Of the transformer below, in units of its hidden size squared."""
@@ -19,17 +21,22 @@ _BYTES = 14
 
 def make_state(size: int, tensors: int | None, rank: int) -> State:
     """About `size` bytes of random finite values, named after the rank. tensors: so many equal ones of float32."""
-    shapes = _equal(size, tensors) if tensors else _transformer(size)
     generator = torch.Generator().manual_seed(rank)
+    shapes = shapes_of(size, tensors)
     return {f"rank{rank}.{name}": _random(shape, dtype, generator) for name, (shape, dtype) in shapes.items()}
 
 
-def _equal(size: int, tensors: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def shapes_of(size: int, tensors: int | None) -> Shapes:
+    """Of about `size` bytes. tensors: so many equal ones of float32; None: a transformer's with its AdamW state."""
+    return _equal(size, tensors) if tensors else _transformer(size)
+
+
+def _equal(size: int, tensors: int) -> Shapes:
     elements = max(1, size // tensors // 4)
     return {f"tensor.{index}": ((elements,), torch.float32) for index in range(tensors)}
 
 
-def _transformer(size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _transformer(size: int) -> Shapes:
     """A Llama of three layers, grouped-query attention and a vocabulary of four times the hidden size."""
     hidden = max(4, isqrt(int(size / _BYTES / _PARAMETERS)) // 4 * 4)
     key, wide = hidden // 4, hidden * 11 // 4
@@ -47,7 +54,7 @@ def _transformer(size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (4 * hidden, hidden)}
     for layer in range(_LAYERS):
         shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in block.items()}
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    found: Shapes = {}
     for name, shape in shapes.items():
         found[name] = shape, torch.bfloat16
         found |= {f"optim.{kind}.{name}": (shape, torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}

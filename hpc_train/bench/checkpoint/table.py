@@ -8,6 +8,9 @@ from rich.table import Table
 from hpc_train.bench.checkpoint.result import (
     BASES,
     COLD,
+    COLUMNS,
+    FEWER,
+    MORE,
     OPERATIONS,
     OURS,
     SAVE,
@@ -26,6 +29,9 @@ _WHAT = {
     COLD: "load, page cache cold",
     WARM: "load, page cache warm",
     VERIFY: "verify",
+    MORE: "load by rows on all ranks what one saved",
+    FEWER: "load on one rank what all saved by rows",
+    COLUMNS: "load by columns what was saved by rows",
 }
 
 
@@ -42,7 +48,7 @@ def show(result: Result, console: Console | None = None) -> None:
 def _table(setting: Setting, result: Result) -> Table:
     table = Table(title=_title(setting, result), title_justify="left")
     table.add_column("side", no_wrap=True)
-    for column in ("seconds (quartiles)", "GiB/s", "CPU s/GiB", *(f"x {base}" for base in BASES)):
+    for column in ("seconds (quartiles)", "GiB/s", "CPU s/GiB", *(f"x {base}" for base in BASES), "x read"):
         table.add_column(column, justify="right")
     for operation in OPERATIONS:
         rows = [line for line in setting.lines if line.operation == operation]
@@ -72,6 +78,7 @@ def _row(line: Line) -> list[str]:
         f"{line.gib_per_second:.2f}",
         f"{line.cpu_seconds_per_gib:.3f}",
         *(_ratio(ratio) if ratio else "" for ratio in ratios),
+        f"{line.read:.2f}" if line.read is not None else "",
     ]
 
 
@@ -85,5 +92,6 @@ def _verdict(setting: Setting) -> str:
     for line in setting.lines:
         if line.side == OURS and line.over:
             times = ", ".join(f"{ratio.median:.2f}x {base}" for base, ratio in line.over.items())
-            parts.append(f"{line.operation} {times}")
+            read = f", reads {line.read:.2f}x what is wanted" if line.read is not None else ""
+            parts.append(f"{line.operation} {times}{read}")
     return f"{OURS}: {'; '.join(parts)}."

@@ -18,7 +18,6 @@ from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle
 from hpc_train.checkpoint.source import Source
 from hpc_train.checkpoint.targets import Target
-from hpc_train.checkpoint.transfer import reads
 
 _OPEN_FILES = 1000
 
@@ -58,8 +57,7 @@ class Saved:
         plan = plan_reads(pieces, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
         targets = [Target(piece) for piece in pieces]
-        found = reads(plan, [file.image for file in self._manifest.files])
-        undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(found))
+        undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(plan))
         for target in targets:
             target.finish()
 

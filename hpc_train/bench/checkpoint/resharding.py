@@ -1,0 +1,180 @@
+"""Loads in another layout than that of the save: how many bytes it takes to get those that are wanted.
+
+Logical tensors are saved by rows, by all ranks or by one, and loaded by rows or columns, by all or by one, from files
+that are not in the page cache. The kernel counts what is read of them.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hpc_train.api import Piece, World
+from hpc_train.bench.checkpoint.meter import Taken, barrier, forget, of_all, timed
+from hpc_train.bench.checkpoint.result import (
+    COLUMNS,
+    DCP,
+    FEWER,
+    MORE,
+    OURS,
+    RESHARDINGS,
+    Line,
+    Options,
+    Samples,
+    lines,
+)
+from hpc_train.bench.checkpoint.state import Shapes, shapes_of
+from hpc_train.checkpoint import load, save
+
+_STEP = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who has what of the tensors."""
+
+    ranks: int
+    """All of the world, or one, which is the first and has everything."""
+    dim: int = 0
+    """Along which they are cut, in chunks as torch makes them; the last there is, if there are fewer."""
+
+    def part(self, rank: int, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """(dimension, begin, end) of what a rank has."""
+        dim = min(self.dim, len(shape) - 1)
+        chunk = -(-shape[dim] // self.ranks)
+        return dim, min(rank * chunk, shape[dim]), min((rank + 1) * chunk, shape[dim])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a side saves and loads; only ranks of the layout call it."""
+
+    save: Callable[[Path, Shapes, Layout, Mapping[str, Tensor]], None]
+    load: Callable[[Path, Shapes, Layout, Mapping[str, Tensor]], None]
+
+
+def layouts(operation: str, ranks: int) -> tuple[Layout, Layout]:
+    """(saved in, loaded in)."""
+    return {
+        MORE: (Layout(1), Layout(ranks)),
+        FEWER: (Layout(ranks), Layout(1)),
+        COLUMNS: (Layout(ranks), Layout(ranks, 1)),
+    }[operation]
+
+
+def measure(world: World, options: Options, directory: Path) -> list[Line]:
+    """All rounds; every rank calls it. A single rank has no other layout: nothing."""
+    if world.size == 1:
+        return []
+    mesh = init_device_mesh("cpu", (world.size,))
+    ways = {OURS: _ours(world), DCP: _dcp(world, mesh)}
+    ways = {side: way for side, way in ways.items() if side in options.sides}
+    shapes = shapes_of(int(options.gib * 2**30), options.tensors)
+    wanted = [operation for operation in RESHARDINGS if operation in options.operations]
+    found = {operation: _measure(operation, world, options.rounds, directory, ways, shapes) for operation in wanted}
+    return lines(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
+
+
+def _measure(
+    operation: str, world: World, rounds: int, directory: Path, ways: Mapping[str, Way], shapes: Shapes
+) -> dict[str, Samples]:
+    saved, loaded = layouts(operation, world.size)
+    folders = {side: directory / f"{operation}.{side}" for side in ways}
+    state = dict(_tensors(shapes, saved, world.rank))
+    for side, way in ways.items() if world.rank < saved.ranks else ():
+        way.save(folders[side], shapes, saved, state)
+    state.clear()
+    targets = {name: torch.zeros_like(tensor) for name, tensor in _tensors(shapes, loaded, world.rank)}
+    taken: dict[str, list[Taken]] = {side: [] for side in ways}
+    for number in range(rounds + 1):  # the first is not counted
+        for side in random.Random(f"{number} {operation}").sample(sorted(ways), len(ways)):
+            barrier()
+            if world.rank == 0:
+                forget(folders[side])
+            taken[side].append(timed(_loading(ways[side], folders[side], shapes, loaded, targets, world.rank)))
+            if number == 0:
+                _check(side, targets, shapes, loaded, world.rank)
+    barrier()
+    for folder in folders.values() if world.rank == 0 else ():
+        shutil.rmtree(folder)
+    return {side: of_all(found[1:]) for side, found in taken.items()}
+
+
+def _loading(
+    way: Way, folder: Path, shapes: Shapes, layout: Layout, targets: Mapping[str, Tensor], rank: int
+) -> Callable[[], None]:
+    if rank >= layout.ranks:
+        return lambda: None
+    return lambda: way.load(folder, shapes, layout, targets)
+
+
+def _tensors(shapes: Shapes, layout: Layout, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """What a rank has, contiguous; whoever has an element knows its value."""
+    for name, (shape, dtype) in shapes.items() if rank < layout.ranks else ():
+        bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
+        whole = torch.arange(prod(shape), dtype=torch.int32).bitwise_and_(mask).to(bits)
+        dim, begin, end = layout.part(rank, shape)
+        yield name, whole.view(dtype).reshape(shape).narrow(dim, begin, end - begin).contiguous()
+
+
+def _check(side: str, targets: Mapping[str, Tensor], shapes: Shapes, layout: Layout, rank: int) -> None:
+    for name, tensor in _tensors(shapes, layout, rank):
+        assert torch.equal(targets[name], tensor), (side, name)
+        targets[name].zero_()
+
+
+def _ours(world: World) -> Way:
+    def of(layout: Layout) -> World:
+        return world if layout.ranks > 1 else World(0, 1, 0, world.device, world.mesh, 0, 1)
+
+    def pieces(shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+        for name, (shape, dtype) in shapes.items():
+            dim, begin, _ = layout.part(world.rank, shape)
+            offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
+            yield Piece(name, shape, dtype, offset, tensors[name])
+
+    def put(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        save(folder, _STEP, pieces(shapes, layout, tensors), {}, of(layout)).wait()
+
+    def get(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        load(folder, _STEP, pieces(shapes, layout, tensors), of(layout))
+
+    return Way(put, get)
+
+
+def _dcp(world: World, mesh: DeviceMesh) -> Way:
+    """As its users have it: DTensors of all ranks, plain tensors of one."""
+
+    def state(shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if layout.ranks == 1:
+            return dict(tensors)
+        return {
+            name: DTensor.from_local(
+                tensors[name],
+                mesh,
+                [Shard(layout.part(0, shape)[0])],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=torch.empty(shape, device="meta").stride(),
+            )
+            for name, (shape, _) in shapes.items()
+        }
+
+    def put(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        dcp.save(state(shapes, layout, tensors), storage_writer=FileSystemWriter(folder), no_dist=layout.ranks == 1)
+
+    def get(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        dcp.load(state(shapes, layout, tensors), storage_reader=FileSystemReader(folder), no_dist=layout.ranks == 1)
+
+    return Way(put, get)
