@@ -78,11 +78,11 @@ class Watch:
     def all_written(self, stall: float, writes: Sequence[float]) -> Times:
         """On rank 0. stall: of its training. writes: seconds of every rank."""
         self.lap("agree")
-        write = max(writes)
+        write = min(max(writes), self.seconds["agree"])  # another rank may have begun before rank 0 did
         at = time.time() - (time.monotonic() - self.started)
-        agree = max(0.0, self.seconds["agree"] - write)
+        agree = self.seconds["agree"] - write
         copy, prepare = self.seconds["copy"], self.seconds["prepare"]
-        self.times = Times(at, stall, copy, prepare, write, list(writes).index(write), agree)
+        self.times = Times(at, stall, copy, prepare, write, list(writes).index(max(writes)), agree)
         return self.times
 
     def committed(self) -> Times | None:

@@ -33,9 +33,10 @@ def run(*overrides: str) -> RunConfig:
     """What compose(overrides) gives, without Hydra, which takes longest; a test compares them."""
     if {"parallel=auto", "model=custom"} & set(overrides):
         return compose(overrides)  # what is given counts, and a part is no whole
-    groups = [it.partition("=") for it in overrides if "." not in it.partition("=")[0]]
-    values = [it for it in overrides if "." in it.partition("=")[0]]
-    chosen = {group: _option(group, name) for group, _, name in groups}
+    pairs = [it.partition("=") for it in overrides]
+    groups = {key for key, it in _defaults().items() if isinstance(it, dict)}
+    chosen = {key: _option(key, name) for key, _, name in pairs if key in groups}
+    values = [it for it, (key, _, _) in zip(overrides, pairs, strict=True) if key not in groups]
     whole = OmegaConf.merge(OmegaConf.create({**_defaults(), **chosen}), OmegaConf.from_dotlist(values))
     return from_container(OmegaConf.to_container(whole))  # type: ignore[arg-type]
 

@@ -114,10 +114,11 @@ def test_a_cluster_of_twice_the_speed_is_up_to_twice_as_fast(jobs: Jobs, told: E
 
 @pytest.mark.parametrize("name", ["tp", "dp_shard", "cp"])
 def test_more_ranks_need_no_more_memory_each(jobs: Jobs, name: str) -> None:
-    """At the same micro-batch and model."""
+    """At the same micro-batch and model, but for one that becomes two: it has no buckets beside its gradients."""
+    several = jobs.world > 1
     more = with_columns(jobs, global_batch=2 * jobs.global_batch)
     wider = with_columns(more, **{name: 2 * getattr(jobs, name)})
-    assert (held(wider) <= held(more) * SURE).all()
+    assert (held(wider) <= held(more) * SURE)[several].all()
 
 
 def test_more_stages_need_no_more_memory_each(jobs: Jobs) -> None:
