@@ -11,8 +11,13 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# An example may take as long as a busy machine makes it take.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,7 +24,7 @@ from hpc_train.checkpoint.files import opened
 from hpc_train.checkpoint.image import Image, Row, Writer, dataset_names, gaps, nameless, open_hdf5
 from hpc_train.checkpoint.packing import Buffers, Extent, Packing
 from hpc_train.checkpoint.storage.policy import Behaviour
-from hpc_train.checkpoint.stream import write_stream
+from hpc_train.checkpoint.stream import Stream, write_stream
 
 _THREADS = 2
 _BATCH = 16
@@ -91,7 +91,7 @@ def write_compressed(path: Path, rows: Sequence[Lying], level: int, how: Behavio
         extents = [Extent(place, part.data) for place, part in zip(places, _parts(datasets), strict=True)]
         size = os.fstat(content.fileno()).st_size
         image = Image(size, (), tuple(gaps(content, sorted((it.begin, it.end) for it in extents), size)))
-    digests = write_stream(path, Packing(extents, image, buffers).read, size, how)
+    digests = write_stream(path, Stream(Packing(extents, image, buffers).read, size), how)
     return Compressed(size, digests, _table(datasets, places))
 
 

@@ -18,7 +18,7 @@ from hpc_train.checkpoint.rectangle import Rectangle
 from hpc_train.checkpoint.runs import Run, merged
 from hpc_train.checkpoint.shard import Staged, compress_shard, write_shard, write_table
 from hpc_train.checkpoint.storage.policy import Behaviour
-from hpc_train.checkpoint.stream import write_stream
+from hpc_train.checkpoint.stream import Stream, write_stream
 
 Key = tuple[str, tuple[int, ...], torch.dtype, Rectangle]
 """A run by its tensor's name, shape and dtype, and its rectangle."""
@@ -180,7 +180,7 @@ def _write(
         begins = [begin for begin, _ in spans]
         return compress_shard(path.parent, path.name, staged, held_by(rows, image), begins, image.size, how)
     source = Packing(lying_in(staged.image, image, spans), image, shop.buffers)
-    digests = write_stream(path, source.read, image.size, how)
+    digests = write_stream(path, Stream(source.read, image.size), how)
     return write_table(path.parent, path.name, image.size, digests), held_by(rows, image)
 
 

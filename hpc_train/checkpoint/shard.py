@@ -29,7 +29,7 @@ from hpc_train.checkpoint.poison import Span, all_finite
 from hpc_train.checkpoint.slots import Slots, make_slots
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
-from hpc_train.checkpoint.stream import write_image, write_stream
+from hpc_train.checkpoint.stream import Stream, write_image, write_stream
 
 DIGESTS = ".digests"
 """Suffix of the table of digests beside a shard file."""
@@ -148,7 +148,7 @@ def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USU
         if not found:
             found.append(write_table(directory, name, staged.size, digests))
 
-    write_stream(path, staged.looking.read, staged.size, how, True, staged.looking.digests, known)
+    write_stream(path, Stream(staged.looking.read, staged.size, True, staged.looking.digests, known), how)
     return found[0], staged.held
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,21 @@ def digests_at(begin: int, data: memoryview) -> list[int]:
     return digest_blocks(data)
 
 
+@dataclass(frozen=True)
+class Stream:
+    """What is to be written, in pieces."""
+
+    source: Source
+    size: int
+    stays: bool = False
+    """What the source gives stays valid until all is written; then one thread asks for it, in order. Else it is asked
+    from several threads and in any order."""
+    digests: Digests = digests_at
+    """Tells those of what came, if the source knows them."""
+    known: Known = lambda digests: None
+    """Called again, with the same, where a file refuses direct I/O after all."""
+
+
 def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUAL) -> list[int]:
     """Write the first `size` bytes of `memory` (whole pages) to a new file; returns the digests of its blocks.
 
@@ -47,89 +62,62 @@ def write_image(path: Path, memory: memoryview, size: int, how: Behaviour = USUA
     """
     end = -(-size // ALIGNMENT) * ALIGNMENT
     memory[size:end] = bytes(end - size)
-    return write_stream(path, lambda begin, end: memory[begin:end], size, how, stays=True)
+    return write_stream(path, Stream(lambda begin, end: memory[begin:end], size, stays=True), how)
 
 
-def write_stream(
-    path: Path,
-    source: Source,
-    size: int,
-    how: Behaviour,
-    stays: bool = False,
-    digests: Digests = digests_at,
-    known: Known = lambda digests: None,
-) -> list[int]:
-    """The same of bytes that come in pieces of how.write_bytes, from several threads and in any order.
-
-    stays: what the source gives stays valid until the file is written; then one thread asks for it, in order.
-    digests: tells those of what came, if the source knows them. known: is called again, with the same, where a file
-    refuses direct I/O after all.
-    """
+def write_stream(path: Path, stream: Stream, how: Behaviour) -> list[int]:
+    """The same of bytes that come in pieces of how.write_bytes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if how.direct:
         try:
-            return _write(path, flags | os.O_DIRECT, source, size, how, stays, digests, known)
+            return _write(path, flags | os.O_DIRECT, stream, how)
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write(path, flags, source, size, replace(how, direct=False), stays, digests, known)
+    return _write(path, flags, stream, replace(how, direct=False))
 
 
-def _write(
-    path: Path, flags: int, source: Source, size: int, how: Behaviour, stays: bool, digests: Digests, known: Known
-) -> list[int]:
+def _write(path: Path, flags: int, stream: Stream, how: Behaviour) -> list[int]:
     with opened(path, flags) as file:
-        return fill_file(file, source, size, how, stays, digests, known)
+        return fill_file(file, stream, how)
 
 
-def fill_file(
-    file: int,
-    source: Source,
-    size: int,
-    how: Behaviour,
-    stays: bool = False,
-    digests: Digests = digests_at,
-    known: Known = lambda digests: None,
-) -> list[int]:
+def fill_file(file: int, stream: Stream, how: Behaviour) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
-    end = -(-size // ALIGNMENT) * ALIGNMENT if how.direct else size
+    end = -(-stream.size // ALIGNMENT) * ALIGNMENT if how.direct else stream.size
     begin = partial(reserve, file, end) if how.reserve else lambda: None
-    found = _chunks(file, source, size, end, how.write_bytes, stays, digests=digests, begin=begin, known=known)
-    os.ftruncate(file, size)
+    found = _chunks(file, stream, end, how.write_bytes, begin=begin)
+    os.ftruncate(file, stream.size)
     os.fsync(file)
     return found
 
 
-def write_part(path: Path, at: int, source: Source, size: int, how: Behaviour, stays: bool = False) -> list[int]:
+def write_part(path: Path, at: int, stream: Stream, how: Behaviour) -> list[int]:
     """Write whole blocks, from byte `at` on, into a file that is there and that others write to as well.
 
-    stays: see write_stream. They are on the disk when this returns; returns their digests. Raises OSError.
+    They are on the disk when this returns; returns their digests. Raises OSError.
     """
-    assert at % BLOCK == size % BLOCK == 0, (at, size)
+    assert at % BLOCK == stream.size % BLOCK == 0, (at, stream.size)
     try:
         with opened(path, os.O_WRONLY | (os.O_DIRECT if how.direct else 0)) as file:
-            digests = _chunks(file, source, size, size, how.write_bytes, stays, at)
+            digests = _chunks(file, stream, stream.size, how.write_bytes, at)
             os.fsync(file)
             return digests
     except OSError as error:
         if not how.direct or error.errno not in NO_DIRECT:
             raise
-    return write_part(path, at, source, size, replace(how, direct=False), stays)
+    return write_part(path, at, stream, replace(how, direct=False))
 
 
 def _chunks(
     file: int,
-    source: Source,
-    size: int,
+    stream: Stream,
     end: int,
     chunk: int,
-    stays: bool,
     at: int = 0,
-    digests: Digests = digests_at,
     begin: Callable[[], None] = lambda: None,
-    known: Known = lambda digests: None,
 ) -> list[int]:
     """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order.
 
@@ -138,8 +126,8 @@ def _chunks(
     assert chunk % BLOCK == 0, chunk
 
     def get(piece: _Piece) -> tuple[memoryview, list[int]]:
-        data = source(*piece)
-        return data, digests(piece[0], data[: size - piece[0]])
+        data = stream.source(*piece)
+        return data, stream.digests(piece[0], data[: stream.size - piece[0]])
 
     begun: Future[None] | None = None
 
@@ -160,10 +148,10 @@ def _chunks(
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             begun = pool.submit(begin)
-            if stays:
-                return _ahead(pool, pieces, get, put, known)
+            if stream.stays:
+                return _ahead(pool, pieces, get, put, stream.known)
             found = [it for of_piece in pool.map(both, pieces) for it in of_piece]
-    known(found)
+    stream.known(found)
     return found
 
 

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.shard import Staged
 from hpc_train.checkpoint.shared_file import SharedFile, Spot
 from hpc_train.checkpoint.storage.policy import Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile
-from hpc_train.checkpoint.stream import write_part
+from hpc_train.checkpoint.stream import Stream, write_part
 from hpc_train.checkpoint.turns import Turns
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Team:
         if isinstance(staged.image, LocalFile):
             return staged.image.copy_into(path, spot.begin, how)
         memory = staged.image
-        return write_part(path, spot.begin, lambda begin, end: memory[begin:end], staged.size, how, stays=True)
+        part = Stream(lambda begin, end: memory[begin:end], staged.size, stays=True)
+        return write_part(path, spot.begin, part, how)
 
     def _answers(
         self, directory: Path, name: str, found: Sequence[Sequence[int]]

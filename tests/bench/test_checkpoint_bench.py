@@ -161,6 +161,11 @@ USUAL = Options(0.001, (1,), None, (".",), 2)
         ({"tensors": 0}, "--tensors 0"),
         ({"operations": ("save", "laod")}, "--operations laod: is none of save, stall,"),
         ({"sides": ("hdf5",)}, "--sides hdf5: is none of hpc_train, raw_direct,"),
+        ({"operations": ("reshard_columns",), "ranks": (2, 1)}, "--ranks 1: has no other layout, for reshard_columns"),
+        (
+            {"operations": ("reshard_columns",), "ranks": (2,), "sides": ("raw_direct",)},
+            "--sides: only hpc_train and dcp",
+        ),
         ({"directories": ("absent",)}, "--directory absent"),
         ({"gib": 1e9}, "GiB are needed"),
     ],

@@ -66,7 +66,7 @@ def test_the_same_bits_in_other_files(tmp_path: Path, terminal: Terminal, ranks:
     offset=st.integers(0, 5),
     most=st.integers(1, 200),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_slabs_are_a_rectangle_in_the_order_of_its_memory(shape: list[int], offset: int, most: int) -> None:
     whole = Rectangle((offset,) * len(shape), tuple(shape))
     parts = list(slabs(whole, most))

@@ -174,7 +174,7 @@ def demands(draw: st.DrawFn) -> tuple[Demand, int]:
 
 
 @given(demands())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rounds_have_every_shared_cell_once_and_little_memory(case: tuple[Demand, int]) -> None:
     demand, ranks = case
     rounds = plan_rounds(demand, ranks)

@@ -38,7 +38,7 @@ def changed(tensors: State, what: list[tuple[str, int, int]], step: int) -> Stat
     return new
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(limits, st.lists(changes, min_size=2, max_size=6), st.integers(0, 5))
 def test_any_sequence_of_changes(limits: Limits, sequence: list[list[tuple[str, int, int]]], removed: int) -> None:
     tensors: State = {n: random_bits(SHAPES[n], DTYPES.get(n, torch.float32)) for n in SHAPES}

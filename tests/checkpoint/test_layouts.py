@@ -106,7 +106,7 @@ def window(part: Rectangle) -> tuple[slice, ...]:
 
 
 @given(two_partitions(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_rectangles_to_any_rectangles(
     case: tuple[tuple[int, ...], list[Rectangle], list[Rectangle]], dtype: torch.dtype
 ) -> None:
@@ -121,7 +121,7 @@ def test_any_rectangles_to_any_rectangles(
 
 
 @given(two_partitions(), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_any_rectangles_on_some_ranks_to_any_on_others(
     case: tuple[tuple[int, ...], list[Rectangle], list[Rectangle]], savers: int, loaders: int
 ) -> None:
@@ -143,7 +143,7 @@ def test_any_rectangles_on_some_ranks_to_any_on_others(
 
 
 @given(two_partitions())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_partition_covers_and_any_change_of_it_does_not(
     case: tuple[tuple[int, ...], list[Rectangle], list[Rectangle]],
 ) -> None:

@@ -123,7 +123,7 @@ def read(world: World, directory: Path, found: list[Case]) -> list[int]:
 
 
 @given(jobs())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_any_layout_on_some_ranks_to_any_on_others(job: tuple[int, int, list[Case]]) -> None:
     savers, loaders, found = job
     with tempfile.TemporaryDirectory() as folder:

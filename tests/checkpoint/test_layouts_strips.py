@@ -55,7 +55,7 @@ def strip_rows(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 
 @given(strip_rows())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_cut_strips_are_the_same_bytes_in_one_cell_each(rows: list[tuple[int, ...]]) -> None:
     before = strips(rows)
     after = cut(before)
@@ -65,7 +65,7 @@ def test_cut_strips_are_the_same_bytes_in_one_cell_each(rows: list[tuple[int, ..
 
 
 @given(strip_rows(), st.sampled_from([CELL, WIDE]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_reads_have_all_strips_and_no_block_twice(rows: list[tuple[int, ...]], most: int) -> None:
     plan = in_file_order(cut(strips(rows)))
     sizes = [max([1, *ends(plan[plan["file"] == file]).tolist()]) for file in (0, 1)]
@@ -101,7 +101,7 @@ def boxes(draw: st.DrawFn) -> tuple[Rectangle, Rectangle, Rectangle]:
 
 
 @given(boxes(), st.sampled_from([1, 2, 8]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_strips_copy_the_common_part_of_two_rectangles(case: tuple[Rectangle, Rectangle, Rectangle], item: int) -> None:
     saved, held, common = case
     file = np.arange(3 + saved.volume * item, dtype=np.int64)
@@ -120,7 +120,7 @@ def test_strips_copy_the_common_part_of_two_rectangles(case: tuple[Rectangle, Re
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_grid_is_known_and_any_change_of_it_is_not_one(lengths: list[list[int]]) -> None:
     begins = [np.cumsum([0, *of_dim[:-1]]).tolist() for of_dim in lengths]
     offsets, shapes = (
@@ -144,7 +144,7 @@ def test_what_is_no_grid_may_cover_all_the_same() -> None:
 
 
 @given(boxes(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_memory_of_a_device_is_filled_as_that_of_the_host(
     case: tuple[Rectangle, Rectangle, Rectangle], dtype: torch.dtype
 ) -> None:

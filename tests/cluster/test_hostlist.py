@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.cluster.slurm.hostlist import LARGEST, compress, expand, group
@@ -90,13 +90,11 @@ def test_compresses_neighbours(names: str, text: str) -> None:
 NAMES = st.builds("".join, st.lists(st.sampled_from(["n", "rack", "-", ".", "0", "1", "9", "10", "099"]), min_size=1))
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(NAMES, st.integers(0, 30).map("n{}".format), st.integers(0, 30).map("n{:03d}".format))))
 def test_round_trip(names: list[str]) -> None:
     assert expand(compress(names)) == names
 
 
-@settings(deadline=None)
 @given(st.lists(NAMES, min_size=1), st.randoms(use_true_random=False))
 def test_a_group_has_one_name(names: list[str], random: object) -> None:
     shuffled = sorted(names, key=lambda _: random.random())  # type: ignore[attr-defined]
@@ -104,7 +102,6 @@ def test_a_group_has_one_name(names: list[str], random: object) -> None:
     assert set(expand(group(names))) == set(names)
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("ab019-,[] .{}=\x00é\n"), max_size=30))
 def test_anything_else_is_a_user_error(text: str) -> None:
     try:

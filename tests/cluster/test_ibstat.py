@@ -155,7 +155,7 @@ def test_truncations_are_refused_or_a_part() -> None:
     assert 1 <= len(parts) <= 3
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_no_input_makes_a_traceback(data: st.DataObject) -> None:
     up = Port("4: ACTIVE", "200 Gb/sec (4X HDR)")

@@ -58,7 +58,7 @@ def told_cables(cluster: Cluster) -> set[tuple[str, str]]:
     return {(it.name, far) for it in cluster.switches for far in (*it.nodes, *it.switches)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(fabrics())
 def test_what_is_read_is_what_was_written(fabric: FakeFabric) -> None:
     cluster = read(fabric.dump(), "dump")
@@ -96,7 +96,7 @@ def test_every_truncation_is_refused_or_a_part(fabric: FakeFabric) -> None:
     assert min(outcomes.values()) > 100
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_a_changed_line_is_refused_or_changes_nothing_but_that(data: st.DataObject) -> None:
     """One character of one port number or GUID: both ends of each cable are told, so it is seen."""
@@ -113,7 +113,7 @@ def test_a_changed_line_is_refused_or_changes_nothing_but_that(data: st.DataObje
     assert cluster in (None, read(text, "dump"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_no_input_makes_a_traceback(data: st.DataObject) -> None:
     """Lines dropped, doubled, swapped, cut and filled with anything."""
@@ -136,7 +136,7 @@ def test_no_input_makes_a_traceback(data: st.DataObject) -> None:
     read_or_refuse("\n".join(lines))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.one_of(
         st.binary(max_size=300).map(lambda it: it.decode("utf-8", "replace")),

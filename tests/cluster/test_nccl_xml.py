@@ -59,7 +59,7 @@ def nvlink(spec: Spec, a: int, b: int) -> int:
     return direct or min(spec.nvlinks.get((a, "switch"), 0), spec.nvlinks.get((b, "switch"), 0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(specs(), st.booleans())
 def test_what_is_rendered_is_read_back(spec: Spec, vendor: bool) -> None:
     text = render(spec, vendor)
@@ -177,7 +177,7 @@ def test_other_xml_is_refused_in_one_line(text: str) -> None:
         nccl_xml.read(text, "topo.txt")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(specs(), st.data())
 def test_mutated_files_are_refused_or_consistent(spec: Spec, data: st.DataObject) -> None:
     text = render(spec)
@@ -190,7 +190,7 @@ def test_mutated_files_are_refused_or_consistent(spec: Spec, data: st.DataObject
     check(outcome(nccl_xml.read, text))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text() | st.text(alphabet="<>/system cpu=\"01'!-&;"))
 def test_any_text_is_refused_in_one_line(text: str) -> None:
     nccl_xml.matches(text)

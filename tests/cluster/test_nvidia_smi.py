@@ -103,7 +103,7 @@ def affinity(spec: Spec, style: Style, gpu: int) -> tuple[int | str | None, str 
     return numa, cpus
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(specs(), styles)
 def test_every_form_is_read_back(spec: Spec, style: Style) -> None:
     text = render(spec, style)
@@ -111,7 +111,7 @@ def test_every_form_is_read_back(spec: Spec, style: Style) -> None:
     assert nvidia_smi.read(text, "topo.txt") == expected(spec, style)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(specs(blank=False, most_nics=9), st.integers(41, 132), st.booleans(), st.sampled_from(["old", "middle", "new"]))
 def test_wrapped_lines_are_joined_or_refused(spec: Spec, width: int, stripped: bool, era: str) -> None:
     style = Style(era=era, width=width, stripped=stripped)
@@ -153,7 +153,7 @@ def machine(nics: int) -> Spec:
     return Spec(tuple(kinds), affinity, tuple(f"mlx5_{at}" for at in range(nics)), (18,) * 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(specs(), st.sampled_from(["old", "middle", "new"]), st.data())
 def test_contradicting_triangles_are_refused_naming_both(spec: Spec, era: str, data: st.DataObject) -> None:
     if spec.gpus < 2:
@@ -242,7 +242,7 @@ def test_machines_of_the_field(name: str, layout: str) -> None:
     assert [(it.numa, it.cpus) for it in read.nodes[0].gpus] == [(it.numa, it.cpus) for it in told.nodes[0].gpus]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(specs(), styles, st.data())
 def test_mutated_texts_are_refused_in_one_line_or_consistent(spec: Spec, style: Style, data: st.DataObject) -> None:
     text = render(spec, style)
@@ -267,7 +267,7 @@ def check_one_line_or_consistent(text: str, whole: Cluster | None) -> None:
         assert len(read.nodes[0].gpus) == len(whole.nodes[0].gpus)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text() | st.text(alphabet="GPUNIC0123 X\tSYV\n,-/Aa"))
 def test_any_text_is_refused_in_one_line(text: str) -> None:
     check_one_line_or_consistent(text, None)

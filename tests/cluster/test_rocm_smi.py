@@ -36,7 +36,7 @@ def expected(spec: Spec, sections: tuple[str, ...] = SECTIONS) -> Cluster:
     return Cluster("rocm_smi", (Node("localhost", gpus),), links)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(specs(), st.sets(st.sampled_from(SECTIONS), min_size=1), st.booleans(), st.booleans())
 def test_any_sections_are_read_back(spec: Spec, sections: set[str], brackets: bool, stripped: bool) -> None:
     chosen = tuple(it for it in SECTIONS if it in sections)
@@ -46,7 +46,7 @@ def test_any_sections_are_read_back(spec: Spec, sections: set[str], brackets: bo
     assert rocm_smi.read(text, "topo.txt") == expected(spec, chosen)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(specs(), st.sampled_from(["", "WARNING: no permission\n"]))
 def test_json_is_read_back(spec: Spec, before: str) -> None:
     text = render_json(spec, before)
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_refused_with_its_line() -> None:
             rocm_smi.read(broken, "topo.txt")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(specs(), st.booleans(), st.data())
 def test_mutated_outputs_are_refused_or_consistent(spec: Spec, as_json: bool, data: st.DataObject) -> None:
     text = render_json(spec) if as_json else render_text(spec)
@@ -84,7 +84,7 @@ def test_mutated_outputs_are_refused_or_consistent(spec: Spec, as_json: bool, da
         assert set(read.links) <= set(expected(spec).links)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text() | st.text(alphabet='GPU012 {}":[]=XMI(Topology) Numa Node'))
 def test_any_text_is_refused_in_one_line(text: str) -> None:
     rocm_smi.matches(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from slurm_specs import trees
 from slurm_texts import Spec
 
@@ -66,7 +66,6 @@ def test_a_hundred_dots_are_no_burden() -> None:
     assert path(f"{address}.z.n1", pattern, "n1", known) == (f"{address}.z",)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_paths_of_all_nodes_make_the_tree(spec: Spec) -> None:
     known = {node: spec.path(node) for nodes in spec.leaves.values() for node in nodes}

@@ -73,25 +73,22 @@ def reads_or_refuses(text: str) -> None:
         assert len(said.splitlines()) == 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(mutated())
 def test_mutated(text: str) -> None:
     reads_or_refuses(text)
 
 
-@settings(deadline=None)
 @given(st.one_of(st.text(), st.binary().map(lambda it: it.decode("utf-8", "replace"))))
 def test_noise(text: str) -> None:
     reads_or_refuses(text)
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_no_two_formats_claim_one_text(text: str) -> None:
     assert sum(it.matches(text) for it in reading.formats()) <= 1
 
 
-@settings(deadline=None)
 @given(trees(), st.integers(0, 30))
 def test_a_tree_cut_after_a_line_is_refused_or_part_of_the_tree(spec: object, kept: int) -> None:
     for render in (topology_conf, shown_tree):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slurm_specs import trees
 from slurm_texts import Spec, shown_blocks, shown_tree, topology_conf
@@ -18,7 +18,6 @@ def switches(cluster: Cluster) -> dict[str, Switch]:
     return {it.name: it for it in cluster.switches}
 
 
-@settings(deadline=None)
 @given(trees(), st.booleans())
 def test_every_node_hangs_where_the_file_says(spec: Spec, upper_first: bool) -> None:
     read = read_text(topology_conf(spec, upper_first).replace("Nodes=\n", "\n"), "topology.conf")
@@ -33,7 +32,6 @@ def test_every_node_hangs_where_the_file_says(spec: Spec, upper_first: bool) -> 
     assert paths(read) == {node: spec.path(node) for nodes in spec.leaves.values() for node in nodes}
 
 
-@settings(deadline=None)
 @given(trees(), st.booleans())
 def test_scontrol_tells_the_same(spec: Spec, upper_first: bool) -> None:
     from_file = read_text(topology_conf(spec, upper_first).replace("Nodes=\n", "\n"), "topology.conf")
@@ -43,7 +41,6 @@ def test_scontrol_tells_the_same(spec: Spec, upper_first: bool) -> None:
     assert {it.name for it in shown.nodes} == {it.name for it in from_file.nodes}
 
 
-@settings(deadline=None)
 @given(trees(), st.booleans(), st.data())
 def test_an_excerpt_puts_no_node_where_it_is_not(spec: Spec, upper_first: bool, data: st.DataObject) -> None:
     lines = shown_tree(spec, upper_first).splitlines(keepends=True)

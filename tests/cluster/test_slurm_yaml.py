@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from slurm_specs import trees
 from slurm_texts import Spec, topograph_model, topology_conf, tree_yaml
 
@@ -47,7 +47,6 @@ OTHERS = """\
 """
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_tree_is_what_topology_conf_says(spec: Spec) -> None:
     conf = read_text(topology_conf(spec, upper_first=True).replace("Nodes=\n", "\n"), "topology.conf")
@@ -81,7 +80,6 @@ def test_the_default_topology_else_the_first() -> None:
     assert next(iter(read_all(both, "x"))) == "t"
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_model_of_topograph(spec: Spec) -> None:
     read = read_text(

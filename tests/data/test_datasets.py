@@ -38,7 +38,7 @@ def digits(fraction: float = 0.2) -> ImageDataConfig:
     return ImageDataConfig(validation_fraction=fraction)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 99), st.sampled_from(["train", "validation"]), st.data())
 def test_a_sample_is_the_tokens_at_its_index_and_its_targets_are_one_on(path, length, split, data):
     dataset = open_dataset(tokens_of(path), length, split)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.data.order import samples
@@ -12,13 +12,11 @@ from hpc_train.data.order import samples
 SEEDS = st.integers(0, (1 << 63) - 1)
 
 
-@settings(deadline=None)
 @given(SEEDS, st.integers(1, 3000), st.integers(0, 1 << 40))
 def test_every_epoch_is_a_permutation(seed, n, epoch):
     assert np.array_equal(np.sort(samples(seed, n, epoch * n, n)), np.arange(n))
 
 
-@settings(deadline=None)
 @given(SEEDS, st.integers(1, 1 << 50), st.integers(0, 1 << 60), st.integers(0, 500), st.integers(0, 500))
 def test_a_position_has_one_sample_however_it_is_asked_for(seed, n, start, first, second):
     whole = samples(seed, n, start, first + second)
@@ -28,7 +26,6 @@ def test_a_position_has_one_sample_however_it_is_asked_for(seed, n, start, first
     assert np.array_equal(whole, np.concatenate(parts))
 
 
-@settings(deadline=None)
 @given(SEEDS, st.integers(1, 2000), st.lists(st.tuples(st.integers(1, 8), st.integers(1, 16)), min_size=1, max_size=30))
 def test_exactly_once_whatever_the_degree_and_its_changes(seed, n, steps):
     """Each step has its own data-parallel degree and its own batch a rank; the ranks' shares follow one another."""

@@ -244,7 +244,7 @@ def test_a_writer_killed_as_it_writes_leaves_a_whole_store_or_none(tmp_path):
     assert len(TokenStore.open(path).tokens) == 10
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=500), st.integers(0, 500))
 def test_unigram_entropy_of_any_part_is_that_of_its_frequencies(tmp_path_factory, values, stop):
     store = written(tmp_path_factory.mktemp("store") / "a.h5", np.array(values, np.uint32), 300, size=37)

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.data.tokenizer import SEPARATOR, ByteTokenizer, train_bpe
@@ -15,7 +15,6 @@ TEXT = [b"def area(radius):\n    return 3.14159 * radius ** 2\n" * 20, "naïve f
 BPE = train_bpe([TEXT], 400)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_come_back(data):
     tokens = ByteTokenizer().encode([data])[0]
@@ -23,7 +22,6 @@ def test_bytes_come_back(data):
     assert ByteTokenizer().decode(tokens) == data.decode(errors="replace")
 
 
-@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_comes_back_through_bpe(text):
     tokens = BPE.encode([text.encode()])[0]

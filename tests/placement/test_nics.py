@@ -50,7 +50,7 @@ def brute_force(table: Sequence[Sequence[str]]) -> tuple[int, int]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tables())
 def test_as_near_as_brute_force_and_as_seldom_doubled(table: list[list[str]]) -> None:
     found = assign(*node_of(table))

@@ -50,13 +50,13 @@ def check_optimal(fabric, sizes, flows):
     assert found.placed.total == pytest.approx(cost(fabric, sizes, flows, found.nodes).total)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(problems(most=6))
 def test_up_to_six_nodes_no_order_is_better(problem):
     check_optimal(*problem)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(problems(least=7, most=8))
 def test_of_seven_and_eight_nodes_no_order_is_better(problem):
     check_optimal(*problem)
@@ -85,7 +85,7 @@ def likeness(fabric, order):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(fabrics(most=5))
 def test_of_orders_that_are_alike_one_is_tried_and_the_nearest_is_taken(fabric):
     alike = {}
@@ -101,7 +101,7 @@ def test_of_orders_that_are_alike_one_is_tried_and_the_nearest_is_taken(fabric):
         assert in_place[-1] == max(in_place)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_larger_jobs_never_get_worse_and_move_whole_nodes_once(data):
     fabric = data.draw(fabrics(least=9, most=24))
@@ -121,7 +121,7 @@ def test_larger_jobs_never_get_worse_and_move_whole_nodes_once(data):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(problems(most=24))
 def test_names_do_not_matter_and_the_answer_is_the_same_twice(problem):
     fabric, sizes, flows = problem
@@ -137,7 +137,7 @@ def test_names_do_not_matter_and_the_answer_is_the_same_twice(problem):
     assert first.reason == third.reason
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(problems(most=7), st.randoms(use_true_random=False))
 def test_the_launchers_order_does_not_change_what_can_be_had(problem, random):
     """Unless it was good enough to be kept."""
@@ -202,7 +202,7 @@ def test_a_mesh_whose_inner_block_does_not_fit_a_node_still_moves_whole_nodes():
     assert sorted(found.nodes) == list(range(10))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(fabrics(most=30), st.integers(1, 12))
 def test_every_order_holds_each_node_once(fabric, unit):
     everything = list(range(len(fabric.nodes)))
@@ -210,7 +210,7 @@ def test_every_order_holds_each_node_once(fabric, unit):
         assert sorted(order.tolist()) == everything
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(fabrics(most=40), st.integers(2, 8))
 def test_packing_makes_every_whole_cell_that_there_is(fabric, unit):
     group = fabric.levels[1].group
@@ -219,7 +219,7 @@ def test_packing_makes_every_whole_cell_that_there_is(fabric, unit):
     assert whole == sum(np.bincount(group) // unit)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(fabrics(most=40))
 def test_along_the_tree_no_group_is_left_and_entered_again(fabric):
     for order in (tree_order(fabric), largest_first(fabric)):

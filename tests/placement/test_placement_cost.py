@@ -17,7 +17,7 @@ from hpc_train.traffic.flow import Flow
 TWO_LEAVES = [("a",)] * 2 + [("b",)] * 2
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(problems(), st.randoms(use_true_random=False), st.sampled_from(["nccl", "gloo"]))
 def test_the_cost_is_that_of_every_message_counted(problem, random, backend):
     fabric, sizes, flows = problem
@@ -27,7 +27,7 @@ def test_the_cost_is_that_of_every_message_counted(problem, random, backend):
     assert found.total == pytest.approx(sum(found.per_axis.values()))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(problems(), st.randoms(use_true_random=False))
 def test_many_orders_at_once_cost_what_each_costs(problem, random):
     fabric, sizes, flows = problem
@@ -131,7 +131,7 @@ def test_ranks_of_a_node_share_its_uplink_and_not_each_others_links():
     assert cost(fabric, {"dp_shard": 2, "tp": 4}, flows).per_axis == {"dp_shard": 4.0, "tp": 0.5}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(problems(), st.randoms(use_true_random=False), st.floats(1.0, 10.0))
 def test_more_bandwidth_never_costs_more(problem, random, factor):
     fabric, sizes, flows = problem
@@ -146,7 +146,7 @@ def test_more_bandwidth_never_costs_more(problem, random, factor):
     assert cost(wider, sizes, flows, order).total <= before * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_link_bytes_are_what_the_busiest_link_carries(data):
     """Of one flow without latencies, the largest bytes over uplink is the cost."""

@@ -33,7 +33,7 @@ def test_too_few_spares_are_one_line():
         replace_failed(FABRIC, [0, 1, 2, 3, 4, 5], [0, 5])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(fabrics(least=2, most=20), st.data())
 def test_nobody_else_moves(fabric, data):
     count = len(fabric.nodes)

@@ -17,7 +17,7 @@ from hpc_train.traffic.flow import Flow
 DATA = Flow(("dp_shard",), "all_reduce", 6e9, 1, "gradients")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(problems(most=12), st.randoms(use_true_random=False))
 def test_every_group_that_straddles_is_counted(problem, random):
     fabric, sizes, flows = problem
@@ -39,7 +39,7 @@ def test_every_group_that_straddles_is_counted(problem, random):
     assert table == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(problems(most=10), st.randoms(use_true_random=False))
 def test_no_order_has_fewer_straddling_groups_than_the_least(problem, random):
     fabric, sizes, flows = problem

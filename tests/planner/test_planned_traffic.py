@@ -46,7 +46,7 @@ def with_degrees(model: str, strategy: str, tp: int, cp: int, shards: int, copie
     return replace(base, parallel=parallel)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     model=st.sampled_from(["llama_1b", "gpt3_1_3b", "llama_8b"]),
     strategy=st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.techniques import SCHEDULES
@@ -121,7 +121,6 @@ def test_both_results_of_an_overlap_leave_at_its_end() -> None:
     assert (ends["0F1"], ends["0B0"], ends["1F1"]) == ((1, 2), (4, 6), (6, 7))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(1, 5),

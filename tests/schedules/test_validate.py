@@ -96,7 +96,7 @@ def _change(draw: st.DrawFn, rows: list[list[Step]], stages: int, micro_batches:
         row[first] = Action(draw(st.integers(0, stages)), kind, draw(st.integers(0, micro_batches)))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(changed_orders())
 def test_it_agrees_with_brute_force(case: tuple[Order, int]) -> None:
     candidate, micro_batches = case

@@ -45,7 +45,7 @@ ITEMS = st.one_of(
 LISTS = st.lists(ITEMS, min_size=1, max_size=40).map(",".join)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LISTS)
 def test_a_host_list_is_what_scontrol_makes_of_it(slurm_cluster: SlurmCluster, text: str) -> None:
     names = expand(text)

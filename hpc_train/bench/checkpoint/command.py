@@ -12,7 +12,18 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.bench.checkpoint.result import OPERATIONS, SIDES, Line, Options, Ratio, Result, Setting
+from hpc_train.bench.checkpoint.result import (
+    DCP,
+    OPERATIONS,
+    OURS,
+    RESHARDINGS,
+    SIDES,
+    Line,
+    Options,
+    Ratio,
+    Result,
+    Setting,
+)
 from hpc_train.bench.local import leaving_when_told, wait
 from hpc_train.errors import EXIT_DONE, UserError
 
@@ -59,6 +70,11 @@ def _check(options: Options, plot: Path | None) -> None:
     ):
         if unknown := [it for it in given if it not in known]:
             raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(known)}")
+    if set(options.operations) <= set(RESHARDINGS):
+        if 1 in options.ranks:
+            raise UserError(f"--ranks 1: has no other layout, for {options.operations[0]}; use 2 or more")
+        if not {OURS, DCP} & set(options.sides):
+            raise UserError(f"--sides: only {OURS} and {DCP} load in another layout; name one of them")
     for directory in map(Path, options.directories):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise UserError(f"--directory {directory}: is no directory that can be written to; make it first")

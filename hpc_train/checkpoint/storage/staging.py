@@ -24,7 +24,7 @@ from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.storage.kind import file_system
 from hpc_train.checkpoint.storage.policy import Behaviour
 from hpc_train.checkpoint.storage.space import human
-from hpc_train.checkpoint.stream import NO_DIRECT, fill_file, write_part, write_stream
+from hpc_train.checkpoint.stream import NO_DIRECT, Stream, fill_file, write_part, write_stream
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class LocalFile:
 
         Raises OSError, and CheckpointError if the bytes are no longer those that were put here.
         """
-        return self._checked(write_stream(path, self._reads(how).read, self.size, how))
+        return self._checked(write_stream(path, Stream(self._reads(how).read, self.size), how))
 
     def copy_into(self, path: Path, at: int, how: Behaviour) -> list[int]:
         """The same as whole blocks of a file that is there, from byte `at` on."""
-        return self._checked(write_part(path, at, self._reads(how).read, self.size, how))
+        return self._checked(write_part(path, at, Stream(self._reads(how).read, self.size), how))
 
     def _reads(self, how: Behaviour) -> _Reads:
         return _Reads(self.descriptor, self.size, how.write_bytes)
@@ -136,7 +136,8 @@ def _written(directory: Path, memory: memoryview, size: int) -> LocalFile:
 def _written_so(directory: Path, memory: memoryview, size: int, how: Behaviour) -> LocalFile:
     descriptor = _without_name(directory, os.O_DIRECT if how.direct else 0)
     try:
-        return LocalFile(descriptor, size, fill_file(descriptor, lambda begin, end: memory[begin:end], size, how, True))
+        image = Stream(lambda begin, end: memory[begin:end], size, stays=True)
+        return LocalFile(descriptor, size, fill_file(descriptor, image, how))
     except BaseException:
         os.close(descriptor)
         raise
