@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.holdings import Held, Holdings, gather
 from hpc_train.checkpoint.index import index_image
+from hpc_train.checkpoint.listing import texts
 from hpc_train.checkpoint.manifest import Manifest, ShardFile, incomplete
 
 Files = tuple[tuple[ShardFile, Held], ...]
@@ -29,6 +30,7 @@ class Described:
     _hearing: dict[int, Held] = field(default_factory=dict)
     _held: Sequence[Held] = ()
     _holdings: Holdings | None = None
+    _listed: tuple[Holdings, dict[str, bytes]] | None = None
     _index: tuple[Holdings, list[str], bytes] | None = None
 
     def tell(self, files: Told) -> Told:
@@ -66,6 +68,12 @@ class Described:
                 raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
             self._held, self._holdings = held, holdings
         return self._holdings
+
+    def text(self, manifest: Manifest) -> bytes:
+        """The content of manifest.json. Raises as Manifest.to_bytes does."""
+        if self._listed is None or self._listed[0] is not manifest.holdings:
+            self._listed = manifest.holdings, texts(manifest.holdings)
+        return manifest.to_bytes(self._listed[1])
 
     def index(self, manifest: Manifest) -> bytes:
         """The content of index.h5. Raises as index_image does."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,9 +28,31 @@ def digest_blocks(data: memoryview) -> list[int]:
     return [digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK)]
 
 
-def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
-    """Index of the first block of `data`, which begins at a block, that is not as expected."""
-    found = digest_blocks(data)
+def digest_scattered(memory: Iterable[Any]) -> list[int]:
+    """The same of what lies in one buffer after the other."""
+    found: list[int] = []
+    state, missing = None, 0
+    for data in memory:
+        at, end = 0, len(data)
+        if state is not None:
+            at = min(missing, end)
+            state.update(data if at == end else memoryview(data)[:at])
+            missing -= at
+            if missing:
+                continue
+            found.append(state.intdigest())
+            state = None
+        whole = (end - at) // BLOCK * BLOCK
+        if whole:
+            found += digest_blocks(memoryview(data)[at : at + whole])
+            at += whole
+        if at < end:
+            state, missing = xxhash.xxh3_64(memoryview(data)[at:]), BLOCK - (end - at)
+    return found if state is None else [*found, state.intdigest()]
+
+
+def first_wrong(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Index of the first digest that is not as expected."""
     assert len(found) == len(expected), (len(found), len(expected))
     if found == expected:
         return None

@@ -23,7 +23,7 @@ from hpc_train.checkpoint.agreement import together
 from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.source import Source, pages
 from hpc_train.checkpoint.strips import CELL, Strips, sizes
-from hpc_train.checkpoint.targets import Target, view
+from hpc_train.checkpoint.targets import Targets, view
 from hpc_train.checkpoint.transfer import blocks_of, reads
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Exchange:
     world: World
     group: ProcessGroup | None
 
-    def run(self, source: Source, targets: Sequence[Target]) -> None:
+    def run(self, source: Source, targets: Targets) -> None:
         """Read, verify and pass on; every rank calls it. What a round needs is read while the one before is passed on.
 
         Raises what reading raises, on the rank that read; the others then return early, and must be told.
@@ -159,7 +159,7 @@ class Exchange:
         end = source.sizes[file]
         return [(file, begin + low, slot * CELL + low, min(high, end - begin) - low) for low, high in edges.tolist()]
 
-    def _pass_on(self, it: Round, memory: memoryview, targets: Sequence[Target]) -> None:
+    def _pass_on(self, it: Round, memory: memoryview, targets: Targets) -> None:
         low, high = np.searchsorted(self.cells, it.cells[0]), np.searchsorted(self.cells, it.cells[-1], "right")
         strips, cells = self.strips[low:high], self.cells[low:high]
         owners = it.owners[np.searchsorted(it.cells, cells)]

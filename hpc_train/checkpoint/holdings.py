@@ -6,21 +6,20 @@ shards and their bytes in its file are those of its neighbours, and where a shar
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
 from hpc_train.checkpoint.image import Image, Row
-from hpc_train.checkpoint.pattern import decode, encode
 from hpc_train.checkpoint.rectangle import Rectangle
 
+T = TypeVar("T")
 Integers = NDArray[np.int64]
 _FEW = 8
 """Members that are faster looked at one by one."""
@@ -76,19 +75,21 @@ class Part:
     rectangle: Rectangle
 
 
-Kind = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor its shape and dtype, of a rectangle of it the offset and the shape."""
+class Kind(NamedTuple):
+    """What a logical tensor has in common with many others."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
-@dataclass
-class Lone:
-    """The tensors of which one file has one rectangle, with elements, and no other has any."""
+@dataclass(frozen=True)
+class Cut:
+    """How rows of a layout are cut out of their tensors."""
 
-    rows: dict[str, int]
-    """Of each by name, in the columns."""
-    kinds: list[Kind]
-    files: Integers
-    places: Integers
+    shape: tuple[int, ...]
+    """Of the rectangle."""
+    offsets: Integers
+    """[members, dimensions]: where in the logical tensor."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,23 @@ class Layout:
     """[members]: indices among the step's files."""
     tensors: Integers
     """[rows]: indices among the step's tensors."""
-    shapes: tuple[tuple[int, ...], ...]
-    """[rows]: of the rectangle."""
     places: Integers
     """[rows]"""
-    offsets: tuple[Integers, ...]
-    """[rows][members, dimensions]: where in the logical tensor."""
+    cuts: tuple[Cut, ...]
+    cut: Integers
+    """[rows]: indices among the cuts."""
     within: tuple[Within, ...] | None = None
     """[rows]; see Held."""
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """[rows]: of the rectangle."""
+        return [self.cuts[it].shape for it in self.cut.tolist()]
+
+    @cached_property
+    def offsets(self) -> list[Integers]:
+        """[rows][members, dimensions]: where in the logical tensor."""
+        return [self.cuts[it].offsets for it in self.cut.tolist()]
 
     def touching(self, row: int, wanted: Rectangle) -> list[Part]:
         """The parts of one row that have an element of a rectangle."""
@@ -125,10 +135,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Holdings:
-    """All tensors of a step, and which file has which part of them."""
+    """All tensors of a step, and which file has which part of them.
 
-    tensors: tuple[Tensor, ...]
+    In columns: of thousands of tensors many are alike, and most readers want few of them.
+    """
+
+    names: tuple[str, ...]
+    """[tensors]"""
+    kinds: tuple[Kind, ...]
+    kind: Integers
+    """[tensors]: indices among the kinds."""
     layouts: tuple[Layout, ...]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The logical tensors."""
+        return tuple(Tensor(name, *self.kinds[it]) for name, it in zip(self.names, self.kind.tolist(), strict=True))
 
     def touching(self, name: str, wanted: Rectangle) -> list[Part]:
         """The parts of a tensor that have an element of a rectangle of it, without a look at other tensors."""
@@ -137,35 +159,11 @@ class Holdings:
     @cached_property
     def _rows(self) -> dict[str, list[tuple[Layout, int]]]:
         """Of every tensor the rows that are parts of it."""
-        names = [tensor.name for tensor in self.tensors]
         found: dict[str, list[tuple[Layout, int]]] = {}
         for layout in self.layouts:
             for row, tensor in enumerate(layout.tensors.tolist()):
-                found.setdefault(names[tensor], []).append((layout, row))
+                found.setdefault(self.names[tensor], []).append((layout, row))
         return found
-
-    @cached_property
-    def lone(self) -> Lone:
-        """Found once, as mostly all of thousands of tensors are such."""
-        counted = Counter(self.tensors[index].name for it in self.layouts for index in it.tensors.tolist())
-        layouts = [it for it in self.layouts if len(it.files) == 1]
-        tensors = [self.tensors[index] for it in layouts for index in it.tensors.tolist()]
-        starts = {id(of): tuple(of[0].tolist()) for it in layouts for of in it.offsets}
-        parts = (part for it in layouts for part in zip(it.offsets, it.shapes, strict=True))
-        kinds = [(it.shape, it.dtype, starts[id(of)], shape) for it, (of, shape) in zip(tensors, parts, strict=True)]
-        none = np.zeros(0, dtype=np.int64)
-        return Lone(
-            {it.name: row for row, it in enumerate(tensors) if counted[it.name] == 1 and 0 not in kinds[row][3]},
-            kinds,
-            np.concatenate([none, *(np.full(len(it.shapes), it.files[0]) for it in layouts)]),
-            np.concatenate([none, *(it.places for it in layouts)]),
-        )
-
-    @cached_property
-    def texts(self) -> dict[str, bytes]:
-        """What `to_json` gives, each value as the text of a manifest."""
-        how: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
-        return {key: json.dumps(value, **how).encode() for key, value in to_json(self).items()}
 
     def is_in_one_part(self, tensor: Tensor) -> bool:
         """Whether one file has all of a tensor, in one rectangle, and no other has any of it."""
@@ -210,77 +208,26 @@ def gather(held: Sequence[Held]) -> Holdings:
         key = (numbered, tuple(row.local_shape for row in file.rows), file.places, file.within)
         members.setdefault(key, []).append(index)
     layouts = tuple(_layout(key, files, held) for key, files in members.items())
-    return Holdings(tuple(tensors), layouts)
+    kinds, kind = distinct(Kind(it.dtype, it.shape) for it in tensors)
+    return Holdings(tuple(it.name for it in tensors), tuple(kinds), kind, layouts)
 
 
-def to_json(holdings: Holdings) -> dict[str, Any]:
-    """Lists and numbers only."""
-    return {
-        "tensors": [[it.name, it.dtype, list(it.shape)] for it in holdings.tensors],
-        "layouts": [
-            {
-                "files": encode(it.files.tolist()),
-                "tensors": encode(it.tensors.tolist()),
-                "shapes": [list(shape) for shape in it.shapes],
-                "places": it.places.tolist(),
-                "offsets": [[encode(column.tolist()) for column in of_row.T] for of_row in it.offsets],
-                **({"within": it.within} if it.within is not None else {}),
-            }
-            for it in holdings.layouts
-        ],
-    }
-
-
-def from_json(body: dict[str, Any]) -> Holdings:
-    """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
-    tensors = tuple(Tensor(str(name), str(dtype), tuple(shape)) for name, dtype, shape in body["tensors"])
-    known: dict[tuple[int, str], Integers] = {}
-    return Holdings(tensors, tuple(_layout_from(it, len(tensors), known) for it in body["layouts"]))
-
-
-def _layout_from(body: dict[str, Any], tensors: int, known: dict[tuple[int, str], Integers]) -> Layout:
-    """known: what was decoded before; rows that are cut alike have equal offsets, and then one array."""
-    files = decode(body["files"])
-    shapes = tuple(tuple(shape) for shape in body["shapes"])
-    offsets = tuple(_offsets(body["offsets"], len(files), known))
-    within = tuple(Within(int(n), tuple(of), tuple(at)) for n, of, at in body["within"]) if "within" in body else None
-    layout = Layout(files, decode(body["tensors"]), shapes, decode(body["places"]), offsets, within)
-    rows = len(layout.tensors)
-    columns = (shapes, layout.places, offsets, layout.tensors if within is None else within)
-    if any(len(it) != rows for it in columns) or (rows and layout.tensors.max() >= tensors):
-        raise ValueError("a layout whose columns differ in length")
-    return layout
-
-
-def _offsets(codes: list[Any], members: int, known: dict[tuple[int, str], Integers]) -> Iterator[Integers]:
-    """Of every row. Most are as the row before, which is cheap to see."""
-    last, made = None, None
-    for of_row in codes:
-        if made is None or of_row != last:
-            key = (members, str(of_row))
-            if key not in known:
-                known[key] = _columns(of_row, members)
-            last, made = of_row, known[key]
-        yield made
-
-
-def _columns(codes: list[Any], members: int) -> Integers:
-    if not codes:
-        return np.empty((members, 0), dtype=np.int64)
-    columns = np.stack([decode(code) for code in codes], axis=1)
-    if len(columns) != members:
-        raise ValueError("offsets of another number of files")
-    return columns
+def distinct(values: Iterable[T]) -> tuple[list[T], Integers]:
+    """The different ones, and of each its index among them."""
+    known: dict[T, int] = {}
+    numbers = [known.setdefault(it, len(known)) for it in values]
+    return list(known), np.asarray(numbers, dtype=np.int64)
 
 
 def _layout(key: Any, files: list[int], held: Sequence[Held]) -> Layout:
     numbered, shapes, places, within = key
-    offsets = tuple(
-        np.asarray([held[file].rows[row].offset for file in files], dtype=np.int64).reshape(len(files), len(shape))
-        for row, shape in enumerate(shapes)
+    columns = zip(*(map(attrgetter("offset"), held[file].rows) for file in files), strict=True)
+    found, cut = distinct(zip(shapes, columns, strict=True))
+    cuts = tuple(
+        Cut(shape, np.asarray(offsets, dtype=np.int64).reshape(len(files), len(shape))) for shape, offsets in found
     )
     of_files, of_rows, at = (np.asarray(it, dtype=np.int64) for it in (files, numbered, places))
-    return Layout(of_files, of_rows, shapes, at, offsets, within)
+    return Layout(of_files, of_rows, at, cuts, cut, within)
 
 
 def _tensor(row: Row) -> Tensor:

@@ -15,13 +15,14 @@ from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.dtypes import dtype_name
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.exchange import agree
-from hpc_train.checkpoint.holdings import Lone, Tensor
+from hpc_train.checkpoint.holdings import Tensor
+from hpc_train.checkpoint.lone import Lone
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle, uncovered
 from hpc_train.checkpoint.source import Source, table_of
 from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, single, strips
-from hpc_train.checkpoint.targets import Target
+from hpc_train.checkpoint.targets import Targets
 from hpc_train.checkpoint.transfer import in_file_order
 from hpc_train.errors import UserError
 
@@ -48,15 +49,14 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> 
     where = f"checkpoint step {step} in {directory}"
     plan: list[Strips] = []
     on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
-    targets = [Target(piece) for piece in wanted]
+    targets = Targets(wanted)
     with Source(path, manifest.files) as source:
         own, shared = agree(plan[0], source.sizes, world)
         reader = Reader(source, wanted, targets)
         on_all(world, lambda: undamaged(where, lambda: reader.run(own)), lambda _: None)
         if shared is not None:
             on_all(world, lambda: undamaged(where, lambda: shared.run(source, targets)), lambda _: None)
-    for target in targets:
-        target.finish()
+    targets.finish()
     return manifest.extra
 
 
@@ -70,27 +70,18 @@ def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
 
 def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strips:
     """What this rank wants, in file order."""
-    plain, others = _of_lone(pieces, manifest.holdings.lone)
+    plain, others = _of_lone(pieces, manifest.lone)
     rows = _of_others(pieces, others, manifest, where) if others else []
     return in_file_order(cut(np.concatenate([plain, strips(rows)])))
 
 
 def _of_lone(pieces: Sequence[Piece], lone: Lone) -> tuple[Strips, list[int]]:
     """The strips of the pieces that are just what was saved and nowhere else; the others' indices."""
-    row_of, kinds, none = lone.rows.get, lone.kinds, -1
-    found = [
-        row
-        if (row := row_of(it.name, none)) != none
-        and (it.shape, dtype_name(it.dtype), it.offset, it.local.shape) == kinds[row]
-        else none
-        for it in pieces
-    ]
-    rows = np.array(found, dtype=np.int64)
-    plain = np.flatnonzero(rows != none)
-    bytes_of = np.array([pieces[index].local.nbytes for index in plain.tolist()], dtype=np.int64)
-    rows = rows[plain]
-    whole = np.stack([lone.files[rows], lone.places[rows], bytes_of, plain], axis=1)
-    return single(whole), [index for index, row in enumerate(found) if row == none]
+    found = lone.equal(pieces)
+    plain = np.flatnonzero(found >= 0)
+    rows = found[plain]
+    whole = np.stack([lone.files[rows], lone.places[rows], lone.sizes[lone.form[rows]], plain], axis=1)
+    return single(whole), np.flatnonzero(found < 0).tolist()
 
 
 def _of_others(pieces: Sequence[Piece], which: Sequence[int], manifest: Manifest, where: str) -> list[Numbers]:

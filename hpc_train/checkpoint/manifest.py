@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,18 +15,18 @@ from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.holdings import Holdings, from_json
+from hpc_train.checkpoint.holdings import Holdings
+from hpc_train.checkpoint.listing import from_json, texts
+from hpc_train.checkpoint.lone import Lone, lone
 from hpc_train.checkpoint.origin import Origin, Times
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 3
-"""Goes up when an older release could no longer read what is written."""
+FORMAT_VERSION = 4
+"""Goes up when what is written could no longer be read as before."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
 _NUMBERS = re.compile(rb',"sequence":(\d+),"step":(\d+),"tensors":\[')
-_UNCOMPRESSED = 2
-"""That of a step without compressed files, which older releases read."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,19 @@ class Manifest:
         compressed = any(file.inflated is not None for file in self.files)
         return sum(file.image for file in self.files) if compressed else None
 
+    @cached_property
+    def lone(self) -> Lone:
+        """What of it is found fast."""
+        return lone(self.holdings)
+
     @uncollected()
-    def to_bytes(self) -> bytes:
-        """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON."""
+    def to_bytes(self, listed: dict[str, bytes] | None = None) -> bytes:
+        """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON.
+
+        listed: listing.texts of the holdings, if they are at hand.
+        """
         body = {
-            "format_version": _UNCOMPRESSED if self.inflated is None else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "step": self.step,
             "sequence": self.sequence,
             "world_size": self.world_size,
@@ -103,7 +112,8 @@ class Manifest:
             **({"origin": origin.to_json(self.origin)} if self.origin is not None else {}),
             **({"times": origin.to_json(self.times)} if self.times is not None else {}),
         }
-        values = {key: json.dumps(value, **_CANONICAL).encode() for key, value in body.items()} | self.holdings.texts
+        values = {key: json.dumps(value, **_CANONICAL).encode() for key, value in body.items()}
+        values |= texts(self.holdings) if listed is None else listed
         parts = [it for key in sorted(values) for it in (b",", json.dumps(key).encode(), b":", values[key])]
         parts[0] = b"{"
         end = f',"checksum":"{checksum_of(*parts, b"}")}"}}\n'
@@ -119,8 +129,7 @@ def from_bytes(data: bytes) -> Manifest:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
     if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    known = version in (_UNCOMPRESSED, FORMAT_VERSION)
-    if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
+    if (version, body.get("block"), body.get("algorithm")) != (FORMAT_VERSION, BLOCK, ALGORITHM):
         raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
     try:
         files = _files(body["files"], body.get("written_at"), body.get("inflated"))

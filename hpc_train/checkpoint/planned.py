@@ -7,24 +7,22 @@ the other threads wait for them. So what is left to do then are a few operations
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from ctypes import memmove
+from collections.abc import Sequence
+from ctypes import c_ubyte, memmove
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.source import Then
 from hpc_train.checkpoint.strips import Strips, ends
 from hpc_train.checkpoint.transfer import Read
 
-LONG = 4 * BLOCK
-"""Bytes of a run from which on it is read into the tensor itself."""
+_MANY = 1000
+"""Buffers of one call; systems take 1024 (IOV_MAX)."""
 Run = list[int]
 """First byte in the file, one past the last, the address that byte 0 of the file would have, and the piece."""
-Straight = tuple[int, int, memoryview]
-"""(first, one past the last) byte of whole blocks that are all of one run, and where they belong."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +32,27 @@ class Planned:
     read: Read
     runs: list[Run] | None
     """In file order; None if some are not single runs into the processor's memory."""
-    straight: list[Straight]
-    """What can be read to where it belongs."""
+    apart: bool
+    """No byte is wanted twice."""
 
 
-def plan(
-    found: Sequence[Read], strips: Strips, addresses: NDArray[np.int64], memory_of: Callable[[int], memoryview]
-) -> list[Planned]:
+def plan(found: Sequence[Read], strips: Strips, addresses: NDArray[np.int64]) -> list[Planned]:
     """In the same order.
 
     found: of all the strips. addresses: of the memory of every piece; 0 where it is not the processor's.
     """
     near = (strips["count"] == 1) & (addresses[strips["piece"]] != 0)
-    runs, long = runs_of(strips, addresses), strips["run"] >= LONG
-    stops = np.cumsum([len(it.strips) for it in found], dtype=np.int64).tolist()
-    made = []
-    for read, stop in zip(found, stops, strict=True):
-        of_read = slice(stop - len(read.strips), stop)
-        if near[of_read].all():
-            which = [] if overlap(read.strips) else np.flatnonzero(long[of_read]).tolist()
-            some = [runs[of_read.start + index] for index in which]
-            made.append(Planned(read, runs[of_read], straight(some, addresses, memory_of)))
-        else:
-            made.append(Planned(read, None, []))
-    return made
+    runs, stops = runs_of(strips, addresses), np.cumsum([len(it.strips) for it in found], dtype=np.int64)
+    starts = np.concatenate([[0], stops[:-1]])
+    clash = np.concatenate([[False], strips["begin"][1:] < ends(strips)[:-1]])  # if any do, then two neighbours do
+    clash[starts] = False
+    all_near = np.logical_and.reduceat(near, starts)
+    apart = ~np.logical_or.reduceat(clash, starts)
+    told = (it.tolist() for it in (starts, stops, all_near, apart))
+    return [
+        Planned(read, runs[start:stop] if near else None, apart)
+        for read, start, stop, near, apart in zip(found, *told, strict=True)
+    ]
 
 
 def runs_of(strips: Strips, addresses: NDArray[np.int64]) -> list[Run]:
@@ -67,27 +62,29 @@ def runs_of(strips: Strips, addresses: NDArray[np.int64]) -> list[Run]:
     return found
 
 
-def overlap(strips: Strips) -> bool:
-    """Whether bytes may be wanted twice: what is read to one place is then still wanted at another."""
-    return bool((strips["begin"][1:] < np.maximum.accumulate(ends(strips))[:-1]).any())
+def buffers(rest: deque[Run], low: int, high: int, between: memoryview) -> list[Any] | None:
+    """Where bytes `low` to `high` of the file belong, one buffer after the other; None if those are too many.
 
-
-def straight(
-    runs: Sequence[Run], addresses: NDArray[np.int64], memory_of: Callable[[int], memoryview]
-) -> list[Straight]:
-    """runs: in file order, and long; what was cut by cells becomes whole again."""
-    whole: list[Run] = []
-    for run in runs:
-        if whole and whole[-1][1:] == [run[0], *run[2:]]:
-            whole[-1][1] = run[1]
-        else:
-            whole.append(list(run))
-    found = []
-    for begin, end, base, piece in whole:
-        low, high = -(-begin // BLOCK) * BLOCK, end // BLOCK * BLOCK
-        if low < high:
-            at = base - int(addresses[piece])
-            found.append((low, high, memory_of(piece)[at + low : at + high]))
+    rest: in file order, none with bytes of another; those that are before `low` are dropped. between: takes what nobody
+    wants.
+    """
+    found: list[Any] = []
+    at = low
+    while rest and rest[0][1] <= low:
+        rest.popleft()
+    for begin, end, base, _ in rest:
+        if begin >= high:
+            break
+        if begin > at:
+            found.append(between[at - low : begin - low])
+            at = begin
+        stop = end if end < high else high
+        found.append((c_ubyte * (stop - at)).from_address(base + at))
+        at = stop
+        if len(found) > _MANY:
+            return None
+    if at < high:
+        found.append(between[at - low : high - low])
     return found
 
 

@@ -309,9 +309,10 @@ def commit(
     temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, known: Described | None = None
 ) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
-    calls = [partial(write_file, temporary / MANIFEST, manifest.to_bytes())]
+    known = known or Described()
+    calls = [partial(write_file, temporary / MANIFEST, known.text(manifest))]
     if is_ordinary(manifest):
-        calls.append(partial(write_file, temporary / INDEX, (known or Described()).index(manifest)))
+        calls.append(partial(write_file, temporary / INDEX, known.index(manifest)))
     folders = sorted({temporary / SHARDS, *((temporary / file.name).parent for file in manifest.files)})
     at_once(calls + [partial(sync_directory, folder) for folder in folders])
     sync_directory(temporary)

@@ -10,16 +10,17 @@ import fcntl
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpc_train.checkpoint.chunks import Parts, stored_within, within
 from hpc_train.checkpoint.deflate import inflate
-from hpc_train.checkpoint.digests import BLOCK, Table, first_wrong
+from hpc_train.checkpoint.digests import BLOCK, Table, digest_blocks, digest_scattered, first_wrong
 from hpc_train.checkpoint.digests import from_bytes as digests_from
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import checksum_of
@@ -27,7 +28,7 @@ from hpc_train.checkpoint.image import ALIGNMENT
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.shard import beside
 
-_HOT = 1 << 20
+HOT = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
 WORKING = max(1, min(len(os.sched_getaffinity(0)), 4))
 """Threads that use a processor at once."""
@@ -102,11 +103,11 @@ class Source:
         """The bytes as they are stored."""
         there = it.direct and self._read_directly(it, begin, size, memory)
         with self._beside if there else self._working:
-            for at in range(0, size, _HOT):
-                part = memory[at : min(at + _HOT, size)]
+            for at in range(0, size, HOT):
+                part = memory[at : min(at + HOT, size)]
                 if not there:
                     _read(it, begin + at, part, len(part))
-                _verify(it, begin + at, part)
+                _compare(it, begin + at, digest_blocks(part))
                 then(begin + at, begin + at + len(part))
 
     def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
@@ -120,6 +121,12 @@ class Source:
             fcntl.fcntl(it.descriptor, fcntl.F_SETFL, fcntl.fcntl(it.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
             return False
         return True
+
+    def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
+        """The same of a file that is cached, into one buffer after the other."""
+        it = self._opened(file)
+        _fill(it, begin, memory)
+        _compare(it, begin, digest_scattered(memory))
 
     def is_direct(self, file: int) -> bool:
         """Whether the page cache is passed by, into `memory`: then it reads pages into pages."""
@@ -164,9 +171,10 @@ class _Opened:
             raise CheckpointError(f"{known.name}: it has {size} bytes, {known.bytes} were committed")
 
 
-def _verify(it: _Opened, begin: int, data: memoryview) -> None:
+def _compare(it: _Opened, begin: int, found: list[int]) -> None:
+    """found: the digests of blocks from byte `begin` on."""
     first = begin // BLOCK
-    wrong = first_wrong(data, it.digests[first : first + -(-len(data) // BLOCK)])
+    wrong = first_wrong(found, it.digests[first : first + len(found)])
     if wrong is not None:
         raise Damaged(it.name, (first + wrong) * BLOCK)
 
@@ -241,6 +249,20 @@ def _read(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
             if count == 0:  # less than a page, as at the end of a file that was cut off meanwhile
                 raise CheckpointError(f"{it.name}: a part of what was committed cannot be read at byte {begin + at}")
         at += count
+
+
+def _fill(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
+    """All of the buffers, one after the other."""
+    rest, at = deque(memory), begin
+    while rest:
+        count = os.preadv(it.descriptor, rest, at)
+        if count == 0:
+            raise CheckpointError(f"{it.name}: it ends at byte {at}, before what was committed")
+        at += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.popleft())
+        if count:
+            rest[0] = memoryview(rest[0])[count:]
 
 
 def _descriptor(path: Path) -> tuple[int, bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,39 @@ _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 """Runs of so few bytes are copied as numbers, whatever they mean."""
 
 
+class Targets:
+    """Of all pieces. Thousands of small ones are looked at together, as most are filled by their addresses alone."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._locals = [piece.local for piece in pieces]
+        assert not any(map(Tensor.is_conj, self._locals)), "its memory is not its values"
+        assert not any(map(Tensor.is_neg, self._locals)), "its memory is not its values"
+        whole = list(map(Tensor.is_contiguous, self._locals))
+        self._made = {index: Target(self._locals[index]) for index, it in enumerate(whole) if not it}
+        self.addresses = np.array(list(map(Tensor.data_ptr, self._locals)), dtype=np.int64)
+        """[pieces]: of their memory; 0 for those on a GPU."""
+        for index in self._made:
+            self.addresses[index] = self._made[index].address
+        self.addresses[~np.array([it.is_cpu for it in self._locals], dtype=np.bool_)] = 0
+        self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
+        """[pieces]: their bytes."""
+
+    def __getitem__(self, piece: int) -> Target:
+        if piece not in self._made:
+            self._made[piece] = Target(self._locals[piece])
+        return self._made[piece]
+
+    def finish(self) -> None:
+        """When every byte has come."""
+        for it in self._made.values():
+            it.finish()
+
+
 class Target:
     """Where the bytes of a piece go: its own memory, or, where that is not contiguous, a copy until `finish`."""
 
-    def __init__(self, piece: Piece) -> None:
-        local = self._local = self._whole = piece.local
-        assert not local.is_conj(), "its memory is not its values"
-        assert not local.is_neg(), "its memory is not its values"
+    def __init__(self, local: Tensor) -> None:
+        self._local = self._whole = local
         if not local.is_contiguous():
             self._whole = torch.empty_like(local, memory_format=torch.contiguous_format)
 
@@ -34,8 +62,8 @@ class Target:
 
     @property
     def address(self) -> int:
-        """Of the memory: thousands of small tensors are copied by nothing but that. 0 on a GPU."""
-        return self._whole.data_ptr() if self._whole.is_cpu else 0
+        """Of the memory."""
+        return self._whole.data_ptr()
 
     @cached_property
     def _bytes(self) -> Tensor:

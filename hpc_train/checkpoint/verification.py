@@ -14,7 +14,7 @@ from hpc_train.api import World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import committed, locate
 from hpc_train.checkpoint.chunks import Parts, stored_within
-from hpc_train.checkpoint.digests import BLOCK, Digests, first_wrong
+from hpc_train.checkpoint.digests import BLOCK, Digests, digest_blocks, first_wrong
 from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.loading import table_of
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete, read
@@ -150,7 +150,7 @@ def _first_wrong_block(path: Path, first: int, table: Digests) -> int | None:
             count = _fill(file.fileno(), buffer[: len(expected) * BLOCK], (first + begin) * BLOCK)
             if -(-count // BLOCK) < len(expected):
                 raise CheckpointError("it became shorter while it was read")
-            wrong = first_wrong(buffer[:count], expected)
+            wrong = first_wrong(digest_blocks(buffer[:count]), expected)
             if wrong is not None:
                 return first + begin + wrong
     return None

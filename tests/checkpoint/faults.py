@@ -58,9 +58,19 @@ def short(call: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A write or a read that does a part of what it was asked for, and says so."""
     if call == "pwrite" and len(args[1]) > 1:
         return (args[0], args[1][: len(args[1]) // 3 + 1], *args[2:])
-    if call == "preadv" and len(args[1][0]) > 1:
-        return (args[0], [args[1][0][: max(4097, len(args[1][0]) // 3 + 1)]], *args[2:])
+    if call == "preadv":
+        return (args[0], _third([memoryview(it) for it in args[1]]), *args[2:])
     return None
+
+
+def _third(buffers: list[memoryview]) -> list[memoryview]:
+    """Of all the bytes, or a little more than a page of them."""
+    left = max(4097, sum(map(len, buffers)) // 3 + 1)
+    found = []
+    for it in buffers:
+        found.append(it[: max(left, 0)])
+        left -= len(it)
+    return found
 
 
 def is_killed(work: Callable[[], object]) -> bool:

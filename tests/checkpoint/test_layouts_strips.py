@@ -11,7 +11,6 @@ from checkpoint_helpers import random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.api import Piece
 from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 from hpc_train.checkpoint.strips import CELL, GAP, Strips, between, cut, ends, strips
@@ -154,7 +153,7 @@ def test_memory_of_a_device_is_filled_as_that_of_the_host(
     found = []
     for on_device in (False, True):
         local = torch.zeros(held.volume + 3, dtype=dtype)[3:].reshape(held.shape)
-        target = Target(Piece("w", held.shape, dtype, held.offset, local))
+        target = Target(local)
         if on_device:
             target.memory = None
         for _, begin, count, stride, run, _, at, step in between(0, 0, saved, 0, held, common, dtype.itemsize):

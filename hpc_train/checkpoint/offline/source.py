@@ -17,7 +17,7 @@ from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle
 from hpc_train.checkpoint.source import Source
-from hpc_train.checkpoint.targets import Target
+from hpc_train.checkpoint.targets import Targets
 
 _OPEN_FILES = 1000
 
@@ -56,10 +56,9 @@ class Saved:
         """As loading does, in one process."""
         plan = plan_reads(pieces, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
-        targets = [Target(piece) for piece in pieces]
+        targets = Targets(pieces)
         undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(plan))
-        for target in targets:
-            target.finish()
+        targets.finish()
 
     def _make_room(self, files: set[int]) -> None:
         """A process may not have as many open files as a step has."""
