@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.api import Piece
+from hpc_train.checkpoint.behind import Behind
 from hpc_train.checkpoint.planned import Planned, Run, buffers, copies, plan, runs_of
-from hpc_train.checkpoint.source import BESIDE, HOT, WORKING, Damaged, Source
+from hpc_train.checkpoint.source import HOT, Damaged, Source, Then
 from hpc_train.checkpoint.strips import Strips, ends
 from hpc_train.checkpoint.targets import Targets, view
 from hpc_train.checkpoint.transfer import WIDE, Read, reads
 
-THREADS = BESIDE + 2
-"""While two wait for the disk the others verify and copy."""
+_WAITING = 2
+"""Threads that wait for the disk."""
 
 
 class Reader:
@@ -36,33 +38,49 @@ class Reader:
         if not len(strips):
             return
         found = plan(reads(strips, self._source.sizes, WIDE), strips, self._targets.addresses)
-        threads = WORKING if self._source.is_cached(found[0].read.file) else THREADS
+        threads = self._source.working if self._source.is_cached(found[0].read.file) else _WAITING
         rest = iter(found)
-        with ThreadPoolExecutor(threads) as pool:
+        with Behind(self._source.beside, 2 * _WAITING, WIDE) as behind, ThreadPoolExecutor(threads) as pool:
             try:
-                for done in [pool.submit(self._some, rest) for _ in range(threads)]:
+                for done in [pool.submit(self._some, rest, behind) for _ in range(threads)]:
                     done.result()
+                behind.wait()
             finally:
                 deque(rest, 0)  # who interrupts this does not wait for all
 
-    def _some(self, rest: Iterator[Planned]) -> None:
+    def _some(self, rest: Iterator[Planned], behind: Behind) -> None:
         """Whatever no other thread has taken."""
         try:
             for it in rest:
-                self._one(it)
+                if self._source.is_direct(it.read.file):
+                    memory = behind.memory()
+                    self._source.fetch(it.read.file, it.read.begin, it.read.end - it.read.begin, memoryview(memory))
+                    behind.do(partial(self._fetched, it, memoryview(memory)), memory)
+                else:
+                    self._named(it.read, partial(self._through_the_cache, it))
+                if behind.failed:
+                    return
         finally:
             deque(rest, 0)  # after an error the others have no more to do
 
-    def _one(self, it: Planned) -> None:
+    def _fetched(self, it: Planned, memory: memoryview) -> None:
+        read = it.read
+        data, runs = memory[: read.end - read.begin], None if it.runs is None else deque(it.runs)
+        look = partial(self._source.verify, read.file, read.begin, data)
+        self._named(read, lambda: self._take(read, read.begin, read.end, runs, data, look))
+
+    def _through_the_cache(self, it: Planned) -> None:
         read, runs = it.read, it.runs
+        if runs is not None and it.apart and self._source.is_cached(read.file):
+            self._scattered(read, deque(runs))
+            return
+        for part in reads(read.strips, self._source.sizes):
+            self._by_a_copy(part, part.begin, part.end, None)
+
+    def _named(self, read: Read, work: Callable[[], None]) -> None:
+        """Do it; what is damaged is told with the name of a tensor."""
         try:
-            if runs is not None and it.apart and self._source.is_cached(read.file):
-                self._scattered(read, deque(runs))
-            elif self._source.is_direct(read.file):
-                self._by_a_copy(read, read.begin, read.end, None if runs is None else deque(runs))
-            else:
-                for part in reads(read.strips, self._source.sizes):
-                    self._by_a_copy(part, part.begin, part.end, None)
+            work()
         except Damaged as damage:
             raise Damaged(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
 
@@ -83,18 +101,30 @@ class Reader:
         return found
 
     def _by_a_copy(self, read: Read, low: int, high: int, runs: deque[Run] | None) -> None:
-        """What is wanted of bytes `low` to `high` of the file, which is all of a strip of several runs.
-
-        runs: those of the strips that are not done with, if all are single runs into the processor's memory.
-        """
+        """What is wanted of bytes `low` to `high` of the file."""
         data = self._source.scratch(high - low)
+        self._take(read, low, high, runs, data, partial(self._source.read, read.file, low, high - low, data))
+
+    def _take(
+        self,
+        read: Read,
+        low: int,
+        high: int,
+        runs: deque[Run] | None,
+        data: memoryview,
+        get: Callable[[Then], None],
+    ) -> None:
+        """The same from `data`; they are all of a strip of several runs.
+
+        runs: those of the strips that are not done with, if all are single runs into the processor's memory. get: tells
+        what of `data` has come and is verified.
+        """
         if runs is not None:
-            self._source.read(read.file, low, high - low, data, copies(runs, data, low, high))
+            get(copies(runs, data, low, high))
             return
         strips = read.strips[(read.strips["begin"] < high) & (ends(read.strips) > low)]
         near = self._near(strips)
-        then = copies(deque(runs_of(strips[near], self._targets.addresses)), data, low, high)
-        self._source.read(read.file, low, high - low, data, then)
+        get(copies(deque(runs_of(strips[near], self._targets.addresses)), data, low, high))
         self._copy_others(strips[~near], data, low, high)
 
     def _copy_others(self, strips: Strips, data: memoryview, low: int, high: int) -> None:

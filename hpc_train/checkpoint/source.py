@@ -30,10 +30,8 @@ from hpc_train.checkpoint.shard import beside
 
 HOT = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
-WORKING = max(1, min(len(os.sched_getaffinity(0)), 4))
-"""Threads that use a processor at once."""
-BESIDE = max(1, WORKING // 2)
-"""The same while others wait for the disk, which takes some of a processor too: that of this system or of its host."""
+_MOST = 4
+"""Threads of one process that are of use."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 Then = Callable[[int, int], object]
 """Is called with the first, and one past the last, byte of the image of what has come."""
@@ -58,7 +56,12 @@ class Source:
         """Bytes of the image of every file."""
         self._open: dict[int, _Opened] = {}
         self._lock, self._local = threading.Lock(), threading.local()
-        self._working, self._beside = threading.Semaphore(WORKING), threading.Semaphore(BESIDE)
+        self.working = max(1, min(len(os.sched_getaffinity(0)), _MOST))
+        """Threads that use a processor at once."""
+        self.beside = max(1, self.working // 2)
+        """The same while others wait for the disk, which takes some of a processor too: that of this system or of its
+        host."""
+        self._working, self._beside = threading.Semaphore(self.working), threading.Semaphore(self.beside)
 
     def __enter__(self) -> Source:
         return self
@@ -101,14 +104,15 @@ class Source:
 
     def _read(self, it: _Opened, begin: int, size: int, memory: memoryview, then: Then) -> None:
         """The bytes as they are stored."""
-        there = it.direct and self._read_directly(it, begin, size, memory)
-        with self._beside if there else self._working:
+        if it.direct and self._read_directly(it, begin, size, memory):
+            with self._beside:
+                self._look(it, begin, memory[:size], then)
+            return
+        with self._working:
             for at in range(0, size, HOT):
                 part = memory[at : min(at + HOT, size)]
-                if not there:
-                    _read(it, begin + at, part, len(part))
-                _compare(it, begin + at, digest_blocks(part))
-                then(begin + at, begin + at + len(part))
+                _read(it, begin + at, part, len(part))
+                self._look(it, begin + at, part, then)
 
     def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
         """False, and never again, where the file system had the file opened for it and refuses it now."""
@@ -121,6 +125,22 @@ class Source:
             fcntl.fcntl(it.descriptor, fcntl.F_SETFL, fcntl.fcntl(it.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
             return False
         return True
+
+    def fetch(self, file: int, begin: int, size: int, memory: memoryview) -> None:
+        """Put the same there, of a file that is_direct, without a look at it: that is `verify`."""
+        it = self._opened(file)
+        if not self._read_directly(it, begin, size, memory):
+            _read(it, begin, memory[:size], size)
+
+    def verify(self, file: int, begin: int, memory: memoryview, then: Then) -> None:
+        """What was fetched."""
+        self._look(self._opened(file), begin, memory, then)
+
+    def _look(self, it: _Opened, begin: int, memory: memoryview, then: Then) -> None:
+        for at in range(0, len(memory), HOT):
+            part = memory[at : at + HOT]
+            _compare(it, begin + at, digest_blocks(part))
+            then(begin + at, begin + at + len(part))
 
     def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
         """The same of a file that is cached, into one buffer after the other."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.strips import CELL, GAP, Strips, ends
 
-WIDE = 4 * CELL
+WIDE = 2 * CELL
 """Bytes of a read past the page cache: a few of them at a time are what a disk wants."""
 
 
