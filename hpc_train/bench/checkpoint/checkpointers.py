@@ -21,12 +21,9 @@ from hpc_train.checkpoint import Saver, load, verify
 _STEP = 1
 
 
-def hpc_train(folder: Path, world: World, state: State, targets: State) -> Side:
+def hpc_train(folder: Path, world: World, state: State) -> Side:
     """As a run saves: digests of every block, memory kept between saves, a commit of all ranks. Loading verifies."""
-    pieces, wanted = (
-        [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tensors.items()]
-        for tensors in (state, targets)
-    )
+    pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in state.items()]
     saver = Saver(folder, world)
 
     def wait() -> None:
@@ -45,10 +42,10 @@ def hpc_train(folder: Path, world: World, state: State, targets: State) -> Side:
         problems = verify(folder, _STEP, world)
         assert not problems, problems
 
-    return Side(OURS, save, begin, lambda: load(folder, _STEP, wanted, world), sound)
+    return Side(OURS, save, begin, lambda: load(folder, _STEP, pieces, world), sound)
 
 
-def torch_dcp(folder: Path, world: World, state: State, targets: State) -> Side:
+def torch_dcp(folder: Path, world: World, state: State) -> Side:
     """dcp.save and dcp.load with their defaults, which synchronise the shard files."""
     alone = world.size == 1
 
@@ -56,12 +53,12 @@ def torch_dcp(folder: Path, world: World, state: State, targets: State) -> Side:
         dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=alone)
 
     def load() -> None:
-        dcp.load(dict(targets), storage_reader=FileSystemReader(folder), no_dist=alone)
+        dcp.load(dict(state), storage_reader=FileSystemReader(folder), no_dist=alone)
 
     return Side(DCP, save, load=load)
 
 
-def torch_dcp_async(folder: Path, world: World, state: State, targets: State, cached: bool) -> Side:
+def torch_dcp_async(folder: Path, world: World, state: State, cached: bool) -> Side:
     """dcp.async_save with its defaults; cached: with a stager that keeps its memory between saves."""
     group = None if world.size == 1 else dist.new_group(backend="gloo")
     plain = StagingOptions(

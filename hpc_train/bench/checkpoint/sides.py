@@ -33,11 +33,11 @@ class Side:
     begin: Callable[[], Callable[[], object]] | None = None
     """An asynchronous save: returns when the tensors may change, with what waits for the rest."""
     load: Callable[[], object] | None = None
-    """Into the targets."""
+    """Into the tensors of the state, which have what is there already."""
     verify: Callable[[], object] | None = None
 
 
-def raw_direct(folder: Path, rank: int, state: State, targets: State) -> Side:
+def raw_direct(folder: Path, rank: int, state: State) -> Side:
     """As many bytes, past the page cache, by one thread; loading leaves them in an arena. Raises OSError without it."""
     path, size = folder / f"{rank}.raw", -(-bytes_of(state) // _PAGE) * _PAGE
     with opened(path, _NEW | os.O_DIRECT):
@@ -75,7 +75,7 @@ def _filled(size: int, state: State) -> memoryview:
     return arena
 
 
-def raw_buffered(folder: Path, rank: int, state: State, targets: State) -> Side:
+def raw_buffered(folder: Path, rank: int, state: State) -> Side:
     """The bytes of one tensor after the other, through the page cache, and fsync."""
     path = folder / f"{rank}.raw"
 
@@ -90,25 +90,25 @@ def raw_buffered(folder: Path, rank: int, state: State, targets: State) -> Side:
     def load() -> None:
         at = 0
         with opened(path, os.O_RDONLY) as file:
-            for tensor in targets.values():
+            for tensor in state.values():
                 _read(file, flat(tensor), at)
                 at += tensor.nbytes
 
     return Side(RAW_BUFFERED, save, load=load)
 
 
-def torch_save(folder: Path, rank: int, state: State, targets: State) -> Side:
-    """torch.save and fsync, a file a rank; torch.load with weights_only, and a copy into the targets."""
+def torch_save(folder: Path, rank: int, state: State) -> Side:
+    """torch.save and fsync, a file a rank; torch.load with weights_only, and a copy."""
     path = folder / f"{rank}.pt"
 
     def save() -> None:
         torch.save(state, path)
         _sync(path)
 
-    return Side("torch_save", save, load=lambda: _copy(torch.load(path, weights_only=True), targets))
+    return Side("torch_save", save, load=lambda: _copy(torch.load(path, weights_only=True), state))
 
 
-def safetensors(folder: Path, rank: int, state: State, targets: State) -> Side:
+def safetensors(folder: Path, rank: int, state: State) -> Side:
     """save_file and fsync, a file a rank; load_file and a copy. Raises ImportError where it is not installed."""
     if find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed")
@@ -120,11 +120,11 @@ def safetensors(folder: Path, rank: int, state: State, targets: State) -> Side:
         save_file(state, path)
         _sync(path)
 
-    return Side("safetensors", save, load=lambda: _copy(load_file(path), targets))
+    return Side("safetensors", save, load=lambda: _copy(load_file(path), state))
 
 
-def _copy(source: State, targets: State) -> None:
-    for name, tensor in targets.items():
+def _copy(source: State, state: State) -> None:
+    for name, tensor in state.items():
         tensor.copy_(source[name])
 
 
