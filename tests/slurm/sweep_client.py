@@ -81,5 +81,10 @@ class Sweep:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def waits_for_its_time(rows: dict[str, dict[str, Any]]) -> bool:
+    """What LATER makes of a job, once Slurm has looked at it."""
+    return {(row["state"], row["reason"]) for row in rows.values()} == {("PENDING", "BeginTime")}
+
+
 def ended(rows: dict[str, dict[str, Any]]) -> bool:
     return not {"RUNNING", "PENDING", "REQUEUED"} & {row["state"] for row in rows.values()}
