@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hpc_train.checkpoint import origin
+from hpc_train.checkpoint import older, origin
 from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
@@ -23,7 +23,7 @@ from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4
-"""Goes up when what is written could no longer be read as before."""
+"""Goes up when an older release could no longer read what is written."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
 _NUMBERS = re.compile(rb',"sequence":(\d+),"step":(\d+),"tensors":\[')
@@ -129,12 +129,13 @@ def from_bytes(data: bytes) -> Manifest:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
     if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    if (version, body.get("block"), body.get("algorithm")) != (FORMAT_VERSION, BLOCK, ALGORITHM):
+    known = version in (*older.FORMATS, FORMAT_VERSION)
+    if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
         raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
     try:
         files = _files(body["files"], body.get("written_at"), body.get("inflated"))
         step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
-        holdings, score = _within(from_json(body), len(files)), body.get("validation_loss")
+        holdings, score = _holdings(body, len(files)), body.get("validation_loss")
         finite, score = bool(body.get("finite", True)), None if score is None else float(score)
         told = origin.origin_from(body.get("origin")), origin.times_from(body.get("times"))
         return Manifest(step, sequence, world_size, holdings, files, body["extra"], finite, score, *told)
@@ -241,7 +242,8 @@ def _checked(name: str) -> str:
     return name
 
 
-def _within(holdings: Holdings, files: int) -> Holdings:
+def _holdings(body: dict[str, Any], files: int) -> Holdings:
+    holdings = from_json(older.listed(body) if body["format_version"] in older.FORMATS else body)
     if any(len(it.files) and not 0 <= it.files.min() <= it.files.max() < files for it in holdings.layouts):
         raise ValueError("a layout of a file that is not there")
     return holdings
