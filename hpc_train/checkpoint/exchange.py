@@ -29,7 +29,7 @@ from hpc_train.checkpoint.transfer import blocks_of, reads
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MEMORY = 64 << 20
+MEMORY = 16 << 20
 """Bytes that a rank reads, sends and receives in a round, about; one cell at least."""
 WORTH = 1.04
 """Blocks read over blocks wanted from which on a cell is passed on. One rank's edge within a cell is not enough."""
@@ -128,6 +128,7 @@ class Exchange:
         """
         most = max(int((it.owners == self.world.rank).sum()) for it in self.rounds)
         buffers = [memoryview(pages(most * CELL)) for _ in range(2)]
+        sent, came = _Room(), _Room()
         with ThreadPoolExecutor(1) as ahead:
             coming = ahead.submit(self._read, self.rounds[0], source, buffers[0])
             for number, it in enumerate(self.rounds):
@@ -136,7 +137,7 @@ class Exchange:
                     return
                 if number + 1 < len(self.rounds):
                     coming = ahead.submit(self._read, self.rounds[number + 1], source, buffers[(number + 1) % 2])
-                self._pass_on(it, buffers[number % 2], targets)
+                self._pass_on(it, buffers[number % 2], targets, sent, came)
 
     def _has_failed(self, coming: Future[None]) -> bool:
         """Whether any rank's reading has."""
@@ -159,16 +160,16 @@ class Exchange:
         end = source.sizes[file]
         return [(file, begin + low, slot * CELL + low, min(high, end - begin) - low) for low, high in edges.tolist()]
 
-    def _pass_on(self, it: Round, memory: memoryview, targets: Targets) -> None:
+    def _pass_on(self, it: Round, memory: memoryview, targets: Targets, sent: _Room, came: _Room) -> None:
         low, high = np.searchsorted(self.cells, it.cells[0]), np.searchsorted(self.cells, it.cells[-1], "right")
         strips, cells = self.strips[low:high], self.cells[low:high]
         owners = it.owners[np.searchsorted(it.cells, cells)]
         requests, of_ranks = self._ask(strips, cells, owners)
-        packed, lengths = self._packed(it, requests, of_ranks, memory)
+        packed, lengths = self._packed(it, requests, of_ranks, memory, sent)
         expected = np.bincount(owners, sizes(strips), self.world.size).astype(np.int64)
-        came = torch.empty(int(expected.sum()), dtype=torch.uint8)
-        self._to_all(came, packed, expected.tolist(), lengths.tolist())
-        data, first = came.numpy(), 0
+        received = came.take(int(expected.sum()))
+        self._to_all(received, packed, expected.tolist(), lengths.tolist())
+        data, first = received.numpy(), 0
         for _, _, count, _, run, piece, at, step in strips.tolist():
             targets[piece].put(at, step, view(data, first, count, run, run))
             first += count * run
@@ -192,18 +193,31 @@ class Exchange:
             dist.all_to_all_single(came, sent, of, to, group=self.group)
 
     def _packed(
-        self, it: Round, requests: Integers, of_ranks: Integers, memory: memoryview
+        self, it: Round, requests: Integers, of_ranks: Integers, memory: memoryview, room: _Room
     ) -> tuple[torch.Tensor, Integers]:
         """What was asked for, in that order, and how many bytes are each rank's."""
         length = requests[:, 2] * requests[:, 4]
         slots = np.searchsorted(it.cells[it.owners == self.world.rank], requests[:, 0])
-        packed = torch.empty(int(length.sum()), dtype=torch.uint8)
+        packed = room.take(int(length.sum()))
         data, first = packed.numpy(), 0
         for slot, (_, begin, count, stride, run) in zip(slots.tolist(), requests.tolist(), strict=True):
             view(data, first, count, run, run)[...] = view(memory, slot * CELL + begin, count, stride, run)
             first += count * run
         ranks = np.repeat(np.arange(self.world.size), of_ranks)
         return packed, np.bincount(ranks, length, self.world.size).astype(np.int64)
+
+
+class _Room:
+    """Memory that is kept from round to round: new memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes; what they held is lost."""
+        if self._whole.numel() < size:
+            self._whole = torch.empty(size, dtype=torch.uint8)
+        return self._whole[:size]
 
 
 def _demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | None) -> tuple[Demand, Integers]:

@@ -87,7 +87,7 @@ class Manifest:
 
     @cached_property
     def lone(self) -> Lone:
-        """What of it is found fast."""
+        """The tensors of the holdings that are found by name alone; made once, as reshard asks many times."""
         return lone(self.holdings)
 
     @uncollected()

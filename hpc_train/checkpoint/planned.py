@@ -62,7 +62,7 @@ def runs_of(strips: Strips, addresses: NDArray[np.int64]) -> list[Run]:
     return found
 
 
-def buffers(rest: deque[Run], low: int, high: int, between: memoryview) -> list[Any] | None:
+def io_vector(rest: deque[Run], low: int, high: int, between: memoryview) -> list[Any] | None:
     """Where bytes `low` to `high` of the file belong, one buffer after the other; None if those are too many.
 
     rest: in file order, none with bytes of another; those that are before `low` are dropped. between: takes what nobody

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.api import Piece
-from hpc_train.checkpoint.behind import Behind
-from hpc_train.checkpoint.planned import Planned, Run, buffers, copies, plan, runs_of
+from hpc_train.checkpoint.consumers import Consumers
+from hpc_train.checkpoint.planned import Planned, Run, copies, io_vector, plan, runs_of
 from hpc_train.checkpoint.source import HOT, Damaged, Source, Then
 from hpc_train.checkpoint.strips import Strips, ends
 from hpc_train.checkpoint.targets import Targets, view
@@ -40,25 +40,25 @@ class Reader:
         found = plan(reads(strips, self._source.sizes, WIDE), strips, self._targets.addresses)
         threads = self._source.working if self._source.is_cached(found[0].read.file) else _WAITING
         rest = iter(found)
-        with Behind(self._source.beside, 2 * _WAITING, WIDE) as behind, ThreadPoolExecutor(threads) as pool:
+        with Consumers(self._source.beside, 2 * _WAITING, WIDE) as consumers, ThreadPoolExecutor(threads) as pool:
             try:
-                for done in [pool.submit(self._some, rest, behind) for _ in range(threads)]:
+                for done in [pool.submit(self._some, rest, consumers) for _ in range(threads)]:
                     done.result()
-                behind.wait()
+                consumers.wait()
             finally:
                 deque(rest, 0)  # who interrupts this does not wait for all
 
-    def _some(self, rest: Iterator[Planned], behind: Behind) -> None:
+    def _some(self, rest: Iterator[Planned], consumers: Consumers) -> None:
         """Whatever no other thread has taken."""
         try:
             for it in rest:
                 if self._source.is_direct(it.read.file):
-                    memory = behind.memory()
+                    memory = consumers.memory()
                     self._source.fetch(it.read.file, it.read.begin, it.read.end - it.read.begin, memoryview(memory))
-                    behind.do(partial(self._fetched, it, memoryview(memory)), memory)
+                    consumers.do(partial(self._fetched, it, memoryview(memory)), memory)
                 else:
                     self._named(it.read, partial(self._through_the_cache, it))
-                if behind.failed:
+                if consumers.failed:
                     return
         finally:
             deque(rest, 0)  # after an error the others have no more to do
@@ -89,7 +89,7 @@ class Reader:
         between = self._source.scratch(HOT)
         for low in range(read.begin, read.end, HOT):
             high = min(low + HOT, read.end)
-            to = buffers(runs, low, high, between)
+            to = io_vector(runs, low, high, between)
             if to is None:
                 self._by_a_copy(read, low, high, runs)
             else:

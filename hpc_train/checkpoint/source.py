@@ -127,13 +127,13 @@ class Source:
         return True
 
     def fetch(self, file: int, begin: int, size: int, memory: memoryview) -> None:
-        """Put the same there, of a file that is_direct, without a look at it: that is `verify`."""
+        """As `read`, of a file that is_direct, but for verifying it, which is for another thread to do."""
         it = self._opened(file)
         if not self._read_directly(it, begin, size, memory):
             _read(it, begin, memory[:size], size)
 
     def verify(self, file: int, begin: int, memory: memoryview, then: Then) -> None:
-        """What was fetched."""
+        """What was fetched, whole blocks from byte `begin` on. Raises and calls `then` as `read` does."""
         self._look(self._opened(file), begin, memory, then)
 
     def _look(self, it: _Opened, begin: int, memory: memoryview, then: Then) -> None:
@@ -143,7 +143,7 @@ class Source:
             then(begin + at, begin + at + len(part))
 
     def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
-        """The same of a file that is cached, into one buffer after the other."""
+        """Fill one buffer after the other from a file that is cached, and verify it. Raises as `read` does."""
         it = self._opened(file)
         _fill(it, begin, memory)
         _compare(it, begin, digest_scattered(memory))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpc_train.checkpoint import CheckpointError, load
 from hpc_train.checkpoint.digests import BLOCK, digest_blocks, digest_scattered
-from hpc_train.checkpoint.planned import Run, buffers
+from hpc_train.checkpoint.planned import Run, io_vector
 
 SHARD = "shards/000/000000.h5"
 LENGTHS = st.lists(st.one_of(st.integers(0, 300), st.integers(BLOCK - 2, BLOCK + 2), st.integers(0, 3 * BLOCK)))
@@ -42,7 +42,7 @@ def test_every_byte_has_one_place(gaps: list[tuple[int, int]], step: int) -> Non
     file, rest, between = np.random.default_rng(at).integers(1, 256, at + 7, dtype=np.uint8), deque(runs), bytearray(64)
     for low in range(0, len(file), step):
         high = min(low + step, len(file))
-        to = buffers(rest, low, high, memoryview(between))
+        to = io_vector(rest, low, high, memoryview(between))
         assert to is not None
         assert sum(map(len, to)) == high - low
         for it in to:

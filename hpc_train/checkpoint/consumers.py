@@ -16,7 +16,7 @@ from typing import Self
 from hpc_train.checkpoint.source import pages
 
 
-class Behind:
+class Consumers:
     """Threads, and memory for what they have to do."""
 
     def __init__(self, threads: int, number: int, size: int) -> None:
