@@ -2,6 +2,7 @@
 #
 #   make train       train the default model on this machine
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
+#   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (about an hour)
 #   make lint        linters and types only
 #   make slurm-up    the Slurm cluster to develop against; make slurm-down stops it
 #   make wheel       wheel and source distribution in dist/
@@ -25,7 +26,7 @@ TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 SIDE_BY_SIDE := -n 2 --no-loadscope-reorder
 
 .NOTPARALLEL:
-.PHONY: train test test-packages lint slurm-up slurm-down wheel clean
+.PHONY: train test test-long test-packages lint slurm-up slurm-down wheel clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/hpc-train train
@@ -42,6 +43,9 @@ test: test-packages lint
 		slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
 	fi; \
 	$(BIN)/pytest $(SIDE_BY_SIDE)
+
+test-long: $(VENV)/test.stamp
+	$(BIN)/pytest -n 2 -m long
 
 test-packages:
 	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi
