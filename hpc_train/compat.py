@@ -81,12 +81,33 @@ def reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> Non
     scatter(mine, parts.flatten(0, 1), group=group)
 
 
+def find_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name (ProcessGroup.group_name).
+
+    Private because torch has no public way back from a name, and an operator of a compiled graph takes no group.
+    """
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def check_later(condition: Tensor, message: str) -> None:
     """Fail with RuntimeError where `condition`, a scalar, is false, without waiting for the device to know.
 
     Private because the public assert waits.
     """
     torch._assert_async(condition, message)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why torch.compile left code of this process uncompiled, and how often, since the process began.
+
+    Code that would have to be compiled too often counts as well. Private because torch only logs this, and breaks of a
+    graph only where TORCH_LOGS asks for them.
+    """
+    from torch._dynamo.utils import counters  # takes most of a second, and only compiled runs need it
+
+    others = counters["unimplemented"].items()
+    limits = {reason: count for reason, count in others if reason.startswith("Dynamo recompile limit")}
+    return {**counters["graph_break"], **limits}
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpc_train.models.linear_group import LinearGroup
 from hpc_train.models.rotary import Table, rotate
 
 
@@ -39,11 +40,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.v = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.o = nn.Linear(heads * head_dim, hidden, bias=bias)
+        self.qkv = LinearGroup()
         self.core = ScaledDotProduct(causal=causal, dropout=dropout)
 
     def forward(self, x: Tensor, table: Table | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x, self.q, self.k, self.v))
         if table is not None:
             q, k = rotate(q, table), rotate(k, table)
         mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpc_train.models.linear_group import LinearGroup
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -14,10 +16,12 @@ class SwiGLU(nn.Module):
         self.gate = nn.Linear(hidden, width, bias=bias)
         self.up = nn.Linear(hidden, width, bias=bias)
         self.down = nn.Linear(width, hidden, bias=bias)
+        self.inputs = LinearGroup()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden) -> (..., hidden)."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.inputs(x, self.gate, self.up)
+        out: Tensor = self.down(F.silu(gate) * up)
         return out
 
 

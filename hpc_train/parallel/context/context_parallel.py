@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-import torch
 from torch import nn
 
 from hpc_train.api import MicroBatch, World
@@ -63,8 +62,6 @@ def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.M
         new = UlyssesAttention(core, group)
     else:
         new = RingAttention(Ring(group), causal=core.causal, balanced=context.balanced)
-    if config.parallel.compile:  # messages between ranks are no part of a compiled graph
-        new.forward = torch.compiler.disable(new.forward)  # type: ignore[method-assign, no-untyped-call]
     return new.train(core.training)
 
 

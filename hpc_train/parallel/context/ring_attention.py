@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpc_train.compat import find_group
 from hpc_train.parallel.context.block_attention import as_autocast, attend, gradients, wide
 
 
@@ -39,6 +40,7 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
+        self.name = group.group_name
         self._group = group
         self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
         self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
@@ -115,6 +117,50 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         dq, dkv = _differentiate(grads[0], q, kv, out, lse, ctx.plan)
         return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+@torch.library.custom_op("hpc_train::ring_attention", mutates_args=())
+def _compiled_attend(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
+    """_RingAttention.forward as one operator of a compiled graph, which cannot hold messages from rank to rank."""
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _attend(q, kv, _Plan(Ring(find_group(group)), causal, balanced))
+        return out, lse.contiguous()
+
+
+@_compiled_attend.register_fake
+def _(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    return out.transpose(1, 2), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("hpc_train::ring_attention_backward", mutates_args=())
+def _compiled_differentiate(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, group: str, causal: bool, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dkv = _differentiate(grad, q, kv, out, lse, _Plan(Ring(find_group(group)), causal, balanced))
+        return dq.to(q.dtype), dkv.to(kv.dtype)
+
+
+@_compiled_differentiate.register_fake
+def _(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, group: str, causal: bool, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, kv, *plan = inputs
+    ctx.save_for_backward(q, kv, *output)
+    ctx.plan = plan
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_compiled_differentiate(grad, *ctx.saved_tensors, *ctx.plan), None, None, None)
+
+
+_compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
@@ -213,6 +259,11 @@ class RingAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
         q, k, v = as_autocast(q, k, v)
+        plan, out = self._plan, q
+        if torch.compiler.is_compiling():
+            out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, plan.causal, plan.balanced)
+            return out
+        # No custom operator here, so that selective recomputation and `plan rehearse` see each kernel and message.
         with torch.autocast(q.device.type, enabled=False):
-            out: Tensor = _RingAttention.apply(q, torch.stack((k, v)), self._plan)  # type: ignore[no-untyped-call]
+            out = _RingAttention.apply(q, torch.stack((k, v)), plan)  # type: ignore[no-untyped-call]
         return out

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_train.api import World
+from hpc_train.compat import graph_breaks
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
+from hpc_train.parallel.tensor.local_parameters import read_parameters_first
+
+log = logging.getLogger(__name__)
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
@@ -22,14 +29,43 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     blocks = blocks_of(part, "parallel.compile=true")
     check_compiler(world.device)
     check_precision(config, world.device)
+    reported: set[str] = set()
     for block in blocks:
         replace_forward(block, _compiled)
+        replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
+        replace_forward(block, partial(read_parameters_first, block))
     return f"compile: {len(blocks)} blocks"
 
 
 def _compiled(forward: Forward) -> Forward:
     compiled: Forward = torch.compile(forward)
     return compiled
+
+
+def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forward:
+    """`forward` that warns, once for each reason, where torch ran a part of it without compilation.
+
+    block: what the warning calls the module. reported: reasons that were said, shared by all blocks of a model.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = graph_breaks()
+        out = forward(*args, **kwargs)
+        after = graph_breaks()
+        if after != before:
+            for reason in after.keys() - before.keys() - reported:
+                reported.add(reason)
+                log.warning("parallel.compile=true: a part of %s runs uncompiled: %s", block, _shorten(reason))
+        return out
+
+    return call
+
+
+def _shorten(reason: str) -> str:
+    """What torch says of a graph break, in a line: its kind and the explanation."""
+    kind, *more = reason.strip().splitlines()
+    explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
+    return ": ".join([kind, *explained[:1]])
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:

@@ -30,6 +30,7 @@ GROUPS = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
+        "hpc_train.ring_attention",
     ),
 }
 """Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""
@@ -96,13 +97,18 @@ class Keep:
 
 def _operators(name: str) -> list[Any]:
     members = GROUPS.get(name, (name.removeprefix("aten."),))
-    found = [getattr(torch.ops.aten, member, None) for member in members]
+    found = [_find_operator(member) for member in members]
     if found == [None]:
         raise UserError(
             f"parallel.recompute.keep: {name} is not an operator of torch {torch.__version__}; use {', '.join(GROUPS)} "
             "or the name of an ATen operator, such as _softmax"
         )
     return [operator for operator in found if operator is not None]
+
+
+def _find_operator(name: str) -> Any:
+    namespace, _, operator = name.rpartition(".")
+    return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
 
 
 def recomputed(forward: Forward, keep: Keep | None) -> Forward:

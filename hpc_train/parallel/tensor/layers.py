@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_train.compat import check_later
 from hpc_train.errors import UserError
+from hpc_train.models.linear_group import LinearGroup
 from hpc_train.parallel.tensor.axis import Axis
 from hpc_train.parallel.tensor.heads import attended
 from hpc_train.parallel.tensor.local_parameters import Holding, Holdings
@@ -49,28 +49,6 @@ def row_product(axis: Axis, asynchronous: bool) -> Rows:
     return lambda x, weight: axis.leave(F.linear(x, weight))
 
 
-@dataclass
-class ColumnGroup:
-    """The column-parallel layers of one parent, which take the same input: the first that is called computes all."""
-
-    layers: list[nn.Linear]
-    products: Columns
-    _input: Tensor | None = None
-    _outputs: dict[int, Tensor] = field(default_factory=dict)
-
-    def forward(self, index: int, x: Tensor) -> Tensor:
-        """The output of one of the layers: x as it lies between layers -> (B, T, this rank's columns)."""
-        if self._input is not x or index not in self._outputs:
-            products = self.products(x, [layer.weight for layer in self.layers])
-            biases = [layer.bias for layer in self.layers]
-            outputs = [_plus(product, bias) for product, bias in zip(products, biases, strict=True)]
-            self._input, self._outputs = x, dict(enumerate(outputs))
-        output = self._outputs.pop(index)
-        if not self._outputs:
-            self._input = None
-        return output
-
-
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
@@ -93,13 +71,38 @@ def split_columns(
             _check_columns(name, units, heads, axis, unit)
             holding = Holding(partial=True, units=attended(heads, units, axis.rank, axis.size), unit=unit)
         holdings.update({(layer, key): holding for key in ("weight", "bias")})
-    group = ColumnGroup(list(layers.values()), column_products(axis, asynchronous))
-    for index, layer in enumerate(layers.values()):
-        layer.forward = _member(group, index)  # type: ignore[method-assign, assignment]
+    _replace_forwards(parent, list(layers.values()), column_products(axis, asynchronous))
 
 
-def _member(group: ColumnGroup, index: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: group.forward(index, x)
+def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Columns) -> None:
+    """Let `layers` compute this rank's columns: each when it is called, all at once in a LinearGroup of `parent`."""
+
+    def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
+        outputs = products(x, [layer.weight for layer in called])
+        return tuple(_plus(output, layer.bias) for output, layer in zip(outputs, called, strict=True))
+
+    for layer in layers:
+        layer.forward = _single_output(compute, layer)  # type: ignore[method-assign]
+    for group in parent.children():
+        if isinstance(group, LinearGroup):
+            group.forward = _check_group(compute, layers)  # type: ignore[method-assign]
+
+
+def _single_output(compute: Callable[..., tuple[Tensor, ...]], layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: compute(x, layer)[0]
+
+
+def _check_group(
+    compute: Callable[..., tuple[Tensor, ...]], columns: list[nn.Linear]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """`compute` for layers that are all column-parallel; a LinearGroup of others calls them one by one."""
+
+    def forward(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
+        if all(any(layer is column for column in columns) for layer in called):
+            return compute(x, *called)
+        return tuple(layer(x) for layer in called)
+
+    return forward
 
 
 def _check_columns(name: str, units: int, heads: int, axis: Axis, unit: int) -> None:

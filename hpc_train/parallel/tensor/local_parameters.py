@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -63,6 +63,7 @@ def distribute(part: nn.Module, mesh: DeviceMesh, holdings: Holdings) -> None:
             module.register_parameter(name, placed[parameter][1])
         if views:
             module._local_views = views  # type: ignore[assignment]
+            module._local_tensors = {}  # type: ignore[assignment]
             module.__class__ = _viewing(type(module), tuple(views))  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
@@ -90,7 +91,35 @@ def _viewing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 def _view(name: str) -> property:
     def get(module: Any) -> Tensor | None:
+        if name in module._local_tensors:
+            local: Tensor = module._local_tensors[name]
+            return local
         parameter = module._parameters[name]
         return None if parameter is None else module._local_views[name].view(parameter)
 
     return property(get)
+
+
+def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of `block`, called with the local tensors of all its parameters already at hand.
+
+    For a compiled forward: DTensors that are read inside of a graph make its guards slow, and torch 2.13 cannot save
+    their mesh for a backward that recomputes. A forward that runs again in backward outside of a graph must read its
+    parameters anew, because fully_shard may have gathered them anew, so this is not for eager code.
+    """
+    owners: list[Any] = [module for module in block.modules() if hasattr(module, "_local_views")]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for owner in owners:
+            owner._local_tensors = {name: getattr(owner, name) for name in owner._local_views if _has(owner, name)}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for owner in owners:
+                owner._local_tensors = {}
+
+    return call if owners else forward
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return module._parameters[name] is not None

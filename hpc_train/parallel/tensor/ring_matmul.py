@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpc_train.compat import find_group
+
 _MOST_CHUNKS = 4
 
 Place = tuple[int, slice]
@@ -79,6 +81,9 @@ def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> tuple[Ten
     Returns the products (B, T, N_i). Backward scatters the sum of what they contribute to x's gradient, and computes
     the weights' gradients meanwhile, from the gathered input, which is kept as a plain all-gather's result would be.
     """
+    if torch.compiler.is_compiling():
+        _, *compiled = _compiled_gather_matmul(x, list(weights), ring.group.group_name, ring.chunk_bytes)
+        return tuple(compiled)
     outputs: tuple[Tensor, ...] = _GatherMatmul.apply(x, ring, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -89,74 +94,192 @@ def matmul_scatter(x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
     x: (B, T, K), T a multiple of the ring's size; weight: (N, K); K are each rank's own columns.
     Returns this rank's positions (B, T / size, N). Backward gathers the gradient while it multiplies what has arrived.
     """
-    output: Tensor = _MatmulScatter.apply(x, weight, ring)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        output: Tensor = _compiled_matmul_scatter(x, weight, ring.group.group_name, ring.chunk_bytes)
+        return output
+    output = _MatmulScatter.apply(x, weight, ring)  # type: ignore[no-untyped-call]
     return output
 
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, *weights: Tensor) -> tuple[Tensor, ...]:
-        shards = _room_around(x, ring)
-        outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
-        for place in circulate(shards, ring):
-            for output, weight in zip(outputs, weights, strict=True):
-                torch.mm(shards[place], weight.t(), out=output[place])
+        shards, *outputs = _multiply_gathered(x, weights, ring)
         ctx.ring, ctx.shape = ring, x.shape
         ctx.save_for_backward(shards, *weights)
-        return tuple(_joined(output, len(x)) for output in outputs)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ring: Ring = ctx.ring
         shards, *weights = ctx.saved_tensors
         x_wanted, _, *wanted = ctx.needs_input_grad
-        blocks = [_split(gradient, ring) for gradient in gradients]
-        found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted, strict=True)]
+        total, *found = _differentiate_gathered(gradients, shards, weights, ctx.ring, [x_wanted, *wanted])
+        return None if total is None else total.view(ctx.shape), None, *found
 
-        def weigh(turn: int, turns: int) -> None:
-            """A share of the rows of every weight's gradient, each a whole product: a sum of parts would round more."""
-            for block, gradient in zip(blocks, found, strict=True):
-                if gradient is not None:
-                    rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
-                    torch.mm(block.flatten(0, 1)[:, rows].t(), shards.flatten(0, 1), out=gradient[rows])
 
-        total = None
-        if x_wanted:
-            total = shards.new_empty(shards.shape[1:])
-            reduce(lambda place: _summed(blocks, weights, place), total, ring, weigh)
-            total = total.view(ctx.shape)
-        else:
-            weigh(0, 1)
-        return total, None, *found
+def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> list[Tensor]:
+    """The gathered input (size, B T / size, K), for backward, and the products (B, T, N_i)."""
+    shards = _room_around(x, ring)
+    outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
+    for place in circulate(shards, ring):
+        for output, weight in zip(outputs, weights, strict=True):
+            torch.mm(shards[place], weight.t(), out=output[place])
+    return [shards, *(_joined(output, len(x)) for output in outputs)]
+
+
+def _differentiate_gathered(
+    gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: Ring, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of x (B T / size, K) and of every weight; None where one is not wanted. wanted: of x, then weights."""
+    blocks = [_split(gradient, ring) for gradient in gradients]
+    found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
+
+    def weigh(turn: int, turns: int) -> None:
+        """A share of the rows of every weight's gradient, each a whole product: a sum of parts would round more."""
+        for block, gradient in zip(blocks, found, strict=True):
+            if gradient is not None:
+                rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
+                torch.mm(block.flatten(0, 1)[:, rows].t(), shards.flatten(0, 1), out=gradient[rows])
+
+    total = None
+    if wanted[0]:
+        total = shards.new_empty(shards.shape[1:])
+        reduce(lambda place: _summed(blocks, weights, place), total, ring, weigh)
+    else:
+        weigh(0, 1)
+    return [total, *found]
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
-        shards = _split(x, ring)
-        total = x.new_empty(shards.shape[1], len(weight))
-        reduce(lambda place: shards[place] @ weight.t(), total, ring)
-        ctx.ring, ctx.shape = ring, x.shape
+        output, shards = _scatter_product(x, weight, ring)
+        ctx.ring = ring
         ctx.save_for_backward(shards, weight)
-        return total.view(len(x), -1, len(weight))
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ring: Ring = ctx.ring
         shards, weight = ctx.saved_tensors
-        x_wanted, weight_wanted, _ = ctx.needs_input_grad
-        blocks = _room_around(gradient, ring)
-        found = torch.empty_like(shards) if x_wanted else None
-        weighed = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if weight_wanted else None
-        for place in circulate(blocks, ring):
-            if found is not None:
-                torch.mm(blocks[place], weight, out=found[place])
-            if weighed is not None:
-                _add_product(weighed, blocks[place].t(), shards[place])
-        x_gradient = None if found is None else _joined(found, len(gradient))
-        return x_gradient, None if weighed is None else weighed.to(weight.dtype), None
+        return (*_differentiate_scattered(gradient, shards, weight, ctx.ring, ctx.needs_input_grad[:2]), None)
+
+
+def _scatter_product(x: Tensor, weight: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    """This rank's positions of the summed product (B, T / size, N), and x (size, B T / size, K) for backward."""
+    shards = _split(x, ring)
+    total = x.new_empty(shards.shape[1], len(weight))
+    reduce(lambda place: shards[place] @ weight.t(), total, ring)
+    return total.view(len(x), -1, len(weight)), shards
+
+
+def _differentiate_scattered(
+    gradient: Tensor, shards: Tensor, weight: Tensor, ring: Ring, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x (B, T, K) and of the weight; None where one is not wanted. wanted: of x, of the weight."""
+    blocks = _room_around(gradient, ring)
+    found = torch.empty_like(shards) if wanted[0] else None
+    weighed = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
+    for place in circulate(blocks, ring):
+        if found is not None:
+            torch.mm(blocks[place], weight, out=found[place])
+        if weighed is not None:
+            _add_product(weighed, blocks[place].t(), shards[place])
+    x_gradient = None if found is None else _joined(found, len(gradient))
+    return x_gradient, None if weighed is None else weighed.to(weight.dtype)
+
+
+# The same as operators of a compiled graph, which cannot hold messages from rank to rank. Eager code keeps the
+# autograd functions above, so that whatever watches operators sees each product and message.
+
+
+@torch.library.custom_op("hpc_train::gather_matmul", mutates_args=())
+def _compiled_gather_matmul(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Tensor]:
+    return _multiply_gathered(x, weights, Ring(find_group(group), chunk_bytes))
+
+
+@_compiled_gather_matmul.register_fake
+def _(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Tensor]:
+    ranks, (batch, positions, features) = find_group(group).size(), x.shape
+    shards = x.new_empty(ranks, batch * positions, features)
+    return [shards, *(x.new_empty(batch, positions * ranks, len(weight)) for weight in weights)]
+
+
+@torch.library.custom_op("hpc_train::gather_matmul_backward", mutates_args=())
+def _compiled_differentiate_gathered(
+    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
+) -> list[Tensor]:
+    """An empty tensor stands for a gradient that is not wanted."""
+    found = _differentiate_gathered(gradients, shards, weights, Ring(find_group(group), chunk_bytes), wanted)
+    return [shards.new_empty(0) if gradient is None else gradient for gradient in found]
+
+
+@_compiled_differentiate_gathered.register_fake
+def _(
+    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
+) -> list[Tensor]:
+    shapes = [shards.shape[1:], *(weight.shape for weight in weights)]
+    return [shards.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True)]
+
+
+def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, ctx.group, ctx.chunk_bytes = inputs
+    ctx.shape = x.shape
+    ctx.save_for_backward(output[0], *weights)
+
+
+def _backward_gathered(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    shards, *weights = ctx.saved_tensors
+    x_wanted, weights_wanted, *_ = ctx.needs_input_grad
+    wanted = [x_wanted, *weights_wanted]
+    found = _compiled_differentiate_gathered(gradients[1:], shards, weights, wanted, ctx.group, ctx.chunk_bytes)
+    total, *rest = [gradient if want else None for gradient, want in zip(found, wanted, strict=True)]
+    return None if total is None else total.view(ctx.shape), rest, None, None
+
+
+_compiled_gather_matmul.register_autograd(_backward_gathered, setup_context=_save_gathered)
+
+
+@torch.library.custom_op("hpc_train::matmul_scatter", mutates_args=())
+def _compiled_matmul_scatter(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
+    return _scatter_product(x, weight, Ring(find_group(group), chunk_bytes))[0]
+
+
+@_compiled_matmul_scatter.register_fake
+def _(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
+    return x.new_empty(len(x), x.shape[1] // find_group(group).size(), len(weight))
+
+
+@torch.library.custom_op("hpc_train::matmul_scatter_backward", mutates_args=())
+def _compiled_differentiate_scattered(
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
+) -> list[Tensor]:
+    """An empty tensor stands for a gradient that is not wanted."""
+    ring = Ring(find_group(group), chunk_bytes)
+    found = _differentiate_scattered(gradient, _split(x, ring), weight, ring, wanted)
+    return [x.new_empty(0) if one is None else one for one in found]
+
+
+@_compiled_differentiate_scattered.register_fake
+def _(
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
+) -> list[Tensor]:
+    return [x.new_empty(like.shape if want else 0) for like, want in zip((x, weight), wanted, strict=True)]
+
+
+def _save_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.group, ctx.chunk_bytes = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward_scattered(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    wanted = list(ctx.needs_input_grad[:2])
+    found = _compiled_differentiate_scattered(gradient, *ctx.saved_tensors, wanted, ctx.group, ctx.chunk_bytes)
+    return (*(one if want else None for one, want in zip(found, wanted, strict=True)), None, None)
+
+
+_compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_save_scattered)
 
 
 def circulate(shards: Tensor, ring: Ring) -> Iterator[Place]:
