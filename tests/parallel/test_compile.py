@@ -1,23 +1,41 @@
-"""torch.compile of blocks: the numbers of one process, one graph for all blocks, also under fully_shard."""
+"""torch.compile of blocks: the numbers of one process, one graph a block, in every row of the table of techniques."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import Any
+
+import matrix
 import numpy as np
 import pytest
 import torch
+from matrix import Case
 from outcome import Outcome, assert_close, engine_steps, reference, whole
-from plain_setup import LAYOUTS, engine_of
+from plain_setup import FEATURES, LAYOUTS, engine_of, global_batch, share
+from test_matrix import assert_outcome
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from hpc_train.api import World
+from hpc_train.config.degrees import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.memory.compiled import check_compiler
+from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.parallel.apply import build
+from hpc_train.parallel.memory.compiled import check_compiler, report_fallbacks
+from hpc_train.parallel.support import check_support
+from hpc_train.parallel.support.table import EXACT, TABLE, Technique
 from hpc_train.testing import run_ranks
+from hpc_train.training.optimizer import make_optimizer
 
 COMPILE = "parallel.compile=true"
+SYNC = "parallel.sync_batchnorm=true"
+FULL, SELECTIVE = "parallel.recompute.mode=full", "parallel.recompute.mode=selective"
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
 STEPS = (0, 1, 2)
+UNCOMPILED = "parallel.compile=true: a part of Block runs uncompiled: "
 
 
 def _steps(world: World, config: RunConfig) -> tuple[Outcome, int, int]:
@@ -28,7 +46,9 @@ def _steps(world: World, config: RunConfig) -> tuple[Outcome, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), [("zero3-2", ()), ("ddp-2", ("parallel.recompute.mode=full",))], ids=["zero3", "ddp-recompute"]
+    ("layout", "more"),
+    [("zero3-2", ()), ("ddp-2", (FULL,)), ("ddp-2", ("parallel.tp=2", "parallel.tensor.sequence=false", FULL))],
+    ids=["zero3", "ddp-recompute", "tp-recompute"],
 )
 def test_compiled_blocks_give_the_numbers_of_one_process(
     layout: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -42,6 +62,194 @@ def test_compiled_blocks_give_the_numbers_of_one_process(
         np.testing.assert_allclose(outcome.norms, truth.norms, rtol=1e-10)
         assert (graphs, breaks) == (1, 0), "both blocks run the same compiled code, with nothing outside of it"
     assert_close(whole([outcome.state for outcome, _, _ in ranks]), whole([truth.state]), 1e-10)
+
+
+ASYNCHRONOUS = ("parallel.tp=2", "parallel.tensor.asynchronous=true")
+ULYSSES = ("parallel.cp=2", "parallel.context.method=ulysses")
+CASES = {
+    "tp-full": Case(2, ("parallel.tp=2", FULL)),
+    "tp-selective": Case(2, ("parallel.tp=2", SELECTIVE), "tied"),
+    "tp-no-sequence-full": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false", FULL)),
+    "tp-shared-heads-full": Case(2, ("parallel.tp=2", FULL), "grouped"),
+    "tp-gpt2-every-2nd": Case(2, ("parallel.tp=2", FULL, "parallel.recompute.every=2"), "gpt2"),
+    "tp-vit-full": Case(2, ("parallel.tp=2", FULL), "vit"),
+    "asynchronous-full": Case(2, (*ASYNCHRONOUS, FULL)),
+    "asynchronous-attention": Case(2, (*ASYNCHRONOUS, SELECTIVE, "parallel.recompute.keep=[attention]"), "gpt2"),
+    "ring-full": Case(2, ("parallel.cp=2", FULL)),
+    "ring-selective": Case(2, ("parallel.cp=2", SELECTIVE), "gpt2"),
+    "ring-unbalanced-products": Case(
+        2, ("parallel.cp=2", "parallel.context.balanced=false", SELECTIVE, "parallel.recompute.keep=[mm]")
+    ),
+    "ulysses-full": Case(2, (*ULYSSES, FULL)),
+    "ulysses-selective": Case(2, (*ULYSSES, SELECTIVE)),
+    "zero3-tp-full": Case(4, ("parallel=fsdp", "parallel.tp=2", FULL)),
+    "pp-cp-selective": Case(4, ("parallel.pp=2", "parallel.cp=2", SELECTIVE)),
+    "tp-cp-full": Case(4, ("parallel.tp=2", "parallel.cp=2", FULL)),
+}
+
+
+@cache
+def _truth(kind: str) -> Outcome:
+    return matrix.truth(kind)[0]
+
+
+def _compiled_steps(world: World, case: Case) -> tuple[Outcome, int, int]:
+    """(three steps, graphs that were compiled, places where a graph had to end)."""
+    outcome = matrix.steps(matrix.fresh(case, world), case, world, matrix.STEPS)
+    return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _compile(case: Case, graphs: int = 1) -> list[Outcome]:
+    """Train a case with compiled blocks, and count what was compiled."""
+    case = Case(case.ranks, (*case.overrides, COMPILE), case.kind, case.micro)
+    ranks = run_ranks(_compiled_steps, case.ranks, case, parallel=case.config().parallel, timeout=280)
+    assert {(compiled, breaks) for _, compiled, breaks in ranks} == {(graphs, 0)}
+    return [outcome for outcome, _, _ in ranks]
+
+
+@pytest.fixture
+def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs, and their gradients' graphs, are made as ever, but run by torch's own kernels: no C++ compiler runs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    # Once, before ranks are forked, so that not each of them imports the compiler anew.
+    torch.compile(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
+    counters.clear()
+
+
+DRAWN = ("tp-full", "asynchronous-full", "ring-selective", "ulysses-full", "zero3-tp-full")
+
+
+def _long(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in drawn else pytest.mark.long) for name in names]
+
+
+@pytest.mark.usefixtures("graphs_only")
+@pytest.mark.parametrize("name", _long(CASES, DRAWN))
+def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
+    case = CASES[name]
+    graphs = 2 if "every" in name else 1  # every second block is recomputed, which is another graph
+    assert_outcome(_compile(case, graphs), _truth(case.kind))
+
+
+def _rows() -> list[Any]:
+    """The techniques that can run here: those of GPUs and of ranks that MPI starts change no block."""
+    rows = [row for row in TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
+    large = {row.option for row in rows if smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2}
+    return [pytest.param(row, id=row.option, marks=pytest.mark.long if row.option in large else ()) for row in rows]
+
+
+@pytest.mark.usefixtures("graphs_only")
+@pytest.mark.parametrize("row", _rows())
+def test_every_technique_of_the_table_compiles_to_one_graph_a_block(row: Technique) -> None:
+    case = Case(2, tuple(row.option.split()))
+    config = case.config()
+    ranks = max(2, smallest_world(config.parallel))
+    if "no compilation" in row.needs:
+        with pytest.raises(UserError, match=r"parallel\.compile=true"):
+            check_support(Case(ranks, (*case.overrides, COMPILE)).config(), ranks)
+        return
+    outcomes = _compile(Case(ranks, case.overrides, micro=2 if config.parallel.pp > 1 else 4))
+    if row.numbers == EXACT:
+        assert_outcome(outcomes, _truth("llama"))
+    assert np.isfinite([outcome.losses for outcome in outcomes]).all()
+
+
+class NormBlock(nn.Module):
+    """A block with a BatchNorm layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, FEATURES) -> the same shape."""
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class NormModel(nn.Module):
+    """Two such blocks and an output layer."""
+
+    plan: dict[str, str] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([NormBlock(), NormBlock()])
+        self.out = nn.Linear(FEATURES, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, FEATURES) -> logits (B, 5)."""
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.out(x)
+        return out
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """By name."""
+        return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
+
+    def stage(self, names: list[str]) -> nn.Module:
+        """Has no stages."""
+        raise NotImplementedError
+
+    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy."""
+        return cross_entropy_sum(out, target)
+
+
+def _norm_steps(world: World, config: RunConfig) -> tuple[list[float], int, int]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = NormModel()
+    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
+    losses = []
+    for step in STEPS:
+        losses.append(float(engine.forward_backward(share(global_batch("bare", step), world)).loss))
+        engine.clip(None)
+        engine.update(1e-2)
+    return losses, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.usefixtures("graphs_only")
+def test_synchronised_batch_norm_compiles_to_one_graph_a_block() -> None:
+    plain, compiled = (
+        run_ranks(_norm_steps, 2, config, parallel=config.parallel)[0]
+        for config in (LAYOUTS["ddp-2"].config(SYNC), LAYOUTS["ddp-2"].config(SYNC, COMPILE))
+    )
+    np.testing.assert_allclose(compiled[0], plain[0], rtol=1e-12)
+    assert (compiled[1:], plain[1:]) == ((2, 0), (0, 0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_generated_code_gives_the_numbers_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    case = CASES[name]
+    assert_outcome(_compile(case, 2 if "every" in name else 1), _truth(case.kind))
+
+
+def test_what_torch_does_not_compile_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + len(repr(x.sum().item()))
+
+    said: set[str] = set()
+    blocks = [report_fallbacks("Block", torch.compile(forward, backend="eager"), said) for _ in range(2)]
+    with caplog.at_level(logging.WARNING, logger="hpc_train"):
+        for block in blocks:
+            block(torch.ones(2))
+    lines = [message for message in caplog.messages if message.startswith(UNCOMPILED)]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+
+
+def test_a_block_that_is_compiled_anew_too_often_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    block = report_fallbacks("Block", torch.compile(lambda x, word: x + len(word), backend="eager"), set())
+    with caplog.at_level(logging.WARNING, logger="hpc_train"):
+        for letter in "abcdefghijkl":
+            block(torch.ones(2), letter)
+    lines = [message for message in caplog.messages if message.startswith(UNCOMPILED)]
+    assert len(lines) == 1
+    assert "recompile" in lines[0]
 
 
 def _refused(world: World, config: RunConfig) -> str:

@@ -259,7 +259,8 @@ class RingAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
         q, k, v = as_autocast(q, k, v)
-        plan, out = self._plan, q
+        plan = self._plan
+        out: Tensor
         if torch.compiler.is_compiling():
             out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, plan.causal, plan.balanced)
             return out

@@ -82,7 +82,7 @@ def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Colu
         return tuple(_plus(output, layer.bias) for output, layer in zip(outputs, called, strict=True))
 
     for layer in layers:
-        layer.forward = _single_output(compute, layer)  # type: ignore[method-assign]
+        layer.forward = _single_output(compute, layer)  # type: ignore[method-assign, assignment]
     for group in parent.children():
         if isinstance(group, LinearGroup):
             group.forward = _check_group(compute, layers)  # type: ignore[method-assign]

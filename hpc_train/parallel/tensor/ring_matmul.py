@@ -262,9 +262,7 @@ def _compiled_differentiate_scattered(
 
 
 @_compiled_differentiate_scattered.register_fake
-def _(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
-) -> list[Tensor]:
+def _(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int) -> list[Tensor]:
     return [x.new_empty(like.shape if want else 0) for like, want in zip((x, weight), wanted, strict=True)]
 
 
