@@ -65,6 +65,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
         frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
+        del model  # of a pipeline the whole of it, of which every stage has its own by now
         if frozen and (advice := incremental_advice(frozen, engine.pieces())):
             said.append(advice)
         with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:

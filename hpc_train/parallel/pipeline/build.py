@@ -15,7 +15,6 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.axes import index
 from hpc_train.parallel.engines.pipeline import Hidden, PipelineEngine
-from hpc_train.parallel.materialise import is_meta
 from hpc_train.parallel.pipeline import tied
 from hpc_train.parallel.pipeline.block_times import BlockTimes, read_times, times_file
 from hpc_train.parallel.pipeline.schedule import Pipeline
@@ -54,7 +53,6 @@ def build(
     say(_said(names, ranks, config))
     for stage, part in parts.items():
         prepare(part, model, config, world, _of_stage(stage, say))
-        _copy_buffers(part, model)
         if rules.splits_backward(options):
             _keep_gathered(part)
     ties = tied.ties(trained, ranks, parts)
@@ -129,15 +127,6 @@ def _check_trained(trained: list[set[str]]) -> None:
             f"parallel.pp: no parameter of stage {idle[0]} requires a gradient; lower parallel.pp or "
             "parallel.pipeline.virtual_stages, or move the stages with parallel.pipeline.costs"
         )
-
-
-@torch.no_grad()
-def _copy_buffers(part: nn.Module, model: nn.Module) -> None:
-    """What a stage on the meta device has not got: values that no rule draws."""
-    if is_meta(model):
-        return
-    for name, buffer in part.named_buffers():
-        buffer.copy_(model.get_buffer(name))
 
 
 def _keep_gathered(part: nn.Module) -> None:
