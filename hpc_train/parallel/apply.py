@@ -13,7 +13,7 @@ from hpc_train.api import Engine, Model, World
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel import batch_norm
+from hpc_train.parallel import batch_norm, dropout
 from hpc_train.parallel.aliases import check_aliases
 from hpc_train.parallel.context import context_parallel
 from hpc_train.parallel.ddp import replicate
@@ -51,6 +51,7 @@ Raises UserError where it was asked for and matches nothing.
 
 PASSES: tuple[Pass, ...] = (
     batch_norm.apply,
+    dropout.apply,
     tensor_parallel.apply,
     context_parallel.apply,
     recompute.apply,

@@ -1,4 +1,4 @@
-"""A user's own model, with all that nn.Module lets it hold, trains as in a plain torch loop, and is never whole twice."""
+"""A user's own model, with all that nn.Module may hold, trains as in a plain torch loop, and is never whole twice."""
 
 from __future__ import annotations
 

@@ -118,6 +118,7 @@ class PipelineEngine:
 
     def _ready(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """The schedule for this batch, the inputs of the first stage, and the targets of the last."""
+        self._pipeline.masks.begin_step(batch, filled=True)
         whole = joined([own_tokens(micro, self._config, self._world) for micro in batch.micro])
         schedule = self._schedule(whole.inputs, len(batch.micro), training)
         dtype, device = next(self.parts[0].parameters()).dtype, self._world.device

@@ -14,6 +14,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.parallel.axes import degree
 from hpc_train.parallel.context.context_parallel import own_tokens
 from hpc_train.parallel.ddp.replicate import GradientHook, accumulating, backwards_to_settle, settling
+from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.loss import loss_sum
 from hpc_train.parallel.precision import cast_forward
 from hpc_train.parallel.totals import Totals, reduce, reduce_loss
@@ -42,6 +43,7 @@ class PlainEngine:
         self._config, self._world, self._hook = config, world, hook
         self._to_settle = backwards_to_settle(wrapped, hook, world)
         self._updates = updates
+        self._masks = StepMasks([model], config, world)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
@@ -51,7 +53,9 @@ class PlainEngine:
         scale, reduction, sample = 0.0, None, None
         tokens, stop = 0, False
         measure = batch.measure and self._can_measure(batch)
+        self._masks.begin_step(batch)
         for index, micro in enumerate(batch.micro):
+            self._masks.select(index)
             last = index == len(batch.micro) - 1
             with self._synchronising(last, early=measure and index == 0):
                 loss = self._loss(micro)

@@ -14,6 +14,7 @@ from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.axes import index
+from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines.pipeline import Hidden, PipelineEngine
 from hpc_train.parallel.pipeline import tied
 from hpc_train.parallel.pipeline.block_times import BlockTimes, read_times, times_file
@@ -71,7 +72,8 @@ def _pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunCo
     file = None if config.run_dir is None else Path(config.run_dir) / "timeline" / f"rank-{world.rank}.json"
     timeline = Timeline(world.device, options.timeline, file, world.rank)
     order = rules.read(options) if rules.from_file(options) else None
-    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline)
+    masks = StepMasks(parts.values(), config, world)
+    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, masks)
 
 
 def stage_names(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:
