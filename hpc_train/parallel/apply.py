@@ -29,6 +29,7 @@ from hpc_train.parallel.materialise import (
     values_of,
 )
 from hpc_train.parallel.memory import activation_offload, compiled, recompute
+from hpc_train.parallel.memory.blocks import named_blocks
 from hpc_train.parallel.meta_buffers import remake_buffers
 from hpc_train.parallel.precision import check_device, keep_parameters
 from hpc_train.parallel.scaling import loss_scale
@@ -36,6 +37,7 @@ from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.data import sharded
 from hpc_train.parallel.tensor import tensor_parallel
 from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.user_model import calling, check_interface, name_of
 from hpc_train.parallel.zero import offload, shard
 from hpc_train.parallel.zero.offload_file import FileMemory
 
@@ -139,11 +141,14 @@ def splits(config: RunConfig, degrees: Degrees) -> bool:
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what the backends would refuse in words that do not help a user."""
+    check_interface(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and sharded(config, degrees):
         raise UserError(f"model: {scalars[0]} is a scalar, which zero3 cannot shard; give it shape (1,) or use ddp")
+    with calling(f"in {name_of(model)}.blocks()"):
+        named_blocks(model)
     for axis in ("pp", "cp", "tp"):
         if getattr(degrees, axis) > 1 and not isinstance(model, Model):
             raise UserError(

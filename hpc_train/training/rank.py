@@ -26,6 +26,7 @@ from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import Say, build
 from hpc_train.parallel.materialise import is_meta
 from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.parallel.user_model import check_sizes
 from hpc_train.runtime.arrange import arrange
 from hpc_train.runtime.search import search
 from hpc_train.runtime.start import shut_down, start
@@ -110,6 +111,7 @@ def make_model(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
     model = build_model(config.model, config.train.seed)
+    check_sizes(model)
     if isinstance(model, Initialised) and not is_meta(model):
         initialise(model, config.train.seed)
     return model
