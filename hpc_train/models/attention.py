@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.models.dropout import Site, dropped_weights, every_position
+from hpc_train.models.dropout import Site, every_position
+from hpc_train.models.dropped_attention import attend_with_dropout
 from hpc_train.models.rotary import Table, rotate
 
 
@@ -29,25 +29,6 @@ class ScaledDotProduct(nn.Module):
             return attend_with_dropout(q, k, v, places, places, self.causal, self.site, dropout)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=grouped)
-
-
-def attend_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, causal: bool, site: Site, p: float
-) -> Tensor:
-    """Attention that drops weights by `site`: in plain operations, as torch's fused kernels take no mask of weights.
-
-    q (B, heads, T, head_dim), k and v (B, kv_heads, S, head_dim), queries (T,) and keys (S,) their positions.
-    """
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if causal:
-        scores = scores.masked_fill(keys > queries.unsqueeze(1), -torch.inf)
-    weights = scores.softmax(-1)
-    if p > 0:
-        weights = weights.masked_fill(dropped_weights(site, q.shape[1], queries, keys, p), 0.0) * (1 / (1 - p))
-    return weights.to(v.dtype) @ v
 
 
 class Attention(nn.Module):

@@ -86,16 +86,18 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
-def dropped_weights(site: Site, heads: int, queries: Tensor, keys: Tensor, p: float) -> Tensor:
+def head_rows(site: Site, heads: int) -> Tensor:
+    """(B, heads), int64: what masks of attention weights begin with; the heads of this rank are contiguous."""
+    head = torch.arange(heads, device=site.layer.device) + site.head_part * heads
+    return mix(_rows(site).unsqueeze(1) ^ head)
+
+
+def dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
     """Which attention weights are zeroed: (B, heads, number of queries, number of keys), bool.
 
-    heads: of this rank, contiguous in the model's. queries, keys: their positions.
+    rows: of head_rows. queries, keys: their positions.
     """
-    device = queries.device
-    head = torch.arange(heads, device=device) + site.head_part * heads
-    by_head = mix(_rows(site).unsqueeze(1) ^ head)
-    by_query = mix(by_head.unsqueeze(2) ^ queries)
-    return _compare(_narrow(by_query), _narrow(mix(keys ^ _CHANNELS)), p)
+    return _compare(_narrow(mix(rows.unsqueeze(2) ^ queries)), _narrow(mix(keys ^ _CHANNELS)), p)
 
 
 def mix(x: Tensor) -> Tensor:

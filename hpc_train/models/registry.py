@@ -85,7 +85,7 @@ def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
 
 def _call(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
     """What the user's function returns. UserError with the place in their file where it raises."""
-    from hpc_train.training.user_frames import describe, place, user_frames
+    from hpc_train.user_frames import describe, place, user_frames
 
     try:
         return factory(**config.args)
@@ -110,7 +110,7 @@ def _import(name: str) -> None:
     except UserError:
         raise
     except Exception as error:
-        from hpc_train.training.user_frames import place, user_frames
+        from hpc_train.user_frames import place, user_frames
 
         frames = user_frames(error)
         where = f"{place(frames[0])}: " if frames else ""

@@ -39,7 +39,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     for name, module in layers.items():
         places = _places(part, config, world, split=isinstance(module, Dropout))
         layer = torch.tensor(layer_key(name), device=world.device)
-        module.site = Site(counter, layer, places, heads.get(name, 0))  # type: ignore[assignment]
+        module.site = Site(counter, layer, places, heads.get(name, 0))
     return f"dropout: {len(layers)} layers, masks by sample and position"
 
 

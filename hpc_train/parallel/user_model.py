@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hpc_train.api import IGNORED_TARGET
 from hpc_train.errors import UserError
-from hpc_train.training.failure import LOST_PEER
-from hpc_train.training.user_frames import definition, describe, place, root_cause, user_frames
+from hpc_train.user_frames import LOST_PEER, definition, describe, place, root_cause, user_frames
 
 _MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, dist.DistError)
 """What may go wrong in a user's code without a mistake of theirs."""

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.training.user_frames import describe, every_frame, place, root_cause, user_frames
-
-LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
-    re.IGNORECASE,
-)
+from hpc_train.user_frames import LOST_PEER, describe, every_frame, place, root_cause, user_frames
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.testing import run_ranks
 from hpc_train.training.failure import summarise
 from hpc_train.training.rank import make_engine, make_model
-from hpc_train.training.user_frames import user_frames
+from hpc_train.user_frames import user_frames
 
 WRONG = ("model=custom", "model.module=wrong_models", "model.name=wrong")
 HERE = r"\S*wrong_models\.py:\d+"

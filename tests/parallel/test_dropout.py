@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from hpc_train.api import World
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.dropout import Counter, Dropout, Site, dropped_weights, every_position, layer_key, step_key
+from hpc_train.models import dropped_attention
+from hpc_train.models.dropout import (
+    Counter,
+    Dropout,
+    Site,
+    dropped_weights,
+    every_position,
+    head_rows,
+    layer_key,
+    step_key,
+)
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel import dropout
 from hpc_train.parallel.context.positions import Share
@@ -134,7 +144,7 @@ def test_masks_look_random(p: float) -> None:
 
 def test_weights_of_heads_and_queries_are_dropped_independently() -> None:
     places = torch.arange(64)
-    mask = dropped_weights(_site(rows=4), 8, places, places, 0.3)
+    mask = dropped_weights(head_rows(_site(rows=4), 8), places, places, 0.3)
     assert mask.shape == (4, 8, 64, 64)
     assert abs(float(mask.double().mean()) - 0.3) < 5 * math.sqrt(0.21 / mask.numel())
     for axis in range(4):
@@ -167,6 +177,33 @@ def test_outside_of_an_engine_it_is_torchs() -> None:
 def test_nothing_of_it_depends_on_how_samples_are_cut() -> None:
     whole, part = _dropped(_site(rows=8), 0.5, 8, 6, 5), _dropped(_site(first=5, rows=3), 0.5, 3, 6, 5)
     assert torch.equal(whole[5:], part)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scores", [1 << 24, 1 << 8])
+def test_attention_in_blocks_is_attention_with_its_mask(
+    causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients of plain operations over the whole of it, for queries that are not in order."""
+    monkeypatch.setattr(dropped_attention, "SCORES", scores)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, n, 40, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
+    queries, keys, site = torch.arange(40).flip(0), torch.arange(40), _site(rows=2)
+    found, wanted = [], []
+    for out in (found, wanted):
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        if out is found:
+            mixed = dropped_attention.attend_with_dropout(*given, queries, keys, causal, site, 0.3)
+        else:
+            wide = [given[0], *(x.repeat_interleave(2, dim=1) for x in given[1:])]
+            bias = torch.zeros(40, 40).masked_fill(causal & (keys > queries.unsqueeze(1)), -torch.inf)
+            weights = (wide[0] @ wide[1].mT / 6**0.5 + bias).softmax(-1)
+            weights = weights * ~dropped_weights(head_rows(site, 4), queries, keys, 0.3) / 0.7
+            mixed = weights @ wide[2]
+        mixed.backward(grad)
+        out += [mixed.detach(), *(x.grad for x in given)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # Users' own layers.

@@ -1,6 +1,7 @@
 """Context parallel attention that drops weights: keys and values of all ranks at once, in place of a ring.
 
-A ring's kernels take no mask of weights. Memory is that of the scores of a rank's own queries, (B, heads, T / cp, T).
+A ring's kernels take no mask of weights. A rank keeps those of the whole sequence, and scores of a
+block of its own queries.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpc_train.compat import all_gather, reduce_scatter
-from hpc_train.models.attention import ScaledDotProduct, attend_with_dropout
+from hpc_train.models.attention import ScaledDotProduct
+from hpc_train.models.dropped_attention import attend_with_dropout
 from hpc_train.parallel.context.block_attention import as_autocast
 from hpc_train.parallel.context.positions import Share
 

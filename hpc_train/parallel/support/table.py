@@ -219,6 +219,14 @@ TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_fp16.py",
     ),
     Technique(
+        "dropout",
+        "model.dropout=0.1",
+        "our own masks, by sample, layer, position and channel",
+        EXACT,
+        "models.dropout; torch's own layers: other masks elsewhere, not over tp or cp",
+        "tests/parallel/test_dropout.py",
+    ),
+    Technique(
         "synchronised BatchNorm",
         "parallel.sync_batchnorm=true",
         "our own layer on CPUs, torch's on GPUs",

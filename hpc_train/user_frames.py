@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent) + os.sep
 _INSTALLED = tuple(
     str(Path(path).resolve()) + os.sep
     for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
+    re.IGNORECASE,
+)
+"""What a rank says that only noticed that another one was gone."""
 _LENGTH = 300
 """Of an exception's text in one line."""
 
