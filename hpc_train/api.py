@@ -47,6 +47,10 @@ class StepBatch:
     micro: list[MicroBatch]
     stop: bool = False
     """This rank was asked to stop after this step; carried along by a reduction that is needed anyhow."""
+    step: int = 0
+    """Updates before this one; with the seed and the index of a sample it decides what dropout drops."""
+    first: int | None = None
+    """Index in the global batch of the first of these samples; None: equal shares, in the order of dp_index."""
     measure: bool = False
     """Measure a gradient of part of the batch too, where the engine can see one."""
 

@@ -99,7 +99,7 @@ def assembled(
 def same_model(config: RunConfig, world: World) -> nn.Module:
     """The same module with the same initial values as the engine's."""
     model = keep_parameters(make_model(config), config.precision)
-    materialise(model, model, config.train.seed, world.device)
+    materialise(model, {}, config.train.seed, world.device)
     return model.to(world.device)
 
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hpc_train.api import Model, World
+from hpc_train.api import World
 from hpc_train.bench.sides import hand_written
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, Indices
+from hpc_train.parallel.memory.blocks import named_blocks
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _fully_sharded(
     model: nn.Module, data: Dataset, order: Iterable[Indices], config: RunConfig, world: World
 ) -> Iterator[float]:
     """Plain fully_shard as its documentation shows it: each block, then the rest."""
-    for block in model.blocks().values() if isinstance(model, Model) else []:
+    for block in named_blocks(model).values():
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)

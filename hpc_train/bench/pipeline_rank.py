@@ -15,6 +15,7 @@ from hpc_train.bench.pipeline import Options, ScheduleResult
 from hpc_train.bench.sleeping import FEATURES, SleepingStage, times
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
 from hpc_train.parallel.pipeline.timeline import Event, Timeline, bubble
 from hpc_train.runtime.start import identity_map, join, shut_down, start
@@ -47,6 +48,7 @@ class _Running:
             world.mesh["pp"].get_group(),
             world.device,
             self.timeline,
+            StepMasks((), RunConfig(), world),
         )
         inputs = torch.empty(1, FEATURES, device="meta")
         return pipeline.training(self._micro_batches, inputs, inputs.clone().requires_grad_(), _loss)

@@ -49,7 +49,7 @@ class Loader:
         micro = future.result()
         following = step_start_sample + self.global_batch
         self._next = (following, self._submit(following))
-        return StepBatch(micro)
+        return StepBatch(micro, first=self.offset)
 
     def close(self) -> None:
         """End the thread; the loader gives no batch after this."""

@@ -33,6 +33,8 @@ class FirstError:
     host: str = ""
     traceback: str = ""
     """Of the task's own failure; "" where it left no word, or only the user is to blame."""
+    summary: tuple[str, ...] = ()
+    """See training.failure.Failure."""
     besides: str = ""
     """What srun says of the step that the task was in."""
 
@@ -41,6 +43,14 @@ class FirstError:
         """All in one line: of a traceback the exception."""
         said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception(self.traceback)])
         return f"{said} ({self.besides})" if self.besides else said
+
+    def brief(self, log: Path) -> str:
+        """For a terminal: who and what, the user's own lines, and where the whole traceback is."""
+        if not self.traceback or not self.summary:
+            return self.text
+        first, *frames = self.summary
+        lines = [f"task {self.task} on {self.host} failed first: {first}", *(f"  {frame}" for frame in frames)]
+        return "\n".join([*lines, f"  the whole traceback: {log}"])
 
 
 def _exception(traceback: str) -> list[str]:
@@ -64,7 +74,7 @@ def first_error(logs: Path) -> FirstError | None:
         return dead
     besides = "Out Of Memory" if _OUT_OF_MEMORY.search(_srun_errors(logs)) else ""
     trace = "" if failure.user_error else failure.traceback
-    return FirstError(failure.task, failure.text().strip(), failure.host, trace, besides)
+    return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), besides)
 
 
 def explain(logs: Path) -> str | None:
@@ -72,7 +82,7 @@ def explain(logs: Path) -> str | None:
     if not (logs / EXITS).exists():
         return "the process that held the ranks was killed; the ranks were told to save and stop"
     error = first_error(logs)
-    return error.text if error else None
+    return error.brief(logs / f"task-{error.task}.log") if error else None
 
 
 def _is_silent(logs: Path, task: int | str) -> bool:

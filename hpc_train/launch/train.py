@@ -226,23 +226,58 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
 
 
 def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
-    """Say why this rank ends, a mistake of the user only once; returns its exit code."""
-    import traceback
+    """Say why this rank ends, once for all ranks; returns its exit code.
 
+    The whole traceback is in the log of the rank.
+    """
     from hpc_train.launch.state.attempts import mark_result
-    from hpc_train.training.failure import record_failure
 
     if isinstance(error, _ToldElsewhere):
         return EXIT_USER_ERROR
-    if logs is not None:
-        record_failure(logs, me.process, me.host, error)
-        mark_result(logs, EXIT_USER_ERROR if isinstance(error, UserError) else 1)
-    if not isinstance(error, UserError):
-        traceback.print_exception(error)
-        return 1
-    if me.process == 0 or logs is None:
-        print(f"hpc-train: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
+    code = EXIT_USER_ERROR if isinstance(error, UserError) else 1
+    if logs is None:
+        print(_before_the_run(error), file=sys.stderr)
+        return code
+    first = _is_first(logs)
+    text = _record(error, me, logs)
+    mark_result(logs, code)
+    if first:
+        print(f"hpc-train: {text}", file=sys.stderr)
+    return code
+
+
+def _before_the_run(error: BaseException) -> str:
+    """What to print where no log can be written yet."""
+    import traceback
+
+    if isinstance(error, UserError):
+        return f"hpc-train: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _is_first(logs: Path) -> bool:
+    """Whether no other rank of this attempt has said why it ends."""
+    try:
+        os.close(os.open(logs / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _record(error: BaseException, me: Identity, logs: Path) -> str:
+    """Leave the failure, and its traceback in the rank's log; returns what to print."""
+    from hpc_train.launch.failures import FirstError
+    from hpc_train.training.failure import record_failure
+
+    failure = record_failure(logs, me.process, me.host, error)
+    if failure.user_error:
+        return failure.message
+    log = logs / f"task-{me.process}.log"
+    log.touch(0o600)
+    with log.open("a") as file:
+        file.write(failure.traceback)
+    found = FirstError(me.process, failure.text(), me.host, failure.traceback, tuple(failure.summary))
+    return found.brief(log)
 
 
 class _ToldElsewhere(Exception):

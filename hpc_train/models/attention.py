@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpc_train.models.dropout import Site, every_position
+from hpc_train.models.dropped_attention import attend_with_dropout
 from hpc_train.models.linear_group import LinearGroup
 from hpc_train.models.rotary import Table, rotate
 
 
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v. A module of its own so that a technique can put another in its place."""
+
+    site: Site | None = None
+    """See models.dropout: what decides which weights are dropped."""
 
     def __init__(self, *, causal: bool, dropout: float) -> None:
         super().__init__()
@@ -20,6 +25,9 @@ class ScaledDotProduct(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, heads, T, head_dim); k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim)."""
         dropout = self.dropout if self.training else 0.0
+        if dropout > 0 and self.site is not None:
+            places = every_position(q.shape[2], q.device)
+            return attend_with_dropout(q, k, v, places, places, self.causal, self.site, dropout)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=grouped)
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from hpc_train.models.attention import Attention
+from hpc_train.models.dropout import Dropout
 from hpc_train.models.rotary import Table
 
 
@@ -22,12 +23,13 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward_norm = norm()
         self.feed_forward = feed_forward
-        self.dropout = nn.Dropout(dropout)
+        self.attention_dropout = Dropout(dropout)
+        self.feed_forward_dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, table: Table | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), table))
-        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), table))
+        out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
 

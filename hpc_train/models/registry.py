@@ -75,12 +75,26 @@ def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        module = factory(**config.args)
+        module = _call(factory, config)
     if not isinstance(module, nn.Module):
         raise UserError(
             f"model.name={config.name}: returned a {type(module).__name__}; it must return a torch.nn.Module"
         )
     return module
+
+
+def _call(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
+    """What the user's function returns. UserError with the place in their file where it raises."""
+    from hpc_train.user_frames import describe, place, user_frames
+
+    try:
+        return factory(**config.args)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        frames = user_frames(error)
+        where = f"{place(frames[0])}: " if frames else ""
+        raise UserError(f"{where}{describe(error)} (model.name={config.name} cannot be built)") from error
 
 
 def _import(name: str) -> None:
@@ -96,7 +110,11 @@ def _import(name: str) -> None:
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        from hpc_train.user_frames import place, user_frames
+
+        frames = user_frames(error)
+        where = f"{place(frames[0])}: " if frames else ""
+        reason = where + " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"model.module={name}: cannot be imported ({reason}); it must be on PYTHONPATH or in {here}"
         ) from error

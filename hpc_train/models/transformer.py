@@ -12,6 +12,7 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
 from hpc_train.models.attention import Attention
 from hpc_train.models.block import Block, block_names, ends, held_blocks, matching
+from hpc_train.models.dropout import Dropout
 from hpc_train.models.feed_forward import feed_forward
 from hpc_train.models.init import Normal, gpt2_rule
 from hpc_train.models.loss import cross_entropy_sum
@@ -61,7 +62,7 @@ class Transformer(nn.Module):
             self.embed = nn.Embedding(config.vocab_size, config.hidden)
         if self.is_first and config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, config.hidden)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.layers = held_blocks(held, partial(_block, config))
         if self.is_last:
             self.norm = _norm(config)

@@ -11,6 +11,7 @@ from hpc_train.config.model import VisionTransformerConfig
 from hpc_train.models import shape
 from hpc_train.models.attention import Attention
 from hpc_train.models.block import Block, block_names, ends, held_blocks, matching
+from hpc_train.models.dropout import Dropout
 from hpc_train.models.feed_forward import feed_forward
 from hpc_train.models.init import Normal, gpt2_rule
 from hpc_train.models.loss import cross_entropy_sum
@@ -44,7 +45,7 @@ class VisionTransformer(nn.Module):
             self.patches = nn.Conv2d(config.channels, config.hidden, kernel_size=size, stride=size)
             self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden))
             self.positions = nn.Parameter(torch.zeros(1, shape.vit_tokens(config), config.hidden))
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.layers = held_blocks(held, partial(_block, config))
         if self.is_last:
             self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)

@@ -10,22 +10,34 @@ import torch
 from torch import nn
 
 from hpc_train.api import Engine, Model, World
-from hpc_train.config.degrees import Degrees
+from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel import batch_norm
+from hpc_train.parallel import batch_norm, dropout
+from hpc_train.parallel.aliases import check_aliases
 from hpc_train.parallel.context import context_parallel
 from hpc_train.parallel.ddp import replicate
 from hpc_train.parallel.engines.plain import PlainEngine
 from hpc_train.parallel.engines.server import serve
-from hpc_train.parallel.materialise import is_meta, materialise
+from hpc_train.parallel.materialise import (
+    Values,
+    adopt_buffers,
+    detach_values,
+    is_meta,
+    is_rehearsal,
+    materialise,
+    values_of,
+)
 from hpc_train.parallel.memory import activation_offload, compiled, recompute
+from hpc_train.parallel.memory.blocks import named_blocks
+from hpc_train.parallel.meta_buffers import remake_buffers
 from hpc_train.parallel.precision import check_device, keep_parameters
 from hpc_train.parallel.scaling import loss_scale
 from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.data import sharded
 from hpc_train.parallel.tensor import tensor_parallel
 from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.user_model import calling, check_interface, name_of
 from hpc_train.parallel.zero import offload, shard
 from hpc_train.parallel.zero.offload_file import FileMemory
 
@@ -41,6 +53,7 @@ Raises UserError where it was asked for and matches nothing.
 
 PASSES: tuple[Pass, ...] = (
     batch_norm.apply,
+    dropout.apply,
     tensor_parallel.apply,
     context_parallel.apply,
     recompute.apply,
@@ -66,6 +79,11 @@ def build(
     files = offload.open_files(config)
     make_optimizer = offload.placing(make_optimizer, config, world, files)
     check_device(config.precision, world.device)
+    if not is_rehearsal():
+        remade = remake_buffers(model, config.train.seed)
+        if remade:
+            say(f"buffers: {len(remade)} on the meta device written by their modules' resets ({remade[0]} ...)")
+        check_aliases(model, splits(config, degrees), world.device)
     part = keep_parameters(model, config.precision)
     say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
     if degrees.pp > 1:
@@ -93,24 +111,44 @@ def _updates(part: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, 
 def prepare(
     part: nn.Module, model: nn.Module, config: RunConfig, world: World, say: Say, files: FileMemory | None = None
 ) -> None:
-    """Apply every pass to a part of the model, in place, and give it its values on this rank's device or in files."""
-    if not is_meta(part):
-        part.to(world.device)
+    """Apply every pass to a part of the model, in place, and give it its values on this rank's device or in files.
+
+    What is split over ranks is split before it is moved, so that no device ever holds the whole of it: a model with
+    values gives them up first, and each rank takes of them what it holds.
+    """
+    values: Values = {}
+    if part is not model:
+        values = {} if is_rehearsal() else values_of(part, model)
+        if not is_rehearsal():
+            adopt_buffers(part, model)
+    elif not is_meta(part):
+        if splits(config, resolve(config.parallel, world.size)):
+            values = detach_values(part)
+        else:
+            part.to(world.device)
     for change in PASSES:
         if (said := change(part, config, world)) is not None:
             say(said)
-    materialise(part, model, config.train.seed, offload.home(config, world))
+    materialise(part, values, config.train.seed, offload.home(config, world))
     if (said := offload.settle(part, config, world, files)) is not None:
         say(said)
 
 
+def splits(config: RunConfig, degrees: Degrees) -> bool:
+    """Whether ranks hold parts of parameters."""
+    return sharded(config, degrees) or degrees.tp > 1
+
+
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what the backends would refuse in words that do not help a user."""
+    check_interface(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and sharded(config, degrees):
         raise UserError(f"model: {scalars[0]} is a scalar, which zero3 cannot shard; give it shape (1,) or use ddp")
+    with calling(f"in {name_of(model)}.blocks()"):
+        named_blocks(model)
     for axis in ("pp", "cp", "tp"):
         if getattr(degrees, axis) > 1 and not isinstance(model, Model):
             raise UserError(

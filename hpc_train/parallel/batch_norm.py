@@ -18,7 +18,7 @@ LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: every BatchNorm layer takes its statistics over all ranks; torch's own layer does so on GPUs only."""
     if not config.parallel.sync_batchnorm:
-        return None
+        return _unsynchronised(part, world)
     if isinstance(part, LAYERS):
         raise UserError("parallel.sync_batchnorm=true: the model is a BatchNorm layer itself; put it into a module")
     found = {name: layer for name, layer in part.named_modules(remove_duplicate=False) if isinstance(layer, LAYERS)}
@@ -31,6 +31,26 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
         for name, layer in found.items():
             part.set_submodule(name, synchronised[layer])
     return f"SyncBatchNorm: {len(set(found.values()))} layers over dp_replicate x dp_shard = {world.dp_size}"
+
+
+def _unsynchronised(part: nn.Module, world: World) -> str | None:
+    """A warning where the statistics of layers in training depend on how samples lie on the ranks."""
+    found = [
+        name or type(part).__name__
+        for name, layer in part.named_modules()
+        if layer.training and (isinstance(layer, LAYERS) or _tracks_instances(layer))
+    ]
+    if world.dp_size == 1 or not found:
+        return None
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"warning: {found[0]}{more}: statistics are of each rank's own micro-batch, one of {world.dp_size}, so the "
+        "numbers depend on the layout; parallel.sync_batchnorm=true takes them over all ranks"
+    )
+
+
+def _tracks_instances(layer: nn.Module) -> bool:
+    return getattr(layer, "track_running_stats", False) is True and getattr(layer, "running_mean", None) is not None
 
 
 class SyncBatchNorm(nn.Module):

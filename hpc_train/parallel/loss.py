@@ -6,7 +6,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.models.transformer import Transformer
+from hpc_train.models.vit import VisionTransformer
 from hpc_train.parallel.tensor.vocab_loss import split_cross_entropy_sum
+from hpc_train.parallel.user_model import check_loss, check_output
 
 
 def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
@@ -19,3 +22,16 @@ def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
     own = getattr(model, "loss_sum", cross_entropy_sum)
     result: Tensor = own(out, target)
     return result
+
+
+def first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
+    """The same, once, with what the model returns checked. Raises UserError, in one line, for what is no loss."""
+    if isinstance(out, DTensor) or isinstance(model, (Transformer, VisionTransformer)):
+        return loss_sum(model, out, target)
+    own = callable(getattr(model, "loss_sum", None))
+    if not own:
+        check_output(model, out, target)
+    loss = loss_sum(model, out, target)
+    if own:
+        check_loss(model, loss)
+    return loss

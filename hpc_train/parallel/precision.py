@@ -15,8 +15,11 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
-    """Parameters in float64 for fp64, else in float32: low precision is for computing, not for remembering."""
-    return model.to(torch.float64 if config.name == "fp64" else torch.float32)
+    """Parameters in float64 for fp64, else in float32: low precision is for computing, not for remembering.
+
+    Complex buffers, such as rotary tables, stay as they are: Module.to would drop their imaginary part.
+    """
+    return model.double() if config.name == "fp64" else model.float()
 
 
 def check_device(config: PrecisionConfig, device: torch.device) -> None:

@@ -21,7 +21,6 @@ class Shape:
     global_batch: int
     images: bool = False
     """A vision transformer, whose positions nothing splits."""
-    dropout: bool = False
     ulysses: bool = False
     """parallel.context.method is ulysses, and stays so."""
     balanced: bool = True
@@ -50,7 +49,6 @@ def shape_of(config: RunConfig, global_batch: int | None = None) -> Shape:
         sequence=config.train.sequence_length,
         global_batch=global_batch or config.train.global_batch,
         images=images,
-        dropout=model.dropout > 0,
         ulysses=parallel.context.method == "ulysses",
         balanced=parallel.context.balanced,
         vocabulary=parallel.tensor.vocabulary,
@@ -84,7 +82,7 @@ def context_degrees(shape: Shape, world: int, tp: int) -> list[tuple[int, int]]:
     """
     changed = shape.ulysses or not shape.balanced
     found = [] if changed else [(1, 0)]
-    if shape.dropout or shape.images:
+    if shape.images:
         return found
     for cp in divisors(world)[1:]:
         if not shape.ulysses and shape.sequence % (2 * cp if shape.balanced else cp) == 0:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpc_train.errors import UserError
-
-_LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
-    re.IGNORECASE,
-)
+from hpc_train.user_frames import LOST_PEER, describe, every_frame, place, root_cause, user_frames
 
 
 @dataclass(frozen=True)
@@ -28,15 +23,28 @@ class Failure:
     user_error: bool
     message: str
     traceback: str
+    summary: list[str] = field(default_factory=list)
+    """The exception in a line, then the lines of the user's own files that led to it, innermost first."""
 
     @property
     def lost_peer(self) -> bool:
         """Whether this rank only noticed that another one was gone."""
-        return _LOST_PEER.search(self.message) is not None
+        return LOST_PEER.search(self.message) is not None
 
     def text(self) -> str:
         """For a person: one line for a mistake of the user, else the rank and its traceback."""
         return self.message if self.user_error else f"task {self.task} on {self.host} failed first:\n{self.traceback}"
+
+
+_FRAMES = 6
+"""As many are shown."""
+
+
+def summarise(error: BaseException) -> list[str]:
+    """See Failure.summary. Where no frame is the user's, the last ones of all."""
+    frames = user_frames(error) or every_frame(error)
+    lines = [f"{place(frame)}: {frame.line}" if frame.line else place(frame) for frame in frames[:_FRAMES]]
+    return [describe(root_cause(error)), *lines]
 
 
 def record_failure(folder: Path, task: int, host: str, error: BaseException) -> Failure:
@@ -48,6 +56,7 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         user_error=isinstance(error, UserError),
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
+        summary=summarise(error),
     )
     (folder / f"task-{task}.failure.json").write_text(json.dumps(asdict(failure)))
     return failure

@@ -23,6 +23,7 @@ from hpc_train.checkpoint.weights import WEIGHTS, marked, weights_of
 from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.parallel.axes import index
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.training.evaluation import validation_loss
 from hpc_train.training.folder import RunFolder
@@ -183,7 +184,7 @@ def train_step(run: Run) -> Step:
     started = time.perf_counter()
     batch = _next_batch(run)
     fetched = time.perf_counter()
-    seed_step(config.train.seed, run.step, run.world.dp_index)
+    seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
     waited = run.copied()
     norm = run.engine.clip(config.optim.max_norm)
@@ -222,7 +223,7 @@ def report(run: Run, step: Step, validation: float | None) -> None:
 
 def _next_batch(run: Run) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
-    batch.stop = run.stop.requested
+    batch.stop, batch.step = run.stop.requested, run.step
     every = run.config.train.noise_scale.every
     batch.measure = every > 0 and (run.step + 1) % every == 0
     return batch

@@ -26,6 +26,7 @@ from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import Say, build
 from hpc_train.parallel.materialise import is_meta
 from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.parallel.user_model import check_sizes
 from hpc_train.runtime.arrange import arrange
 from hpc_train.runtime.search import search
 from hpc_train.runtime.start import shut_down, start
@@ -65,6 +66,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
         frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
+        del model  # of a pipeline the whole of it, of which every stage has its own by now
         if frozen and (advice := incremental_advice(frozen, engine.pieces())):
             said.append(advice)
         with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
@@ -109,6 +111,7 @@ def make_model(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
     model = build_model(config.model, config.train.seed)
+    check_sizes(model)
     if isinstance(model, Initialised) and not is_meta(model):
         initialise(model, config.train.seed)
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from jobs import FAULTY, Workshop, processes
 
@@ -14,16 +16,19 @@ ENDLESS = (*FAULTY, "train.steps=100000", "checkpoint.every=0")
 def test_a_rank_that_raises_is_shown_and_one_that_hangs_is_killed(workshop: Workshop) -> None:
     ended = workshop.train("run", *ENDLESS, faults="1:train:3:raise 0:train:3:hold")
     assert ended.code == 1
-    first, second, *_ = ended.err.splitlines()
+    first, *frames, last = ended.err.splitlines()
     assert first.startswith("hpc-train: task 1 on ")
-    assert first.endswith(" failed first:")
-    assert second == "Traceback (most recent call last):"
-    assert ended.err.rstrip().endswith("RuntimeError: a fault of the user's model")
-    assert ended.err.count("Traceback") == 1
+    assert first.endswith(" failed first: RuntimeError: a fault of the user's model")
+    assert re.fullmatch(r"  .*faulty_model.py:\d+, in act: raise RuntimeError\(.*\)", frames[0])
+    assert all("faulty_model.py" in frame for frame in frames), "the user's own lines, and no others"
+    assert last == f"  the whole traceback: {workshop.folder / 'run/logs/0/task-1.log'}"
+    assert len(ended.err.splitlines()) <= 10
     assert processes(workshop.folder) == []
     assert [record["step"] for record in read_metrics(workshop.folder / "run/metrics.jsonl")] == [1, 2]
     logs = workshop.folder / "run/logs/0"
-    assert "a fault of the user's model" in (logs / "task-1.log").read_text()
+    log = (logs / "task-1.log").read_text()
+    assert log.count("Traceback") == 1
+    assert "a fault of the user's model" in log
     assert "faulty: 8,448 parameters" in (logs / "task-0.log").read_text()
 
 

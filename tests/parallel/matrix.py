@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from hpc_train.checkpoint import load, save
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.models.attention import ScaledDotProduct
+from hpc_train.models.dropout import Counter, Dropout, Site, every_position, layer_key, step_key
 from hpc_train.models.init import initialise
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
@@ -60,6 +62,9 @@ MODELS: dict[str, ModelConfig] = {
         bias=True,
         tied_embeddings=True,
     ),
+    "llama-dropout": _llama(dropout=0.2),
+    "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),
+    "grouped-dropout": _llama(hidden=36, heads=6, kv_heads=3, dropout=0.2),
     "vit": VisionTransformerConfig(
         name="vit",
         image_size=8,
@@ -73,6 +78,7 @@ MODELS: dict[str, ModelConfig] = {
         init_std=0.2,
     ),
 }
+MODELS["vit-dropout"] = replace(MODELS["vit"], dropout=0.2)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Case:
 
 @cache
 def _compose(overrides: tuple[str, ...], kind: str) -> RunConfig:
-    config = compose((*overrides, "model=vit_tiny" if kind == "vit" else "model=llama_tiny"))
+    config = compose((*overrides, "model=vit_tiny" if kind.startswith("vit") else "model=llama_tiny"))
     object.__setattr__(config, "model", MODELS[kind])
     return config
 
@@ -107,7 +113,7 @@ def model(kind: str) -> nn.Module:
 def global_batch(kind: str, step: int) -> MicroBatch:
     """A step's whole batch, the same on every rank; some targets do not count, unevenly over sequences."""
     generator = torch.Generator().manual_seed(step)
-    if kind == "vit":
+    if kind.startswith("vit"):
         images = torch.randn(SEQUENCES, 1, 8, 8, generator=generator, dtype=torch.float64)
         targets = torch.randint(10, (SEQUENCES,), generator=generator)
         targets[3::5] = IGNORED_TARGET
@@ -119,25 +125,35 @@ def global_batch(kind: str, step: int) -> MicroBatch:
     return MicroBatch(inputs, targets)
 
 
-def share(batch: MicroBatch, world: World, micro: int) -> StepBatch:
+def share(batch: MicroBatch, world: World, micro: int, step: int = 0) -> StepBatch:
     """This rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     mine = (tensor[world.dp_index * rows : (world.dp_index + 1) * rows].split(micro) for tensor in batch)
-    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)])
+    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)], step=step)
 
 
 def truth(kind: str) -> tuple[Outcome, Outcome]:
     """By plain autograd and torch's AdamW in one process: the three steps, and the one after them."""
     module, config = model(kind), Case(1, (), kind).config()
     optimizer = make_optimizer(module, config.optim)
-    outcomes = []
+    outcomes, counter = [], count_samples(module)
     for steps in (STEPS, (len(STEPS),)):
         outcome = Outcome([], [], [], [])
         for step in steps:
+            counter.begin(step_key(config.train.seed, step), 0, SEQUENCES, torch.device("cpu"))
             _plain_step(module, optimizer, global_batch(kind, step), RATES[step], outcome)
         outcome.state = state(module, optimizer)
         outcomes.append(outcome)
     return outcomes[0], outcomes[1]
+
+
+def count_samples(module: nn.Module) -> Counter:
+    """Tell the layers of a whole model that drop something which layer each of them is."""
+    counter = Counter()
+    for name, layer in module.named_modules():
+        if isinstance(layer, (Dropout, ScaledDotProduct)):
+            layer.site = Site(counter, torch.tensor(layer_key(name)), every_position)
+    return counter
 
 
 def _plain_step(
@@ -167,7 +183,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
     """Train some steps and keep all that can be seen of them."""
     outcome = Outcome([], [], [], [])
     for step in which:
-        sums = engine.forward_backward(share(global_batch(case.kind, step), world, case.micro))
+        sums = engine.forward_backward(share(global_batch(case.kind, step), world, case.micro, step))
         outcome.losses.append(float(sums.loss) / sums.tokens)
         outcome.gradients.append([rectangle for part in engine.parts for rectangle in gradients(part)])
         outcome.norms.append(float(engine.clip(MAX_NORM)))

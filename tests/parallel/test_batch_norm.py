@@ -184,3 +184,42 @@ def test_where_it_has_no_place_is_said_in_a_line(world: int, overrides: tuple[st
     config = LAYOUTS["ddp-2"].config(SYNC, *overrides)
     with pytest.raises(UserError, match=said):
         check_support(config, world)
+
+
+# Without it.
+
+
+def _said(world: World, config: RunConfig) -> dict[str, list[str]]:
+    frozen = _network()
+    frozen.second.eval()
+    frozen.third.eval()
+    kinds = {"all": _network(), "one": frozen, "none": _network().eval(), "other": nn.Linear(2, 5)}
+    found = {}
+    for kind, network in kinds.items():
+        lines: list[str] = []
+        build(network, lambda split: make_optimizer(split, config.optim), config, world, lines.append)
+        found[kind] = [line for line in lines if "warning" in line]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "hsdp"])
+def test_statistics_of_ranks_own_batches_are_said(kind: str) -> None:
+    config = RANKS[kind].config(*OPTIM)
+    for said in run_ranks(_said, RANKS[kind].ranks, config, parallel=config.parallel):
+        assert said["none"] == said["other"] == []
+        assert len(said["all"]) == len(said["one"]) == 1
+        assert said["all"][0].startswith("warning: first and 2 more: statistics are of each rank's own micro-batch")
+        assert "parallel.sync_batchnorm=true" in said["all"][0]
+        assert said["one"][0].startswith("warning: first: statistics")
+
+
+def test_on_one_rank_or_with_it_nothing_is_said() -> None:
+    alone, together = Layout(1, ("parallel=ddp",)).config(*OPTIM), RANKS["ddp"].config(SYNC, *OPTIM)
+    assert run_ranks(_said, 1, alone, parallel=alone.parallel)[0]["all"] == []
+    assert all(not said for said in run_ranks(_quiet, 2, together, parallel=together.parallel))
+
+
+def _quiet(world: World, config: RunConfig) -> list[str]:
+    lines: list[str] = []
+    build(_network(), lambda split: make_optimizer(split, config.optim), config, world, lines.append)
+    return [line for line in lines if "warning" in line]

@@ -233,12 +233,6 @@ def test_what_cannot_be_is_one_line(ranks: int, overrides: tuple[str, ...], kind
     assert str(error.value).isprintable()
 
 
-def test_dropout_is_refused() -> None:
-    config = Case(2, ("parallel.cp=2",)).config()
-    with pytest.raises(UserError, match=r"^model.dropout=0.1: not with parallel.cp=2, .* use model.dropout=0, or"):
-        check_support(replace(config, model=replace(config.model, dropout=0.1)), 2)
-
-
 class _Blind(nn.Module):
     """A user's model with attention that is not told any positions."""
 
@@ -262,10 +256,13 @@ def _refusals(world: World) -> list[str]:
     config = replace(Case(2, ()).config(), parallel=ParallelConfig(cp=2))
     cores = ScaledDotProduct(causal=True, dropout=0.0), ScaledDotProduct(causal=True, dropout=0.5)
     said = []
-    for part in (_Told(nn.Identity()), _Blind(cores[0]), _Told(cores[1])):
+    for part in (_Told(nn.Identity()), _Blind(cores[0])):
         with pytest.raises(UserError) as error:
             context_parallel.apply(part, config, world)
         said.append(str(error.value))
+    dropping = _Told(cores[1])
+    gathered = "context: gathered (dropout: no ring) attention in 1 modules over cp=2"
+    assert context_parallel.apply(dropping, config, world) == gathered
     part = _Told(cores[0])
     assert context_parallel.apply(part, config, world) == "context: balanced ring attention in 1 modules over cp=2"
     with pytest.raises(UserError) as error:
@@ -277,7 +274,6 @@ def test_a_model_that_does_not_fit_is_one_line() -> None:
     wanted = (
         "_Told has no hpc_train.models.attention.ScaledDotProduct",
         "_Blind.forward takes no `positions`",
-        "_Told drops out attention weights",
         "a sequence of 6 positions does not divide into the 4 equal parts",
     )
     for said in run_ranks(_refusals, 2, parallel=ParallelConfig(cp=2)):

@@ -171,7 +171,7 @@ class _Pool:
         elif code != EXIT_REQUEUE:
             self.failed.append(it.point.id)
             why = (explain(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
-            _say(f"{it.point.id}: {': '.join(dict.fromkeys([why[0].rstrip(':'), why[-1]]))}")
+            _say(f"{it.point.id}: {why[0]}")
 
     def _tell_done(self, point: FrozenPoint) -> None:
         self.done += 1

@@ -11,6 +11,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.attention import ScaledDotProduct
 from hpc_train.parallel.axes import degree
+from hpc_train.parallel.context.gathered import GatheredAttention
 from hpc_train.parallel.context.positions import provide, share
 from hpc_train.parallel.context.ring_attention import Ring, RingAttention
 from hpc_train.parallel.context.ulysses import UlyssesAttention
@@ -30,11 +31,14 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     for owner, name, core in found:
         setattr(owner, name, distributed(core, config, world))
     provide(part, config, world)
-    return f"context: {_method(config)} attention in {len(found)} modules over cp={degree(world, 'cp')}"
+    drops = any(core.dropout > 0 for _, _, core in found)
+    return f"context: {_method(config, drops)} attention in {len(found)} modules over cp={degree(world, 'cp')}"
 
 
-def _method(config: RunConfig) -> str:
+def _method(config: RunConfig, drops: bool) -> str:
     context = config.parallel.context
+    if drops and context.method == "ring":
+        return "gathered (dropout: no ring)"
     return "balanced ring" if context.method == "ring" and context.balanced else context.method
 
 
@@ -50,8 +54,6 @@ def _check(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -> None:
             f"parallel.cp={cp}: {name}.forward takes no `positions`, so it cannot know which part of a sequence it "
             "sees; add that argument, or use parallel.cp=1"
         )
-    if any(core.dropout > 0 for core in cores):
-        raise UserError(f"parallel.cp={cp}: {name} drops out attention weights; use dropout 0, or parallel.cp=1")
 
 
 def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
@@ -60,6 +62,8 @@ def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.M
     new: nn.Module
     if context.method == "ulysses":
         new = UlyssesAttention(core, group)
+    elif core.dropout > 0:
+        new = GatheredAttention(core, group, share(config, world))
     else:
         new = RingAttention(Ring(group), causal=core.causal, balanced=context.balanced)
     return new.train(core.training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -13,12 +13,13 @@ from hpc_train.api import IGNORED_TARGET, MicroBatch, Piece, StepBatch, Sums, Wo
 from hpc_train.config.run import RunConfig
 from hpc_train.parallel.axes import degree
 from hpc_train.parallel.context.context_parallel import own_tokens
-from hpc_train.parallel.loss import loss_sum
+from hpc_train.parallel.loss import first_loss_sum, loss_sum
 from hpc_train.parallel.pipeline import tied
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
 from hpc_train.parallel.pipeline.timeline import Timeline
 from hpc_train.parallel.totals import Totals, reduce_loss
 from hpc_train.parallel.updates import Updates
+from hpc_train.parallel.user_model import calling
 from hpc_train.parallel.zero.shard import release
 
 Hidden = Callable[[Tensor], Tensor]
@@ -34,6 +35,7 @@ class StepLoss:
         self._scale: Callable[[], float] = lambda: 1.0
         self.sum = torch.zeros((), dtype=torch.float64, device=device)
         self._seen = 0
+        self._checked = False
 
     def begin(self, scale: Callable[[], float]) -> None:
         """A new step. `scale` is asked when the first loss is there: it may have to wait for other ranks."""
@@ -43,7 +45,8 @@ class StepLoss:
         """See compat.PipelineLoss."""
         assert self._last is not None
         with self._timeline.record("L", self._stage, self._seen):
-            loss = loss_sum(self._last, out, target)
+            loss = (loss_sum if self._checked else first_loss_sum)(self._last, out, target)
+            self._checked = True
             self.sum += loss.detach()
             self._seen += 1
             return loss * self._scale()
@@ -76,6 +79,7 @@ class PipelineEngine:
         self._last = last in pipeline.parts
         self._loss = StepLoss(pipeline.parts.get(last), world.device, pipeline.timeline, last)
         self._schedules: dict[object, Schedule] = {}
+        self._called = False
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine. Never sees a gradient of less than the global batch."""
@@ -83,7 +87,9 @@ class PipelineEngine:
         counted = cache(totals.wait)
         self._loss.begin(lambda: self._updates.loss_scale * self._reducing / max(counted()[0], 1))
         schedule, inputs, target = self._ready(batch, training=True)
-        schedule.step(*inputs, target=target, return_outputs=False)
+        with nullcontext() if self._called else calling("in the first step of the pipeline"):
+            schedule.step(*inputs, target=target, return_outputs=False)
+        self._called = True
         reduction = reduce_loss(self._loss.sum, self._world)
         tied.add_up(self._ties, self._world)
         for end in self._at_end:
@@ -118,6 +124,7 @@ class PipelineEngine:
 
     def _ready(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """The schedule for this batch, the inputs of the first stage, and the targets of the last."""
+        self._pipeline.masks.begin_step(batch, filled=True)
         whole = joined([own_tokens(micro, self._config, self._world) for micro in batch.micro])
         schedule = self._schedule(whole.inputs, len(batch.micro), training)
         dtype, device = next(self.parts[0].parameters()).dtype, self._world.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -14,10 +14,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.parallel.axes import degree
 from hpc_train.parallel.context.context_parallel import own_tokens
 from hpc_train.parallel.ddp.replicate import GradientHook, accumulating, backwards_to_settle, settling
-from hpc_train.parallel.loss import loss_sum
+from hpc_train.parallel.dropout import StepMasks
+from hpc_train.parallel.loss import first_loss_sum, loss_sum
 from hpc_train.parallel.precision import cast_forward
 from hpc_train.parallel.totals import Totals, reduce, reduce_loss
 from hpc_train.parallel.updates import Updating
+from hpc_train.parallel.user_model import calling, name_of
 from hpc_train.parallel.zero.shard import release, synchronise
 
 
@@ -42,6 +44,9 @@ class PlainEngine:
         self._config, self._world, self._hook = config, world, hook
         self._to_settle = backwards_to_settle(wrapped, hook, world)
         self._updates = updates
+        self._masks = StepMasks([model], config, world)
+        self._called = False
+        """The model has been called once, and has shown what it returns."""
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""
@@ -51,7 +56,9 @@ class PlainEngine:
         scale, reduction, sample = 0.0, None, None
         tokens, stop = 0, False
         measure = batch.measure and self._can_measure(batch)
+        self._masks.begin_step(batch)
         for index, micro in enumerate(batch.micro):
+            self._masks.select(index)
             last = index == len(batch.micro) - 1
             with self._synchronising(last, early=measure and index == 0):
                 loss = self._loss(micro)
@@ -102,13 +109,21 @@ class PlainEngine:
             self._to_settle -= 1
 
     def _loss(self, micro: MicroBatch) -> Tensor:
+        if self._called:
+            return self._computed(micro, loss_sum)
+        with calling(f"in the first call of {name_of(self._model)}"):
+            loss = self._computed(micro, first_loss_sum)
+        self._called = True
+        return loss
+
+    def _computed(self, micro: MicroBatch, sum_up: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Tensor:
         device = self._world.device
         mine = own_tokens(micro, self._config, self._world)
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in mine)
         inputs = inputs.to(next(self._model.parameters()).dtype) if inputs.is_floating_point() else inputs
         with self._cast():
             out = self._wrapped(inputs)
-        return loss_sum(self._model, out, targets)
+        return sum_up(self._model, out, targets)
 
     def _cast(self) -> AbstractContextManager[object]:
         if isinstance(self._wrapped, FSDPModule):

@@ -14,8 +14,8 @@ from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.axes import index
+from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines.pipeline import Hidden, PipelineEngine
-from hpc_train.parallel.materialise import is_meta
 from hpc_train.parallel.pipeline import tied
 from hpc_train.parallel.pipeline.block_times import BlockTimes, read_times, times_file
 from hpc_train.parallel.pipeline.schedule import Pipeline
@@ -54,7 +54,6 @@ def build(
     say(_said(names, ranks, config))
     for stage, part in parts.items():
         prepare(part, model, config, world, _of_stage(stage, say))
-        _copy_buffers(part, model)
         if rules.splits_backward(options):
             _keep_gathered(part)
     ties = tied.ties(trained, ranks, parts)
@@ -73,7 +72,8 @@ def _pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunCo
     file = None if config.run_dir is None else Path(config.run_dir) / "timeline" / f"rank-{world.rank}.json"
     timeline = Timeline(world.device, options.timeline, file, world.rank)
     order = rules.read(options) if rules.from_file(options) else None
-    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline)
+    masks = StepMasks(parts.values(), config, world)
+    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, masks)
 
 
 def stage_names(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:
@@ -129,15 +129,6 @@ def _check_trained(trained: list[set[str]]) -> None:
             f"parallel.pp: no parameter of stage {idle[0]} requires a gradient; lower parallel.pp or "
             "parallel.pipeline.virtual_stages, or move the stages with parallel.pipeline.costs"
         )
-
-
-@torch.no_grad()
-def _copy_buffers(part: nn.Module, model: nn.Module) -> None:
-    """What a stage on the meta device has not got: values that no rule draws."""
-    if is_meta(model):
-        return
-    for name, buffer in part.named_buffers():
-        buffer.copy_(model.get_buffer(name))
 
 
 def _keep_gathered(part: nn.Module) -> None:

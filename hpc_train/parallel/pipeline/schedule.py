@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from hpc_train.compat import PipelineLoss, run_order
+from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.timeline import Timeline
 from hpc_train.schedules import table
 from hpc_train.schedules.actions import Action, Kind, Order
@@ -41,9 +42,10 @@ _SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
 
 
 class Stage(PipelineStage):
-    """torch's stage, with every computation on the timeline."""
+    """torch's stage, with every computation on the timeline, and dropout that knows the micro-batch."""
 
     timeline: Timeline
+    masks: StepMasks
 
     def forward_one_chunk(
         self,
@@ -53,6 +55,7 @@ class Stage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """See torch."""
+        self.masks.select(fwd_chunk_id)
         with self.timeline.record("F", self.stage_index, fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
@@ -63,6 +66,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """See torch."""
+        self.masks.select(bwd_chunk_id)  # for what is recomputed
         with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -87,6 +91,7 @@ class Pipeline:
     group: dist.ProcessGroup
     device: torch.device
     timeline: Timeline
+    masks: StepMasks
 
     def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.
@@ -124,7 +129,7 @@ class Pipeline:
                 output_args=hidden,  # of the last stage nobody asks
                 group=self.group,
             )
-            stage.timeline = self.timeline
+            stage.timeline, stage.masks = self.timeline, self.masks
             made.append(stage)
         return made
 

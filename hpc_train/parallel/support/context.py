@@ -40,11 +40,6 @@ def _check_unused(context: ContextConfig) -> None:
 
 
 def _check_model(model: TransformerConfig, config: RunConfig, degrees: Degrees) -> None:
-    if model.dropout > 0:
-        raise UserError(
-            f"model.dropout={model.dropout:g}: not with parallel.cp={degrees.cp}, where all ranks of a sequence would "
-            "draw the same mask for different tokens; use model.dropout=0, or parallel.cp=1"
-        )
     heads = model.heads // degrees.tp
     if config.parallel.context.method == "ulysses" and heads % degrees.cp:
         held = f" / parallel.tp={degrees.tp}" if degrees.tp > 1 else ""

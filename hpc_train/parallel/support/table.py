@@ -103,7 +103,7 @@ TABLE: tuple[Technique, ...] = (
         "parallel=cp",
         "our own ring over fused attention, balanced causal order",
         EXACT,
-        "2 cp divides the positions; no dropout; no ViT",
+        "2 cp divides the positions; no ViT; with dropout keys and values are gathered",
         "tests/parallel/test_context.py",
     ),
     Technique(
@@ -111,7 +111,7 @@ TABLE: tuple[Technique, ...] = (
         "parallel=cp parallel.context.method=ulysses",
         "our own all-to-all of heads and positions",
         EXACT,
-        "cp divides heads / tp and the positions; no dropout; no ViT",
+        "cp divides heads / tp and the positions; no ViT",
         "tests/parallel/test_context.py",
     ),
     Technique(
@@ -217,6 +217,14 @@ TABLE: tuple[Technique, ...] = (
         INEXACT + "computed in float16; a step that overflows is skipped",
         "no parameter servers",
         "tests/parallel/test_fp16.py",
+    ),
+    Technique(
+        "dropout",
+        "model.dropout=0.1",
+        "our own masks, by sample, layer, position and channel",
+        EXACT,
+        "models.dropout; torch's own layers: other masks elsewhere, not over tp or cp",
+        "tests/parallel/test_dropout.py",
     ),
     Technique(
         "synchronised BatchNorm",

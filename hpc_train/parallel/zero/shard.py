@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import Model, World
+from hpc_train.api import World
 from hpc_train.compat import concatenate, flatten
 from hpc_train.config.degrees import resolve
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.axes import SHARD_CONTEXT, degree
+from hpc_train.parallel.memory.blocks import named_blocks
 from hpc_train.parallel.precision import sharded_policy
 from hpc_train.parallel.support.data import sharded
 from hpc_train.parallel.zero.offload import sharded_offload
@@ -114,27 +115,50 @@ def _groups(part: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
 
     Where parameters stay gathered, larger groups cost no memory but that of a bucket, and every collective has a price.
     """
-    blocks = list(part.blocks().values()) if isinstance(part, Model) else []
+    units = tied_together(part, list(dict.fromkeys(named_blocks(part).values())))
     if not _POLICIES[config.strategy].keeps:
-        return [[block] for block in blocks]
+        return units
     limit = (config.bucket_mib or _GROUP_MIB) * 2**20
-    if _bytes(part) <= limit:
+    if _bytes([part]) <= limit:
         return []
     groups: list[list[nn.Module]] = []
     filled = 0
-    for block in blocks:
-        size = _bytes(block)
+    for unit in units:
+        size = _bytes(unit)
         if not groups or filled + size > limit:
             groups.append([])
             filled = 0
-        groups[-1].append(block)
+        groups[-1] += unit
         filled += size
     return groups
 
 
-def _bytes(module: nn.Module) -> int:
-    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return sum(parameter.nbytes for parameter in parameters)
+def tied_together(part: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks in their order, those that share a parameter in one list.
+
+    fully_shard knows a shared parameter only within a group, and elsewhere would make two of it. So a block that shares
+    one with what is in no block is left out: it belongs to the last group.
+    """
+    unit = list(range(len(blocks)))
+    first: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            joined = unit[first.setdefault(id(parameter), index)]
+            unit = [joined if number == unit[index] else number for number in unit]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [module for module in part.modules() if id(module) not in inside]
+    rest = {first.get(id(parameter)) for module in outside for parameter in module.parameters(recurse=False)}
+    left_out = {unit[index] for index in rest if index is not None}
+    members: dict[int, list[nn.Module]] = {}
+    for number, block in zip(unit, blocks, strict=True):
+        if number not in left_out:
+            members.setdefault(number, []).append(block)
+    return list(members.values())
+
+
+def _bytes(modules: Sequence[nn.Module]) -> int:
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
 
 def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from hpc_train.api import Model
 from hpc_train.compat_rehearsal import Pretending, load_all
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.parallel.memory.blocks import named_blocks
 from hpc_train.parallel.support import check_support
 from hpc_train.planner.rehearsal.choose import Chosen, choose
 from hpc_train.planner.rehearsal.closed_form import closed_form
@@ -74,7 +74,7 @@ def _closed_forms(config: RunConfig, degrees: Degrees, ranks: Mapping[int, Built
 
 def _blocks(model: nn.Module, degrees: Degrees) -> int:
     """Of one rank, about."""
-    return -(-len(model.blocks()) // degrees.pp) if isinstance(model, Model) else 1
+    return max(1, -(-len(named_blocks(model)) // degrees.pp))
 
 
 def _processes() -> int:

@@ -1,0 +1,60 @@
+"""Context parallel attention that drops weights: keys and values of all ranks at once, in place of a ring.
+
+A ring's kernels take no mask of weights. A rank keeps those of the whole sequence, and scores of a
+block of its own queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpc_train.compat import all_gather, reduce_scatter
+from hpc_train.models.attention import ScaledDotProduct
+from hpc_train.models.dropped_attention import attend_with_dropout
+from hpc_train.parallel.context.block_attention import as_autocast
+from hpc_train.parallel.context.positions import Share
+
+
+class _Gather(torch.autograd.Function):
+    """x of each rank -> (ranks, ...) of all; backward adds up what all ranks want of this one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = x.new_empty(group.size(), *x.shape)
+        all_gather(parts, x.contiguous(), group)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        parts = gradients[0].contiguous()
+        mine = torch.empty_like(parts[0])
+        reduce_scatter(mine, parts, ctx.group)
+        return mine, None
+
+
+class GatheredAttention(nn.Module):
+    """Attention of a rank's queries to the keys of the whole sequence, with dropout; no parameters."""
+
+    def __init__(self, core: ScaledDotProduct, group: dist.ProcessGroup, share: Share) -> None:
+        super().__init__()
+        self.core = core
+        self._group, self._share = group, share
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
+        q, k, v = as_autocast(q, k, v)
+        both: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
+        k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        length, ranks = q.shape[2], self._group.size()
+        shares = [Share(rank, ranks, self._share.balanced) for rank in range(ranks)]
+        places = [one.positions(length * ranks).to(q.device, non_blocking=True) for one in shares]
+        site, p = self.core.site, self.core.dropout if self.training else 0.0
+        assert site is not None
+        return attend_with_dropout(q, k, v, places[self._share.rank], torch.cat(places), self.core.causal, site, p)

@@ -1,0 +1,121 @@
+"""Dropout in a model that is split over ranks: each layer learns which samples, positions and heads this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.api import Model, StepBatch, World
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.attention import ScaledDotProduct
+from hpc_train.models.dropout import Counter, Dropout, Site, layer_key, step_key
+from hpc_train.parallel.axes import degree, index
+from hpc_train.parallel.context.positions import Share, share
+from hpc_train.parallel.tensor.plan import read_plan
+
+_TORCH = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""They draw from the rank's own generator, in whatever order the rank computes."""
+
+
+def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+    """A pass, before any other: every layer that drops learns its name, and what of its input this rank has.
+
+    Raises UserError where torch's own layers would draw the same mask for different tokens.
+    """
+    if degree(world, "tp") > 1 or degree(world, "cp") > 1:
+        _refuse_torch(part)
+    layers = {
+        name: module
+        for name, module in part.named_modules()
+        if (isinstance(module, Dropout) and module.p > 0) or (isinstance(module, ScaledDotProduct) and module.dropout)
+    }
+    if not layers:
+        return None
+    counter, heads = Counter(), _heads_split(part, config, world)
+    for name, module in layers.items():
+        places = _places(part, config, world, split=isinstance(module, Dropout))
+        layer = torch.tensor(layer_key(name), device=world.device)
+        module.site = Site(counter, layer, places, heads.get(name, 0))
+    return f"dropout: {len(layers)} layers, masks by sample and position"
+
+
+@dataclass(frozen=True)
+class Places:
+    """models.dropout.Positions of a rank that holds a share of a sequence, and of that, over tp, a part."""
+
+    share: Share
+    part: int
+    parts: int
+
+    def __call__(self, length: int, device: torch.device) -> Tensor:
+        """See models.dropout.Positions."""
+        mine = torch.arange(self.part * length, (self.part + 1) * length, device=device)
+        whole, rank, ranks = length * self.parts, self.share.rank, self.share.ranks
+        if not self.share.balanced:
+            return mine + rank * whole
+        half = whole // 2
+        return torch.where(mine < half, mine + rank * half, mine + (2 * ranks - 2 - rank) * half)
+
+
+def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> Places:
+    """split: of what lies between layers, whose positions tp may split; else of what attention sees."""
+    tp = degree(world, "tp")
+    if not split or tp == 1 or not config.parallel.tensor.sequence or "seq" not in getattr(part, "plan", {}).values():
+        return Places(share(config, world), 0, 1)
+    return Places(share(config, world), index(world, "tp"), tp)
+
+
+def _heads_split(part: nn.Module, config: RunConfig, world: World) -> dict[str, int]:
+    """By the name of an attention: which of the equal parts of its heads this rank computes."""
+    tp, cp = degree(world, "tp"), degree(world, "cp")
+    over_cp = cp if config.parallel.context.method == "ulysses" else 1
+    plan = read_plan(part, whole=degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
+    parents = {name.rpartition(".")[0] for name, how in plan.items() if how == "col"}
+    found = {}
+    for name, module in part.named_modules():
+        if isinstance(module, ScaledDotProduct):
+            mine = index(world, "tp") if name.rpartition(".")[0] in parents else 0
+            found[name] = mine * over_cp + (index(world, "cp") if over_cp > 1 else 0)
+    return found
+
+
+def _refuse_torch(part: nn.Module) -> None:
+    for name, module in part.named_modules():
+        draws = module.p if isinstance(module, _TORCH) else getattr(module, "dropout", 0)
+        if isinstance(module, (*_TORCH, nn.MultiheadAttention, nn.RNNBase)) and draws > 0:
+            raise UserError(
+                f"model: {name} is torch's {type(module).__name__} with dropout {draws:g}, which draws the same mask "
+                "for different tokens on the ranks of tp and cp; use hpc_train.models.dropout.Dropout between layers, "
+                "dropout 0, or parallel.tp=1 and parallel.cp=1"
+            )
+
+
+class StepMasks:
+    """What a step's dropout depends on, for the layers of some parts; without any, nothing is done."""
+
+    def __init__(self, parts: Iterable[nn.Module], config: RunConfig, world: World) -> None:
+        sites = [module.site for part in parts for module in part.modules() if hasattr(module, "site")]
+        self._counters = list({id(site.counter): site.counter for site in sites if isinstance(site, Site)}.values())
+        self._seed, self._world = config.train.seed, world
+        self._key = 0
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+
+    def begin_step(self, batch: StepBatch, *, filled: bool = False) -> None:
+        """A step, on this rank's share of its samples. filled: short micro-batches are filled up at their ends."""
+        if not self._counters:
+            return
+        rows = [len(micro.targets) for micro in batch.micro]
+        first = self._world.dp_index * sum(rows) if batch.first is None else batch.first
+        self._key = step_key(self._seed, batch.step)
+        self._starts = [first + sum(rows[:index]) for index in range(len(rows))]
+        self._counts = [max(rows)] * len(rows) if filled else rows
+
+    def select(self, micro: int) -> None:
+        """Before anything is computed of a micro-batch, or computed again."""
+        for counter in self._counters:
+            counter.begin(self._key, self._starts[micro], self._counts[micro], self._world.device)

@@ -1,0 +1,92 @@
+"""Which lines of a traceback are in the user's own files, and how a person is told of them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_OURS = str(Path(__file__).resolve().parent) + os.sep
+_INSTALLED = tuple(
+    str(Path(path).resolve()) + os.sep
+    for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
+    re.IGNORECASE,
+)
+"""What a rank says that only noticed that another one was gone."""
+_LENGTH = 300
+"""Of an exception's text in one line."""
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames in files of the user, innermost first, of the exception that began it.
+
+    Where none is the user's, those in installed packages that are neither ours nor torch's: a model may come from one.
+    """
+    frames = [frame for frame in _frames(error) if not frame.filename.startswith(("<", _OURS))]
+    own = [frame for frame in frames if not _resolved(frame.filename).startswith(_INSTALLED)]
+    return own or [frame for frame in frames if _is_package_of_models(frame.filename)]
+
+
+def _is_package_of_models(path: str) -> bool:
+    return "site-packages" in path and f"{os.sep}torch{os.sep}" not in path
+
+
+def every_frame(error: BaseException) -> list[traceback.FrameSummary]:
+    """All of them, innermost first."""
+    return list(_frames(error))
+
+
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    for one in _from_the_cause(error):
+        yield from reversed(traceback.extract_tb(one.__traceback__))
+
+
+def _from_the_cause(error: BaseException) -> list[BaseException]:
+    """The exception that began it first: some libraries raise another one from the user's."""
+    found: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in found:
+        found.insert(0, one)
+        one = one.__cause__
+    return found
+
+
+def _resolved(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception that began it."""
+    return _from_the_cause(error)[0]
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and text in one line."""
+    text = " ".join(str(error).split())
+    shown = text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def place(frame: traceback.FrameSummary) -> str:
+    """`file:line, in function`; the file relative to the current folder where it lies in it."""
+    return f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
+
+
+def definition(function: Callable[..., Any]) -> str:
+    """`file:line` of a function's definition; nothing where it has none in a file."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _shown(path: str) -> str:
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
