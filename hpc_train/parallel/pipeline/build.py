@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from hpc_train.api import Model, World
 from hpc_train.config.degrees import Degrees
@@ -55,8 +54,6 @@ def build(
     for stage, part in parts.items():
         prepare(part, model, config, world, _of_stage(stage, say))
         _copy_buffers(part, model)
-        if rules.splits_backward(options):
-            _keep_gathered(part)
     ties = tied.ties(trained, ranks, parts)
     optimizer = make_optimizer(nn.ModuleList(parts.values()))
     updates = Updates(list(parts.values()), optimizer, world, tied.borrowed(ties), loss_scale(config.precision))
@@ -73,7 +70,7 @@ def _pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunCo
     file = None if config.run_dir is None else Path(config.run_dir) / "timeline" / f"rank-{world.rank}.json"
     timeline = Timeline(world.device, options.timeline, file, world.rank)
     order = rules.read(options) if rules.from_file(options) else None
-    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline)
+    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, config.parallel)
 
 
 def stage_names(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:
@@ -138,12 +135,6 @@ def _copy_buffers(part: nn.Module, model: nn.Module) -> None:
         return
     for name, buffer in part.named_buffers():
         buffer.copy_(model.get_buffer(name))
-
-
-def _keep_gathered(part: nn.Module) -> None:
-    """torch finds the weights that a split backward is for among the gathered ones, so they must stay so."""
-    if isinstance(part, FSDPModule):
-        part.set_reshard_after_forward(False)
 
 
 def _of_stage(stage: int, say: Say) -> Say:
