@@ -5,12 +5,13 @@ Those of `plan rehearse` are in compat_rehearsal.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -207,6 +208,128 @@ def run_order(
     gathered = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
     runtime.pipeline_order_with_comms = schedules._add_send_recv(gathered, ranks.__getitem__, len(ranks))
     return runtime
+
+
+def take_over_gathering(schedule: PipelineScheduleMulti, gather_ahead: bool) -> None:
+    """Leave it to fully_shard's own hooks when the parameters of stages are gathered and freed.
+
+    torch's runtime would gather a stage whole before its first use, and free it where more than two others come first.
+    gather_ahead: still gather a stage before its first use, beside what computes then; it stays gathered.
+    """
+    from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
+
+    def unshard(action: Any, context: Any) -> None:
+        runtime, index = context.schedule_ref, action.stage_index
+        runtime.unsharded_stages.add(index)
+        (stage,) = (stage for stage in runtime._stages if stage.stage_index == index)
+        modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
+        if gather_ahead:
+            runtime.unshard_ops[index] += [module.unshard(async_op=True) for module in modules]
+
+    def reshard(action: Any, context: Any) -> None:
+        context.schedule_ref.unsharded_stages.discard(action.stage_index)
+
+    runtime: Any = schedule
+    runtime.register_custom_function(UNSHARD, unshard)
+    runtime.register_custom_function(RESHARD, reshard)
+
+
+@contextmanager
+def without_memory(stage: PipelineStage) -> Iterator[None]:
+    """Inside of it a stage describes what it is going to receive, and allocates nothing for it.
+
+    Private, as are the next two, because torch's stages keep memory for what they receive of every micro-batch of a
+    step, although few of them are in flight at once.
+    """
+    device, stage.device = stage.device, torch.device("meta")
+    try:
+        yield
+    finally:
+        stage.device = device
+
+
+def give_memory(received: Sequence[Any], device: torch.device) -> None:
+    """Allocate what one micro-batch is received into. received: torch's descriptions of it."""
+    for one in received:
+        if one.buffer is not None and one.buffer.is_meta:
+            one.buffer = torch.empty_like(one.buffer, device=device)
+
+
+def take_memory(received: Sequence[Any]) -> None:
+    """Leave the memory of what was received to those who use it."""
+    for one in received:
+        if one.buffer is not None:
+            one.buffer = torch.empty_like(one.buffer, device="meta", requires_grad=False)
+
+
+def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:
+    """Add up the gradients of a stage's parameters; returns those of its inputs, which are not kept.
+
+    Private, as are the next two, because torch's stages decide themselves when fully_shard reduces and frees.
+    """
+    from torch.distributed.pipelining._backward import stage_backward
+
+    return stage_backward(outputs, gradients, inputs)
+
+
+PendingWeights = list[dict[str, Any]]
+"""What the gradients of a stage's weights are computed from: nodes of the graph, and the gradients of their results."""
+
+
+def backward_of_inputs(
+    outputs: Any, gradients: Any, inputs: Any, module: FSDPModule
+) -> tuple[tuple[Tensor | None, ...], PendingWeights]:
+    """The gradients of a stage's inputs, and what those of its weights can be computed from later.
+
+    The weights of the graph are the gathered ones, whose memory may have been freed since.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    weights = [weight for group in _groups_of(module) for weight in _gathered_weights(group)]
+    return stage_backward_input(outputs, gradients, inputs, iter(weights))
+
+
+def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int) -> None:
+    """Compute the gradients of a stage's weights, one group of fully_shard after another, the last one first.
+
+    Each is gathered if it is not, reduced and freed as after any other backward. ahead: groups that are gathered before
+    the one that computes. Private because fully_shard's hooks run where gradients of inputs are computed, only.
+    """
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_weight
+
+    groups = list(reversed(_groups_of(module)))
+    owner = {_get_grad_fn_or_grad_acc(w): at for at, group in enumerate(groups) for w in _gathered_weights(group)}
+    left: list[tuple[set[int], dict[str, Any]]] = [({owner[node] for node in one["params"]}, one) for one in pending]
+    for at, group in enumerate(groups):
+        mine = [one for used, one in left if at in used]
+        used = {at}.union(*(used for used, _ in left if at in used))
+        left = [one for one in left if at not in one[0]]
+        for index in [*sorted(used), *range(at + 1, min(at + 1 + ahead, len(groups)))]:
+            _gather(groups[index], wait=index in used)
+        weights = [weight for index in used for weight in _gathered_weights(groups[index])]
+        stage_backward_weight(iter(weights), mine)
+        group.post_backward()
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """fully_shard's groups of a stage, that of what is in no block first."""
+    states = module._get_fsdp_state()._state_ctx.all_states
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _gathered_weights(group: Any) -> list[nn.Parameter]:
+    """What a group's modules compute with, whether or not it is gathered just now."""
+    return [held._unsharded_param for held in group.fsdp_params if held._unsharded_param.requires_grad]
+
+
+def _gather(group: Any, wait: bool) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    group._training_state = TrainingState.PRE_BACKWARD
+    group.unshard(group.unshard_async_op)
+    if wait:
+        group.wait_for_unshard()
 
 
 def set_local(tensor: DTensor, local: Tensor) -> None:

@@ -37,6 +37,34 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     return tokens * kept * constants.activations, tokens * alive * constants.activations
 
 
+def last_norm(jobs: Jobs, tokens: Column) -> Column:
+    """Bytes that the norm before the head of hpc_train's own models keeps of one micro-batch."""
+    between, norms = _between(jobs)
+    return tokens * (between + norms / 2 + jobs.activation_bytes * jobs.hidden)
+
+
+def pending_gradients(jobs: Jobs, tokens: Column) -> Column:
+    """Bytes of one layer and micro-batch between a split backward's two parts: gradients of the results of products
+    and norms, of which those of weights are going to be computed. Of hpc_train's own models."""
+    item, hidden = jobs.activation_bytes, jobs.hidden
+    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
+    norms = 2 * np.where(eager, _WIDE, item) * hidden / width
+    heads = (jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp
+    return tokens * (norms + item * (heads + 2 * hidden / width + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
+
+
+def _between(jobs: Jobs) -> tuple[Column, Column]:
+    """Bytes a token of a norm's input, and of what the two norms of a layer keep beside it, of hpc_train's models."""
+    item, hidden = jobs.activation_bytes, jobs.hidden
+    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)
+    eager = jobs.fused_elementwise == 0
+    norms = 2 * np.where(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
+    norms = norms + np.where(autocast, 2 * item * hidden, 0.0)
+    return np.where(autocast, _WIDE, item) * hidden / width, norms
+
+
 def whole_layer(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Bytes of one layer and one micro-batch of which nothing is recomputed."""
     everything = _published(jobs)[0]
@@ -71,12 +99,8 @@ def _ours(jobs: Jobs) -> tuple[Column, Column, Column]:
     and of attention, those of row-parallel ones before they are summed and scattered.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
-    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)
-    between = np.where(autocast, _WIDE, item) * hidden / width
+    between, norms = _between(jobs)
     eager = jobs.fused_elementwise == 0
-    norms = 2 * np.where(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
-    norms = norms + np.where(autocast, 2 * item * hidden, 0.0)
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
     widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
     everything = 2 * between + norms + 2 * item * hidden + heads + widened

@@ -9,6 +9,7 @@ import numpy as np
 from hpc_train.planner.activations import layer_activations, whole_layer
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import STACKS, Column, Jobs, columns_of
+from hpc_train.planner.peak import peak
 from hpc_train.planner.stages import in_flight, layers_of
 
 NO, MAYBE, YES = 0, 1, 2
@@ -95,6 +96,12 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
     host = _host(jobs, weights, optimizer, shard) + waiting
     optimizer = optimizer * (jobs.offload == 0)
+    if np.any(jobs.stack == _OURS):
+        ours = peak(jobs, constants)
+        own = (ours.parameters, ours.gradients, ours.optimizer, ours.activations, ours.logits, ours.buffers)
+        theirs = (parameters, gradients, optimizer, activations, logits, buffers)
+        chosen = (np.where(jobs.stack == _OURS, mine, other) for mine, other in zip(own, theirs, strict=True))
+        parameters, gradients, optimizer, activations, logits, buffers = chosen
     held = parameters + gradients + optimizer + activations + logits + buffers
     rows = np.broadcast_shapes(held.shape[1:], jobs.memory_bytes.shape)
     if not any(it.ndim for it in columns_of(jobs).values()):

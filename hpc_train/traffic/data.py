@@ -1,6 +1,7 @@
 """The data-parallel axes: gradients, and what the zero strategies gather (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Volumes are those of parallel/zero/shard.py and parallel/ddp/replicate.py.
+Volumes are those of parallel/zero/shard.py, by the rule of parallel/support/sharding.py, and of
+parallel/ddp/replicate.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpc_train.parallel.support.sharding import ZERO, block_gathers, end_gathers, reductions
 from hpc_train.traffic.flow import Flow
 
 Axes = tuple[str, ...]
@@ -32,25 +34,16 @@ class Group:
     uses: Uses
 
 
-def block_uses(strategy: str, micro_batches: int, reshard: bool, pipeline: bool, split_backward: bool) -> Uses:
-    """Of the parameters of blocks.
-
-    A pipeline reduces once a step, and never frees what a backward has gathered before the end of the step, but each
-    forward frees what it has gathered: every one of M forwards is followed by a gather, and one goes before the first.
-    """
-    if pipeline:
-        again = strategy == "zero3" and reshard and not split_backward
-        return Uses(micro_batches + 1 if again else 1, 1)
-    if strategy == "zero3":
-        return Uses(micro_batches * (2 if reshard else 1), micro_batches)
-    return Uses(1, micro_batches if strategy == "zero2" else 1)
+def block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> Uses:
+    """Of the parameters of blocks. split: micro-batches whose backward is split."""
+    zero = ZERO[strategy]
+    return Uses(block_gathers(zero, reshard, pp, micro_batches, split), reductions(zero, micro_batches))
 
 
-def end_uses(strategy: str, micro_batches: int, pipeline: bool) -> Uses:
-    """Of what is in no block, which zero3 keeps from the end of forward to the beginning of backward."""
-    if pipeline or strategy not in ("zero2", "zero3"):
-        return Uses(1, 1)
-    return Uses(micro_batches if strategy == "zero3" else 1, micro_batches)
+def end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> Uses:
+    """Of what is in no block."""
+    zero = ZERO[strategy]
+    return Uses(end_gathers(zero, reshard, pp, micro_batches, split), reductions(zero, micro_batches))
 
 
 def reduced(axes: Axes, buckets: Sequence[float]) -> list[Flow]:

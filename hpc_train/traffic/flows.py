@@ -12,7 +12,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import head_dim, kv_heads
 from hpc_train.parallel.support.data import sharded as is_sharded
-from hpc_train.parallel.support.pipeline import placement, splits_backward
+from hpc_train.parallel.support.pipeline import placement
+from hpc_train.parallel.support.sharding import ZERO, keeps_gradients
 from hpc_train.parallel.tensor.heads import attended
 from hpc_train.traffic import compression, context, data, pipeline, server, tensor
 from hpc_train.traffic.buckets import MIB, buckets, groups
@@ -28,8 +29,7 @@ def flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple
     """What every axis moves in a step of training on `world` ranks; an axis of one rank moves nothing.
 
     On a pipeline: what the stage moves that moves most, for each technique by itself. Not counted: evaluations, the
-    gradient noise scale, warm-up steps of compression, and the parameters that torch frees and gathers again where a
-    rank has more than three stages.
+    gradient noise scale, and warm-up steps of compression.
     parameters: of a model=custom, whose shape only it knows; its blocks are taken to be one.
     Raises UserError for a custom model without that number, or spread over more than the data-parallel axes.
     """
@@ -84,7 +84,7 @@ class _Job:
         return self.work.sequences * self.work.positions * self.model.hidden
 
     def _over_stages(self, moved: Callable[[Parts], list[Flow]]) -> list[Flow]:
-        ranks = parts_of(self.config, self.degrees.pp, self.weights.blocks)
+        ranks = parts_of(self.config, self.degrees.pp, self.weights.blocks, self.work.micro_batches)
         return _most(moved(parts) for parts in dict.fromkeys(ranks))
 
     def _recomputed(self, parts: Parts) -> int:
@@ -117,12 +117,10 @@ class _Job:
         return _over_shards(self.config, self.degrees, self.work, groups)
 
     def _groups(self, part: Part) -> list[data.Group]:
-        parallel, work, pipelined = self.config.parallel, self.work, self.degrees.pp > 1
+        parallel, work = self.config.parallel, self.work
         block, ends = self._held(self.weights.block), self._held(self._ends(part))
-        split = pipelined and splits_backward(parallel.pipeline)
-        reshard = parallel.reshard_after_forward
-        uses = data.block_uses(parallel.strategy, work.micro_batches, reshard, pipelined, split)
-        rest = data.end_uses(parallel.strategy, work.micro_batches, pipelined)
+        how = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
+        uses, rest = data.block_uses(*how), data.end_uses(*how)
         if parallel.strategy == "zero3":
             count = part.blocks
         else:
@@ -159,9 +157,9 @@ class _Job:
         weights += self.weights.block * sum(part.blocks for part in parts)
         sizes = summed(weights, self.degrees.tp, _heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
-        every = self.degrees.pp == 1 and strategy in ("zero2", "zero3")
+        every = not keeps_gradients(ZERO[strategy])
         # What is added up over micro-batches is kept in the format of the reduction.
-        kept = not every and (self.degrees.pp > 1 or work.micro_batches > 1)
+        kept = not every and work.micro_batches > 1
         return tensor.gradient_sums(sizes, work.reduce if kept else work.compute, work.micro_batches if every else 1)
 
     def over_context(self) -> list[Flow]:
@@ -248,7 +246,6 @@ def _custom(config: RunConfig, degrees: Degrees, parameters: int | None) -> list
         each = MIB // work.kept  # of tensors that are small beside a bucket
         ready = [(each,)] * (parameters // each) + [(parameters % each,)]
         return [*_replicated(config, degrees, work, ready), *_sums(config, degrees)]
-    reshard = parallel.reshard_after_forward
-    uses = data.block_uses(parallel.strategy, work.micro_batches, reshard, pipeline=False, split_backward=False)
+    uses = data.block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
     whole = [data.Group("all", parameters, 1, uses)]
     return [*_over_shards(config, degrees, work, whole), *_sums(config, degrees)]

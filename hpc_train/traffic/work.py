@@ -10,7 +10,7 @@ from hpc_train.config.model import VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.models.shape import vit_tokens
 from hpc_train.parallel.pipeline.stages import Costs, costs, given, split
-from hpc_train.parallel.support.pipeline import micro_batches, placement
+from hpc_train.parallel.support.pipeline import micro_batches, placement, split_backwards
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of an element, by precision."""
@@ -43,6 +43,8 @@ class Part:
     """It has the embedding."""
     last: bool = True
     """It has the head."""
+    split: int = 0
+    """Micro-batches whose backward is split."""
 
 
 def work_of(config: RunConfig, degrees: Degrees) -> Work:
@@ -60,14 +62,19 @@ def work_of(config: RunConfig, degrees: Degrees) -> Work:
     )
 
 
-def parts_of(config: RunConfig, pp: int, blocks: int) -> tuple[tuple[Part, ...], ...]:
-    """The stages of each rank of pp, as they are split where nothing has been measured (pipeline.resplit)."""
+def parts_of(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[Part, ...], ...]:
+    """The stages of each rank of pp, as they are split where nothing has been measured (pipeline.resplit).
+
+    micro_batches: of a step, where it matters which of them have a split backward.
+    """
     if pp == 1:
         return ((Part(blocks),),)
     pipeline = config.parallel.pipeline
     where = placement(pipeline, pp)
     told = given(pipeline.costs) if pipeline.costs else costs(config.model, config.train.sequence_length, blocks)
-    parts = [Part(count, index == 0, index == len(where) - 1) for index, count in enumerate(_sizes(told, len(where)))]
+    sizes, last = _sizes(told, len(where)), len(where) - 1
+    split = split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(where)
+    parts = [Part(count, at == 0, at == last, split[at]) for at, count in enumerate(sizes)]
     return tuple(tuple(part for part, at in zip(parts, where, strict=True) if at == rank) for rank in range(pp))
 
 

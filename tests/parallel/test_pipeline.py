@@ -33,6 +33,7 @@ from hpc_train.training.optimizer import make_optimizer
 
 TOLERANCE = 1e-10
 FSDP = ("parallel=fsdp", "parallel.dp_shard=2")
+KEPT = "parallel.reshard_after_forward=false"
 CSV = "0F0,0F1,0I0,0F2,0B1,0W0,0F3,0B3,0B2\n1F0,1I0,1F1,1W0,1B1,1F2,1F3,1B3,1B2\n"
 """An order that no schedule with a name has: 4 micro-batches over 2 ranks, one of them with a split backward."""
 
@@ -59,9 +60,20 @@ def _starts(csv: Path) -> dict[str, dict[str, Case]]:
             "dualpipev": _case("dualpipev", ranks=4, pp=4, kind="deep", micro=2),
         },
         "pp2-sharded": {
-            **{name: _case(name, *FSDP, ranks=4) for name in ("gpipe", "interleaved_zero_bubble", "zbv")},
+            **{name: _case(name, *FSDP, ranks=4) for name in SCHEDULES if name not in ("1f1b", "dualpipev")},
             "1f1b": _case("1f1b", *FSDP, ranks=4, kind="vit"),
-            "kept": _case("naive", *FSDP, "parallel.reshard_after_forward=false", ranks=4, kind="gpt2"),
+            "dualpipev": _case("dualpipev", *FSDP, ranks=4, micro=2, kind="gpt2"),
+            "kept": _case("naive", *FSDP, KEPT, ranks=4, kind="gpt2"),
+            "kept, split": _case("zbv", *FSDP, KEPT, ranks=4),
+            "zero2": _case("interleaved_1f1b", "parallel=zero2", "parallel.dp_shard=2", ranks=4, kind="gpt2"),
+            "zero2, split": _case("interleaved_zero_bubble", "parallel=zero2", "parallel.dp_shard=2", ranks=4),
+            "zero1, split": _case("dualpipev", "parallel=zero1", "parallel.dp_shard=2", ranks=4, micro=2),
+            "far ahead": _case("zbv", *FSDP, "parallel.prefetch=3", ranks=4),
+            "nothing ahead": _case("interleaved_zero_bubble", *FSDP, "parallel.prefetch=0", ranks=4),
+        },
+        "pp2-copied": {  # gradients of a shard are reduced over copies in the last micro-batch
+            name: _case(name, "parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", ranks=8, micro=1)
+            for name in ("1f1b", "zbv")
         },
     }
 
@@ -188,9 +200,13 @@ def _traffic(world: World, case: Case) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_ranks_send_hidden_states_once_each_way_and_reduce_gradients_once_a_step(schedule: str) -> None:
-    """Over a pipeline of S stages: 2 n (S - 1) B T hidden, less within a rank; once the gradients that are tied."""
-    case = _case(schedule, *FSDP, ranks=4, micro=2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_ranks_send_hidden_states_once_each_way_and_reduce_gradients(schedule: str, strategy: str) -> None:
+    """Over a pipeline of S stages: 2 n (S - 1) B T hidden, less within a rank; once the gradients that are tied.
+
+    zero1 reduces a gradient once a step, zero2 and zero3 in every micro-batch.
+    """
+    case = _case(schedule, f"parallel={strategy}", "parallel.dp_shard=2", ranks=4, micro=2)
     ranks = run_ranks(_traffic, 4, case, parallel=case.config().parallel)
     whole_model, sent = model("tied"), [rank["send"] for rank in ranks]
     hidden, micro_batches = 8 * 2 * LENGTH * 32, SEQUENCES // 2 // 2
@@ -201,8 +217,8 @@ def test_ranks_send_hidden_states_once_each_way_and_reduce_gradients_once_a_step
     assert pairs[1] == pairs[0] - (tied and 2 * 8 * 32)  # rows 15 to 28
     owned = sum(parameter.nbytes for parameter in whole_model.parameters())
     padded = owned + whole_model.get_parameter("embed.weight").nbytes  # both copies of it
-    scattered = sum(rank[SCATTER] for rank in ranks) / 2
-    assert padded <= scattered <= padded * 1.05, "once a step, each parameter padded to an even number of rows"
+    scattered = sum(rank[SCATTER] for rank in ranks) / 2 / (1 if strategy == "zero1" else micro_batches)
+    assert padded <= scattered <= padded * 1.05, "each parameter padded to an even number of rows"
     assert all(rank.get(REDUCE, 0) == 0 for rank in ranks)
 
 

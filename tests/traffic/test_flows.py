@@ -48,6 +48,23 @@ LAYOUTS = {
     "pp-zbv": Layout(2, (*PP, "parallel.pipeline.schedule=zbv")),
     "pp-zero3": Layout(4, (*PP, ZERO3, "train.micro_batch=2")),
     "pp-zero3-zbv": Layout(4, (*PP, ZERO3, "train.micro_batch=2", "parallel.pipeline.schedule=zbv")),
+    "pp-zero3-kept": Layout(
+        4, (*PP, ZERO3, "train.micro_batch=2", "parallel.reshard_after_forward=false", "parallel.pipeline.schedule=zbv")
+    ),
+    "pp-zero3-gpipe": Layout(4, (*PP, ZERO3, "train.micro_batch=2", "parallel.pipeline.schedule=gpipe"), GPT2),
+    "pp-zero2-zero-bubble": Layout(
+        4, (*PP, "parallel.strategy=zero2", "parallel.pipeline.schedule=interleaved_zero_bubble")
+    ),
+    "pp-zero3-dualpipev": Layout(
+        4, (*PP, ZERO3, "train.micro_batch=1", "parallel.pipeline.schedule=dualpipev", "precision=bf16")
+    ),
+    "pp-zero3-tp-interleaved": Layout(
+        8, (*PP, ZERO3, "parallel.tp=2", "train.micro_batch=2", "parallel.pipeline.schedule=interleaved_1f1b")
+    ),
+    "pp-zero1-looped": Layout(
+        4, (*PP, "parallel.strategy=zero1", "parallel.pipeline.schedule=looped_bfs", "parallel.pipeline.virtual_stages=2")
+    ),
+    "pp-hsdp": Layout(8, ("parallel=hsdp", "train.micro_batch=2", "parallel.pp=2", "parallel.dp_replicate=2", "parallel.dp_shard=2")),
     "pp-tp-bf16-short-last": Layout(4, (*PP, "parallel.tp=2", "precision=bf16", "train.micro_batch=6")),
     "3d": Layout(8, ("parallel=3d", "parallel.dp_shard=2", "train.micro_batch=2")),
     "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),
@@ -75,7 +92,7 @@ def _third_step(world: World, layout: Layout) -> dict[Key, list[int]]:
 
 
 Total = dict[Key, tuple[float, float]]
-"""Bytes and calls: of messages over all ranks together, else of the rank that has most."""
+"""Bytes and calls: of messages over all ranks together, else of the rank that moves most over these axes."""
 
 
 def _predicted(found: Sequence[Flow], degrees: Degrees) -> Total:
@@ -99,5 +116,10 @@ def _seen(ranks: Sequence[dict[Key, list[int]]], degrees: Degrees) -> Total:
         if key[1] == "send_recv":
             totals[key] = (sum(size for size, _ in each), sum(calls for _, calls in each))
         else:
-            totals[key] = max(each)
+            totals[key] = each[_busiest(ranks, key[0])]
     return totals
+
+
+def _busiest(ranks: Sequence[dict[Key, list[int]]], axes: tuple[str, ...]) -> int:
+    moved = [sum(sum(sizes) for key, sizes in rank.items() if key[0] == axes) for rank in ranks]
+    return moved.index(max(moved))

@@ -146,7 +146,7 @@ class PlainEngine:
     def _synchronising(self, last: bool, early: bool) -> Iterator[None]:
         """Only the last micro-batch of a step reduces gradients (and a sharded first one that is being measured)."""
         if isinstance(self._wrapped, FSDPModule):
-            synchronise(self._wrapped, self._config.parallel, last, measured=early)
+            synchronise(self._wrapped, self._config.parallel, 1, last, measured=early)
             yield
             return
         if self._hook is not None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from hpc_train.api import Model, World
 from hpc_train.config.degrees import Degrees
@@ -54,8 +53,6 @@ def build(
     say(_said(names, ranks, config))
     for stage, part in parts.items():
         prepare(part, model, config, world, _of_stage(stage, say))
-        if rules.splits_backward(options):
-            _keep_gathered(part)
     ties = tied.ties(trained, ranks, parts)
     optimizer = make_optimizer(nn.ModuleList(parts.values()))
     updates = Updates(list(parts.values()), optimizer, world, tied.borrowed(ties), loss_scale(config.precision))
@@ -73,7 +70,7 @@ def _pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunCo
     timeline = Timeline(world.device, options.timeline, file, world.rank)
     order = rules.read(options) if rules.from_file(options) else None
     masks = StepMasks(parts.values(), config, world)
-    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, masks)
+    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, masks, config.parallel)
 
 
 def stage_names(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:
@@ -129,12 +126,6 @@ def _check_trained(trained: list[set[str]]) -> None:
             f"parallel.pp: no parameter of stage {idle[0]} requires a gradient; lower parallel.pp or "
             "parallel.pipeline.virtual_stages, or move the stages with parallel.pipeline.costs"
         )
-
-
-def _keep_gathered(part: nn.Module) -> None:
-    """torch finds the weights that a split backward is for among the gathered ones, so they must stay so."""
-    if isinstance(part, FSDPModule):
-        part.set_reshard_after_forward(False)
 
 
 def _of_stage(stage: int, say: Say) -> Say:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -21,9 +22,23 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from hpc_train.compat import PipelineLoss, run_order
+from hpc_train.compat import (
+    PendingWeights,
+    PipelineLoss,
+    backward_of_inputs,
+    backward_of_stage,
+    backward_of_weights,
+    give_memory,
+    run_order,
+    take_memory,
+    take_over_gathering,
+    without_memory,
+)
+from hpc_train.config.parallel import ParallelConfig
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.timeline import Timeline
+from hpc_train.parallel.support.sharding import ZERO, keeps_parameters
+from hpc_train.parallel.zero.shard import synchronise
 from hpc_train.schedules import table
 from hpc_train.schedules.actions import Action, Kind, Order
 from hpc_train.schedules.generate import orders
@@ -42,10 +57,16 @@ _SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
 
 
 class Stage(PipelineStage):
-    """torch's stage, with every computation on the timeline, and dropout that knows the micro-batch."""
+    """torch's stage, with computations on the timeline, dropout that knows the micro-batch, and parameters that are whole
+    as the strategy says.
+
+    torch's own would keep gradients whole, and parameters too once a backward has gathered them, until the end of the
+    step.
+    """
 
     timeline: Timeline
     masks: StepMasks
+    parallel: ParallelConfig
 
     def forward_one_chunk(
         self,
@@ -75,6 +96,49 @@ class Stage(PipelineStage):
         with self.timeline.record("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch, which has memory for what is received of every micro-batch from the first step on."""
+        give_memory(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch, and get_fwd_recv_ops."""
+        if bwd_chunk_id in self.grad_recv_info:
+            give_memory(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        take_memory(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        take_memory(self.grad_recv_info[bwd_chunk_id])
+        return found
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with without_memory(self):
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with without_memory(self):
+            super()._setup_backward_recv_info(num_microbatches)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], PendingWeights | None]:
+        """See torch. backward_type: full, input or weight; last_backward: of the step, of this stage."""
+        assert isinstance(self.submod, FSDPModule)
+        synchronise(self.submod, self.parallel, self.group_size, last_backward)
+        if backward_type == "weight":
+            backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
+            return (), None
+        passed = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+        if backward_type == "input":
+            return backward_of_inputs(*passed, self.submod)
+        return backward_of_stage(*passed), None
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -92,6 +156,7 @@ class Pipeline:
     device: torch.device
     timeline: Timeline
     masks: StepMasks
+    parallel: ParallelConfig
 
     def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.
@@ -106,15 +171,20 @@ class Pipeline:
         if self.name in _SEVERAL:
             schedule = _SEVERAL[self.name](stages, micro_batches, loss_fn=loss, scale_grads=False)
             validate(order_of(schedule, self.ranks), micro_batches)
-            return schedule
+            return self._gathering(schedule)
         order = self.file or orders(self.name, len(self.ranks), micro_batches)
         validate(order, micro_batches)
-        return run_order(stages, self.ranks, table.rows(order), micro_batches, loss)
+        return self._gathering(run_order(stages, self.ranks, table.rows(order), micro_batches, loss))
 
     def evaluation(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """The same for forward alone, whatever the schedule: it runs by `eval`."""
         rows = table.rows(forward_only(self.ranks, micro_batches))
-        return run_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss)
+        return self._gathering(run_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss))
+
+    def _gathering(self, schedule: PipelineScheduleMulti) -> PipelineScheduleMulti:
+        keeps = keeps_parameters(ZERO[self.parallel.strategy], self.parallel.reshard_after_forward, len(self.ranks))
+        take_over_gathering(schedule, gather_ahead=keeps)
+        return schedule
 
     def _stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
         """Fresh ones: torch's stages remember the number of micro-batches and their shapes."""
@@ -129,7 +199,7 @@ class Pipeline:
                 output_args=hidden,  # of the last stage nobody asks
                 group=self.group,
             )
-            stage.timeline, stage.masks = self.timeline, self.masks
+            stage.timeline, stage.masks, stage.parallel = self.timeline, self.masks, self.parallel
             made.append(stage)
         return made
 

@@ -11,6 +11,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.suggest import close
 from hpc_train.config.techniques import PipelineConfig
 from hpc_train.errors import UserError
+from hpc_train.parallel.support import sharding
 from hpc_train.parallel.support.changed import changed
 from hpc_train.schedules import requirements, table
 from hpc_train.schedules.actions import Order, looped, v_shaped
@@ -66,6 +67,14 @@ def placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
 def splits_backward(pipeline: PipelineConfig) -> bool:
     """Whether the schedule computes the gradients of weights apart."""
     return read(pipeline).splits_backward if from_file(pipeline) else REQUIREMENTS[pipeline.schedule].splits_backward
+
+
+def split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """Of each stage: micro-batches of a step whose backward is split; see sharding.split_backwards."""
+    if from_file(pipeline):
+        return sharding.split_in(read(pipeline))
+    stages = len(placement(pipeline, pp))
+    return sharding.split_backwards(pipeline.schedule, pp, stages // pp, micro_batches)
 
 
 def micro_batches(config: RunConfig, degrees: Degrees) -> int:

@@ -1,12 +1,17 @@
 """zero1, zero2, zero3: what a rank keeps of the model between its uses, over dp_shard; copied over dp_replicate (HSDP).
 
 All three are fully_shard (FSDP2) and differ in when it gathers and when it reduces (Rajbhandari et al. 2020,
-arXiv:1910.02054). Of a model of P bytes, in a step of M micro-batches, each rank exchanges:
+arXiv:1910.02054); parallel.support.sharding is the rule. Of a model of P bytes, in a step of M micro-batches, each rank
+exchanges:
 
               parameters are gathered       gradients are reduced     volume
     zero1     once a step                   once a step               2 P
     zero2     once a step                   in every micro-batch      (1 + M) P
     zero3     in forward and in backward    in every micro-batch      3 M P, or 2 M P without reshard_after_forward
+
+The same in the stages of a pipeline, but that zero3 without reshard_after_forward gathers once a step, as more than one
+micro-batch is in flight: (1 + M) P. torch's pipelines would keep whole gradients for the whole step, which zero1 is for:
+a rank that needs the memory pays with M reductions, each beside the backward of the block before.
 
 What is in no block (embedding, head) is at the end of forward and the beginning of backward: zero3 gathers it once.
 Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
@@ -15,7 +20,6 @@ Over dp_replicate the gradients of a shard are reduced once a step, in the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,28 +36,11 @@ from hpc_train.parallel.axes import SHARD_CONTEXT, degree
 from hpc_train.parallel.memory.blocks import named_blocks
 from hpc_train.parallel.precision import sharded_policy
 from hpc_train.parallel.support.data import sharded
+from hpc_train.parallel.support.sharding import ZERO, keeps_gradients, keeps_parameters
 from hpc_train.parallel.zero.offload import sharded_offload
 
 _GROUP_MIB = 25.0
 """zero1, zero2: bytes that are gathered and reduced together where bucket_mib does not say; what ddp's buckets have."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """When fully_shard gathers and reduces."""
-
-    keeps: bool
-    """Parameters stay gathered from the first forward of a step to its last backward."""
-    accumulates: bool
-    """Whole gradients are added up on each rank and reduced in the last micro-batch only."""
-
-
-_POLICIES = {
-    "ddp": Policy(keeps=True, accumulates=True),  # over one rank of dp_shard, where tp or pp > 1
-    "zero1": Policy(keeps=True, accumulates=True),
-    "zero2": Policy(keeps=True, accumulates=False),
-    "zero3": Policy(keeps=False, accumulates=False),
-}
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
@@ -61,7 +48,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     parallel, degrees = config.parallel, resolve(config.parallel, world.size)
     if not sharded(config, degrees):
         return None
-    keeps = _POLICIES[parallel.strategy].keeps
+    keeps = _keeps(parallel, degrees.pp)
     groups = _groups(part, parallel)
     if parallel.prefetch != 1 and not groups:
         what = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
@@ -76,7 +63,8 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
             offload_policy=sharded_offload(config, world.device),
             reshard_after_forward=again,
         )
-    _prefetch(part, [group[0] for group in groups], parallel.prefetch)
+    # Without targets fully_shard takes the one before in the order of forwards, of whichever micro-batch it was.
+    _prefetch(part, [group[0] for group in groups], parallel.prefetch, named=degrees.pp > 1 and not keeps)
     where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
     where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
     return f"fully_shard: {parallel.strategy}, {where}, groups={len(groups) + 1}"
@@ -91,16 +79,15 @@ def data_mesh(world: World) -> DeviceMesh:
     return concatenate(world.mesh["dp_replicate"], shards) if replicated else shards
 
 
-def synchronise(model: nn.Module, config: ParallelConfig, last: bool, measured: bool = False) -> None:
-    """Before the forward of a micro-batch: what its backward reduces, and whether parameters stay gathered after it.
+def synchronise(model: nn.Module, config: ParallelConfig, pp: int, last: bool, measured: bool = False) -> None:
+    """Before the backward of a micro-batch: what it reduces, and whether parameters stay gathered after it.
 
     last: of the step. measured: its gradient must be reduced whatever the strategy, because it is looked at.
     """
     assert isinstance(model, FSDPModule)
-    policy = _POLICIES[config.strategy]
-    model.set_requires_gradient_sync(last or measured or not policy.accumulates)
+    model.set_requires_gradient_sync(last or measured or not keeps_gradients(ZERO[config.strategy]))
     model.set_requires_all_reduce(last or measured)
-    model.set_reshard_after_backward(last or not policy.keeps)
+    model.set_reshard_after_backward(last or not _keeps(config, pp))
 
 
 def release(model: nn.Module) -> None:
@@ -110,13 +97,17 @@ def release(model: nn.Module) -> None:
             module.reshard()
 
 
+def _keeps(config: ParallelConfig, pp: int) -> bool:
+    return bool(keeps_parameters(ZERO[config.strategy], config.reshard_after_forward, pp))
+
+
 def _groups(part: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
     """Blocks that are gathered and reduced together; none where the whole part is one group.
 
     Where parameters stay gathered, larger groups cost no memory but that of a bucket, and every collective has a price.
     """
     units = tied_together(part, list(dict.fromkeys(named_blocks(part).values())))
-    if not _POLICIES[config.strategy].keeps:
+    if config.strategy == "zero3":
         return units
     limit = (config.bucket_mib or _GROUP_MIB) * 2**20
     if _bytes([part]) <= limit:
@@ -161,9 +152,9 @@ def _bytes(modules: Sequence[nn.Module]) -> int:
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
 
-def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int) -> None:
-    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself."""
-    if ahead == 1:
+def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int, named: bool) -> None:
+    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself, unless it is `named`."""
+    if ahead == 1 and not named:
         return
     for index, module in enumerate([part, *groups]):
         following = list(groups[index : index + ahead])

@@ -1,0 +1,82 @@
+"""What fully_shard holds whole between the uses of a step, and how often it therefore gathers and reduces.
+
+The one rule of the trainer (parallel.zero.shard, parallel.pipeline), of traffic and of the planner. Of a step of M
+micro-batches, on one rank or one stage of a pipeline:
+
+                                     parameters of a block are whole      gradients are whole
+    ddp over fully_shard, zero1      from their first use to their last   from the first backward to the last
+    zero2                            from their first use to their last   in a backward
+    zero3                            in each forward and each backward    in a backward
+    zero3, reshard_after_forward     without a pipeline: from forward to backward; with one: from their first use to
+    =false                           their last; gradients as above
+
+A backward that a schedule splits is two uses: gradients of inputs, then gradients of weights. zero3 gathers for each.
+What is in no block (embedding, head) is needed at the end of forward and the beginning of backward: zero3 frees it
+after backward only.
+
+Every rule is arithmetic, so that it takes numbers as well as the planner's columns of jobs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from hpc_train.schedules.actions import Kind, Order
+from hpc_train.schedules.generate import orders
+from hpc_train.schedules.requirements import REQUIREMENTS
+
+ZERO = {"ddp": 1, "zero1": 1, "zero2": 2, "zero3": 3}
+"""What fully_shard shards by strategy: 1 optimizer state, 2 gradients too, 3 parameters too. ddp: over one rank of
+dp_shard, where tp or pp > 1."""
+
+
+def keeps_parameters(zero: Any, reshard: Any, pp: Any) -> Any:
+    """Whether gathered parameters stay from their first use in a step to their last. zero: ZERO, or a column of it."""
+    return (zero < 3) | ((pp > 1) & (reshard == 0))
+
+
+def keeps_gradients(zero: Any) -> Any:
+    """Whether whole gradients are added up on each rank and reduced in the last micro-batch only."""
+    return zero < 2
+
+
+def block_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
+    """How often a step gathers a block. split: micro-batches whose backward is split."""
+    freed = (zero == 3) & (reshard != 0)
+    return freed * micro_batches + end_gathers(zero, reshard, pp, micro_batches, split)
+
+
+def end_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
+    """The same of what is in no block: once for each backward that frees it."""
+    keeps = keeps_parameters(zero, reshard, pp) * 1
+    return keeps + (1 - keeps) * (micro_batches + split)
+
+
+def reductions(zero: Any, micro_batches: Any) -> Any:
+    """How often a step reduces the gradients of a parameter over dp_shard; over dp_replicate it is once."""
+    keeps = keeps_gradients(zero) * 1
+    return keeps + (1 - keeps) * micro_batches
+
+
+@cache
+def split_backwards(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Of each stage of a schedule that hpc_train has: micro-batches whose backward is split.
+
+    The first stage has no inputs to compute gradients of, so all of its backward is done at once.
+    """
+    needs = REQUIREMENTS[schedule]
+    if not needs.splits_backward:
+        return (0,) * (pp * virtual_stages)
+    if schedule == "dualpipev":  # as many in the end, however many micro-batches come before
+        return split_in(orders(schedule, pp, min(micro_batches, needs.micro_batches_per_rank * pp)))
+    return (0, *(micro_batches,) * (pp * virtual_stages - 1))
+
+
+def split_in(order: Order) -> tuple[int, ...]:
+    """The same of any order."""
+    counts = [0] * order.stages
+    for rank in range(order.ranks):
+        for action in order.actions(rank):
+            counts[action.stage] += action.kind is Kind.I and action.stage > 0
+    return tuple(counts)

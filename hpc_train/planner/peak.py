@@ -1,0 +1,203 @@
+"""What a rank of hpc_train holds at the worst moment of a step, from the rule that its trainer shards by.
+
+Between its uses, parameters and gradients are whole or sharded as parallel.support.sharding says. Two kinds of moments
+can be the worst: the backward of a loss begins, when several copies of the logits are there; and the backward of a
+block, when fully_shard has gathered it and the one before it, while the gradients of the one after it are reduced. A
+test holds the sums against what a rehearsal counts of the real passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_train.parallel.support.sharding import keeps_gradients, keeps_parameters
+from hpc_train.planner.activations import last_norm, layer_activations, pending_gradients, whole_layer
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.jobs import RECOMPUTE, Column, Jobs
+from hpc_train.planner.moments import V_SHAPED, Moment, moments
+from hpc_train.planner.stages import layers_of
+from hpc_train.traffic.buckets import BUCKET, MIB
+
+_FULL = RECOMPUTE.index("full")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the first rank of a pipeline, one in the middle and the last one have: [3, n]."""
+
+    stage: Column
+    """Layers of each of its stages, but for the last stage of all; their mean where they differ."""
+    last: Column
+    """Layers of the last stage of all."""
+    layers: Column
+    """Of all its stages."""
+    tables: Column
+    """Embedding and head, each 1."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on the device, [3, n], all at one moment."""
+
+    parameters: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    buffers: Column
+    waiting: Column
+    """Bytes of activations on the host."""
+
+    @property
+    def total(self) -> Column:
+        held = self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.logits + self.buffers
+
+
+def stages_of(jobs: Jobs) -> Stages:
+    """layers_of, stage by stage; where a schedule goes there and back, the first rank has the last stage too."""
+    layers, v = layers_of(jobs), jobs.virtual_stages
+    middle = layers.middle / v
+    last = np.where(jobs.pp == 1, jobs.layers, layers.last - middle * (v - 1))
+    bent = (jobs.pp > 1) & np.isin(jobs.schedule, V_SHAPED)
+    head = np.clip(jobs.layers - 2 * middle * (jobs.pp - 1), 2, middle + last)
+    held = _stacked(
+        np.where(bent, head, layers.first), layers.middle, np.where(bent, layers.middle, layers.last),
+    )  # fmt: skip
+    has_last = _stacked(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
+    has_first = _stacked(1.0, 0.0, jobs.pp == 1)
+    others = np.maximum(v - has_last, 1)
+    tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
+    return Stages((held - has_last * last) / others * (v > has_last), last + 0 * held, held, tables)
+
+
+def peak(jobs: Jobs, constants: Constants) -> Peak:
+    """The worst of all moments."""
+    held = _Held(jobs, constants)
+    worst: Peak | None = None
+    for moment in moments(jobs):
+        for found in (held.in_block(moment), held.at_loss(moment)):
+            worst = found if worst is None else _worse(worst, found)
+    assert worst is not None
+    return worst
+
+
+def _worse(one: Peak, other: Peak) -> Peak:
+    more = other.total > one.total
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "waiting")
+    return Peak(*(np.where(more, getattr(other, it), getattr(one, it)) for it in names))
+
+
+class _Held:
+    """Bytes of each thing, once for all moments."""
+
+    def __init__(self, jobs: Jobs, constants: Constants) -> None:
+        self.jobs = jobs
+        tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+        self.stages = stages_of(jobs)
+        self.table = jobs.vocab * jobs.hidden / jobs.tp
+        self.block = jobs.layer_parameters / jobs.tp
+        self.weights = self.stages.layers * self.block + self.stages.tables * self.table
+        self.shards = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
+        self.keeps_parameters = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
+        self.keeps_gradients = keeps_gradients(jobs.zero)
+        self.moved = jobs.offload_activations > 0
+        self.layer, self.working = layer_activations(jobs, constants, tokens)
+        self.unmoved = whole_layer(jobs, constants, tokens) * (jobs.recompute == 0) * self.moved
+        self.pending = pending_gradients(jobs, tokens)
+        width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+        self.hidden = tokens * jobs.hidden * jobs.activation_bytes / width
+        self.last_norm = last_norm(jobs, tokens)
+        self.logits = tokens * jobs.vocab / jobs.tp
+        self.wide = np.maximum(jobs.activation_bytes, 4.0)
+
+    def in_block(self, moment: Moment) -> Peak:
+        """In the backward of a block, of the first or the second one of a stage."""
+        jobs = self.jobs
+        gathered = self._gathered_blocks()
+        reduced = np.where(jobs.zero >= 1, self._group() * jobs.reduce_bytes, 0.0)
+        # The second block is not there any more when the gradients of the first are reduced.
+        behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
+        losses = np.maximum(moment.losses - moment.loss, 0)
+        return self._peak(
+            moment, self.working + self.unmoved, losses * self._loss_kept, self._whole(gathered) + behind,
+        )  # fmt: skip
+
+    def at_loss(self, moment: Moment) -> Peak:
+        """When the backward of a loss begins: gradients of the logits twice, before they are as short as these."""
+        jobs = self.jobs
+        sharded = (jobs.zero == 3) & (jobs.reshard > 0)
+        whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
+        split = (jobs.tp > 1) * jobs.activation_bytes
+        twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
+        return self._peak(moment, 0.0, moment.losses * self._loss_kept + twice, whole)
+
+    @property
+    def _loss_kept(self) -> Column:
+        """Of a micro-batch between its loss and the backward of that: probabilities, and in a pipeline the logits."""
+        jobs = self.jobs
+        return self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+
+    def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
+        jobs, last = self.jobs, self.stages.last
+        kept = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
+        ends = np.where(jobs.pp > 1, (2.0 * self.moved + 1.0) * moment.stages * self.hidden, 0.0)
+        ends = ends + moment.last * self.last_norm
+        pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
+        pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
+        rest = ends + pending + working
+        return Peak(
+            self.weights * jobs.weight_bytes / self._share(1) * (jobs.offload < 2),
+            self._gradients(moment) * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0),
+            self.weights * jobs.optimizer_bytes / self.shards * (jobs.offload == 0),
+            np.where(self.moved, rest, kept + rest),
+            logits + 0 * rest,
+            buffers + self._accumulated(),
+            np.where(self.moved, kept, 0.0),
+        )
+
+    def _gradients(self, moment: Moment) -> Column:
+        """Whole ones of the stages that have had a backward, or shards, and those of the block being computed."""
+        jobs = self.jobs
+        whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
+        shards = self.weights * jobs.gradient_bytes / self.shards
+        return np.where(self.keeps_gradients, whole, shards)
+
+    def _whole(self, gathered: Column) -> Column:
+        """Gathered parameters: of the ends always, of blocks as given."""
+        jobs = self.jobs
+        ends = self.stages.tables * self.table
+        found = np.where(self.keeps_parameters, self.weights, ends + gathered) * jobs.activation_bytes
+        cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+        return np.where(jobs.zero >= 1, found, cast)
+
+    def _gathered_blocks(self) -> Column:
+        """Parameters of blocks that are gathered in a backward of zero 3: the one in use and the one before."""
+        jobs = self.jobs
+        blocks = self.stages.layers * self.block
+        return np.where(jobs.reshard > 0, np.minimum(2 * self.block, blocks), blocks)
+
+    def _group(self) -> Column:
+        """Parameters that are reduced together."""
+        jobs = self.jobs
+        limit = BUCKET * MIB / jobs.weight_bytes
+        several = self.block * np.maximum(np.floor(limit / self.block), 1)
+        blocks = self.stages.layers * self.block
+        return np.where(jobs.zero == 3, self.block, np.minimum(several, blocks))
+
+    def _share(self, least: int) -> Column:
+        return np.where(self.jobs.zero >= least, self.shards, 1.0)
+
+    def _accumulated(self) -> Column:
+        """ddp's buckets hold a step's gradients from the start; those of all micro-batches but the last lie beside
+        them, until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense)."""
+        jobs = self.jobs
+        beside = (jobs.zero == 0) & (jobs.world > 1) & (jobs.micro_batches > 1)
+        return self.weights * np.where(beside, jobs.gradient_bytes, 0.0)
+
+
+def _stacked(*ranks: Column | float) -> Column:
+    """[3, n], n at least 1, so that it broadcasts against columns."""
+    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, ranks)))
