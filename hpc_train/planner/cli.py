@@ -56,7 +56,8 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
 def _add_plan(commands: _Commands) -> None:
     command = _add(commands, "plan", _PLAN)
     _add_overrides(command)
-    command.add_argument("--top", type=int, default=10, metavar="N", help="meshes to tell of (default 10)")
+    command.add_argument("--all", action="store_true", help="all of it, not the 40 lines that matter most")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="with --all, --json: meshes (default 10)")
     command.add_argument("--by", choices=("time", "cost", "loss"), help="what the best has least of (plan.objective)")
     command.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
     command.set_defaults(run=_plan)
@@ -115,7 +116,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hpc_train.planner.plan_command import Options, plan_command
 
     a = arguments
-    return plan_command(a.overrides, a.config_dir, Options(a.json, a.plot, a.top, a.by))
+    return plan_command(a.overrides, a.config_dir, Options(a.json, a.plot, a.top, a.by, a.all))
 
 
 def _validate(arguments: argparse.Namespace) -> int:

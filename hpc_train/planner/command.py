@@ -1,0 +1,35 @@
+"""The command that runs a candidate: what the planner was asked with, and what it has chosen."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from hpc_train.planner.candidate import Candidate
+from hpc_train.planner.settings import overrides_of
+
+_PLANNERS = ("parallel.auto", "parallel.fixed")
+"""Keys that only say that the planner is to choose."""
+
+
+def words_of(overrides: Sequence[str], config_dir: str | None, it: Candidate) -> list[str]:
+    """Words of the command, not quoted: the whole run, so that composing it gives the candidate's configuration.
+
+    overrides: of `hpc-train plan`. What the candidate sets replaces what was given for the same key; what tells the
+    planner to choose is left out.
+    """
+    own = overrides_of(it.settings)
+    keys = {_key(word) for word in own} | set(_PLANNERS)
+    given = [word for word in overrides if _key(word) not in keys and word != "parallel=auto"]
+    program = "submit" if it.config.launch.kind == "slurm" else "train"
+    folder = ["--config-dir", config_dir] if config_dir else []
+    return ["hpc-train", program, *folder, *given, *own]
+
+
+def command_of(overrides: Sequence[str], config_dir: str | None, it: Candidate) -> str:
+    """One line for a shell."""
+    return shlex.join(words_of(overrides, config_dir, it))
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
