@@ -83,6 +83,11 @@ class Answer:
         first = [other for other in first if other.global_batch == self.best.global_batch]
         return equal(min(first, key=lambda other: other.worth(self.objective)), it, self.objective)
 
+    @property
+    def ties(self) -> int:
+        """Candidates that are equal to the best, itself one of them."""
+        return sum(map(self.alike, self.candidates))
+
 
 def known_of(config: RunConfig) -> Known:
     """Which figures of the accelerator are there."""

@@ -21,14 +21,19 @@ def words_of(overrides: Sequence[str], config_dir: str | None, it: Candidate) ->
     own = overrides_of(it.settings)
     keys = {_key(word) for word in own} | set(_PLANNERS)
     given = [word for word in overrides if _key(word) not in keys and word != "parallel=auto"]
-    program = "submit" if it.config.launch.kind == "slurm" else "train"
     folder = ["--config-dir", config_dir] if config_dir else []
-    return ["hpc-train", program, *folder, *given, *own]
+    return ["hpc-train", _program(overrides, it), *folder, *given, *own]
 
 
 def command_of(overrides: Sequence[str], config_dir: str | None, it: Candidate) -> str:
     """One line for a shell."""
     return shlex.join(words_of(overrides, config_dir, it))
+
+
+def _program(overrides: Sequence[str], it: Candidate) -> str:
+    """submit for a cluster, which chooses launch=slurm by itself; train for this machine."""
+    local = it.config.cluster.name == "local" or "launch" in {_key(word) for word in overrides}
+    return "train" if local and it.config.launch.kind == "local" else "submit"
 
 
 def _key(word: str) -> str:

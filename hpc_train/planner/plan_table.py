@@ -260,9 +260,8 @@ def _tables(answer: Answer, rows: int, whole: bool) -> list[Section]:
 
 
 def _candidates(answer: Answer, shown: Sequence[Candidate], several: bool) -> Section:
-    alike = sum(answer.alike(it) for it in answer.candidates)
     found = ["", _titled("candidates, the best first"), *_rows(answer, shown, several)]
-    if alike > 1:
+    if answer.ties > 1:
         found.append(f"=  within {ALIKE:.0%} of the quickest: no estimate tells them apart, and the simplest is first")
     return Section(found)
 
@@ -295,7 +294,7 @@ def _numbers(answer: Answer, it: Candidate) -> str:
         step = seconds(it.step.p50)
         if best and best.step and it.settings != best.settings:
             slower = f"{(it.step.p50 / it.tokens) / (best.step.p50 / best.tokens) - 1:+.1%}"
-    mark = "=" if answer.alike(it) else ""
+    mark = "=" if answer.ties > 1 and answer.alike(it) else ""
     return f"{mark:<2}{step:>9}{slower:>7}{it.total / GIB:>7.1f}{it.fits:>6}"
 
 
