@@ -137,7 +137,9 @@ def _heading(best: Candidate) -> Section:
     assert best.tokens_per_second is not None
     rates = f"{amount(best.tokens_per_second)} tokens/s a GPU, {amount(best.tokens_per_second * best.ranks)} in all"
     band = f"p10 - p90: {seconds(best.step.p10)} - {seconds(best.step.p90)}"
-    found += _wrapped(f"step: {seconds(best.step.p50)} ({band}); MFU {share(best.mfu)}; {rates}", "  ")
+    found += _wrapped(
+        f"step: {seconds(best.step.p50)} ({band}); MFU {share(best.mfu)}, HFU {share(best.hfu)}; {rates}", "  "
+    )
     if best.outlook and best.outlook.demand.days is not None:
         found += _wrapped(_costs(best.outlook), "  ")
     return Section(found, first="bold")
