@@ -49,6 +49,7 @@ class _Running:
             world.device,
             self.timeline,
             StepMasks((), RunConfig(), world),
+            ParallelConfig(),
         )
         inputs = torch.empty(1, FEATURES, device="meta")
         return pipeline.training(self._micro_batches, inputs, inputs.clone().requires_grad_(), _loss)

@@ -78,7 +78,8 @@ class OffloadConfig:
     optimizer: str = setting(default="none", choices=("none", "cpu", "file"))
     """cpu: optimizer state and its update in CPU memory. file: in a file, read and written a part at a time."""
     parameters: str = setting(default="none", choices=("none", "cpu", "file"))
-    """cpu, file: the sharded parameters live there and are fetched to be gathered."""
+    """cpu, file: the sharded parameters live there and are fetched to be gathered. The CPU updates them then, and the
+    optimizer's state is in CPU memory too, unless `optimizer` says file."""
     dir: str | None = None
     """Folder of the files, on a disk of the node; None: the temporary directory."""
 

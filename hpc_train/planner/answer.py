@@ -17,10 +17,11 @@ from hpc_train.planner import constants
 from hpc_train.planner.advice.estimated import figures_of
 from hpc_train.planner.advice.lints import advice
 from hpc_train.planner.advice.result import Advice
-from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, ordered
+from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, equal, ordered
 from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.discrepancy import factor
 from hpc_train.planner.estimate import estimate
+from hpc_train.planner.familiar import Familiar, best_of, compare, kinds, restricted
 from hpc_train.planner.from_config import assumptions, jobs_of
 from hpc_train.planner.kept import Rated
 from hpc_train.planner.legal import shape_of
@@ -34,6 +35,8 @@ from hpc_train.planner.settings import Settings, settings_of, unspread, with_set
 from hpc_train.planner.space import Fixed, Space
 from hpc_train.traffic.work import BYTES
 
+LEAST_KEPT = 12
+"""Meshes that a search keeps at least, so that few that are told are the first of many."""
 _WORTH = 0.95
 """Twice the nodes must take less than this share of the time, or no number of them will meet a deadline."""
 FRONT = 12
@@ -54,8 +57,12 @@ class Answer:
     estimated: int
     """Of which no bound said that they cannot be among these."""
     seconds: float
-    one_node: Candidate | None = None
-    """The best on one node with as many sequences a GPU; None: nothing fits there, or it was not asked."""
+    familiar: list[Familiar] = field(default_factory=list)
+    """The layouts that everybody knows, in the world and with the batch of the best."""
+    overrides: tuple[str, ...] = ()
+    """What was asked with, for a command that runs the best."""
+    config_dir: str | None = None
+    objective: str = "time"
     advice: list[Advice] = field(default_factory=list)
     """What could be better about the best."""
     notes: list[str] = field(default_factory=list)
@@ -68,13 +75,18 @@ class Answer:
     def best(self) -> Candidate | None:
         return self.candidates[0] if self.candidates else None
 
+    def alike(self, it: Candidate) -> bool:
+        """Whether a candidate is equal to the best: neither can be told from the quickest of them."""
+        if self.best is None:
+            return False
+        first = [other for other in self.candidates if other.ranks == self.best.ranks and other.fits == self.best.fits]
+        first = [other for other in first if other.global_batch == self.best.global_batch]
+        return equal(min(first, key=lambda other: other.worth(self.objective)), it, self.objective)
+
     @property
-    def efficiency(self) -> float | None:
-        """Tokens a second and GPU of the best against one node."""
-        if self.best is None or self.one_node is None:
-            return None
-        one, many = self.one_node.tokens_per_second, self.best.tokens_per_second
-        return many / one if one and many else None
+    def ties(self) -> int:
+        """Candidates that are equal to the best, itself one of them."""
+        return sum(map(self.alike, self.candidates))
 
 
 def known_of(config: RunConfig) -> Known:
@@ -84,8 +96,16 @@ def known_of(config: RunConfig) -> Known:
     return Known(len(missing) == (not memory), memory)
 
 
-def answer(question: Question, top: int = 10, objective: str | None = None, told: Constants | None = None) -> Answer:
-    """Estimate the run that is given, or search. top: candidates that are told.
+def answer(
+    question: Question,
+    top: int = 10,
+    objective: str | None = None,
+    told: Constants | None = None,
+    familiar: bool = False,
+) -> Answer:
+    """Estimate the run that is given, or search. top: candidates that are told; the best does not depend on it.
+
+    familiar: also find the layouts that everybody knows, which takes a tenth of the time again.
 
     Raises UserError for a model that cannot be planned, for a run that cannot be, and if no layout has the ranks.
     """
@@ -93,14 +113,15 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
     config = question.config
     if isinstance(config.model, CustomModelConfig):
         jobs_of(config, 1)  # says why not
-    asker = _Asker(question, told or constants.of_cluster(config.cluster), known_of(config), max(top, 1))
+    keep = max(top, LEAST_KEPT)
+    asker = _Asker(question, told or constants.of_cluster(config.cluster), known_of(config), keep)
     candidates = asker.candidates()
     if not asker.searched:
         raise UserError(_no_layout(question))
     objective = objective or config.plan.objective
     kept = candidates if question.whole else [it for it in candidates if within(it)]
     best = ordered(kept, objective)[:top]
-    one_node = asker.one_node(best[0]) if best and best[0].step else None
+    usual = asker.familiar(best[0]) if familiar and best and best[0].step and not question.whole else []
     more = asker.advice(best[0]) if best else []
     notes = [_told(line) for line in assumptions(config.cluster, config.precision.name)]
     if best and (nodes := nodes_of(best[0].config, best[0].ranks)):
@@ -108,8 +129,21 @@ def answer(question: Question, top: int = 10, objective: str | None = None, told
         notes.append(f"which nodes it gets is not known: {where}")
     outside = none_within(config.plan, candidates) if candidates and not kept else None
     notes += [outside] if outside else []
-    front, seconds = asker.front(), clock.perf_counter() - began
-    return Answer(question, best, front, asker.searched, asker.estimated, seconds, one_node, more, notes, outside)
+    front, seconds = asker.front(best[0]) if best else [], clock.perf_counter() - began
+    found = Answer(
+        question,
+        best,
+        front,
+        asker.searched,
+        asker.estimated,
+        seconds,
+        objective=objective,
+        advice=more,
+        notes=notes,
+        outside=outside,
+    )
+    rows = [Familiar(name, it, why or compare(best[0], it, found.alike(it)) if it else why) for name, it, why in usual]
+    return replace(found, familiar=rows)
 
 
 def _no_layout(question: Question) -> str:
@@ -133,6 +167,8 @@ class _Asker:
         self._question, self._constants, self._known, self._top = question, told, known, top
         self._rate: Rate | None = None
         self._fronts: list[Candidate] = []
+        self._told: dict[tuple[int, int], Constants] = {}
+        """By ranks and batch."""
         self.searched = self.estimated = 0
 
     def candidates(self) -> list[Candidate]:
@@ -185,7 +221,7 @@ class _Asker:
             result = self._search(ranks, batch, fixed)
             self.searched, self.estimated = self.searched + result.searched, self.estimated + result.estimated
             rated = result.best if result.best.count else result.doubtful
-            told = self._of_the_best(rated, ranks, batch)
+            told = self._told[ranks, batch] = self._of_the_best(rated, ranks, batch)
             found += self._candidates(rated, ranks, batch, told)
             self._fronts += self._candidates(_spread(result.front), ranks, batch, told)
         return found
@@ -200,12 +236,13 @@ class _Asker:
         return replace(order, scale=known.scale * float(factor(best, known.residuals)))
 
     def _search(self, ranks: int, batch: int, fixed: Fixed) -> Found:
+        space = Space(shape_of(self._question.config, batch), ranks, fixed)
+        return search(self._rest(batch), space, without_residuals(self._constants), self._top)
+
+    def _rest(self, batch: int) -> Rest:
         config = self._question.config
-        space = Space(shape_of(config, batch), ranks, fixed)
-        rest = Rest(
-            jobs_of(unspread(config, batch), 1), BYTES[config.precision.reduce], config.cluster.node.memory_gib * GIB
-        )
-        return search(rest, space, without_residuals(self._constants), self._top)
+        host = config.cluster.node.memory_gib * GIB
+        return Rest(jobs_of(unspread(config, batch), 1), BYTES[config.precision.reduce], host)
 
     def _candidates(self, rated: Rated, ranks: int, batch: int, told: Constants) -> Iterator[Candidate]:
         for number in range(rated.count):
@@ -223,24 +260,35 @@ class _Asker:
         """Of all lints."""
         return advice(best.config, figures_of(best.config, best.ranks, self._constants, self._rate), best.ranks)
 
-    def front(self) -> list[Candidate]:
-        """Over all worlds and batches: of time, memory and GPU time a token."""
+    def front(self, best: Candidate) -> list[Candidate]:
+        """Over all worlds and batches: of time, memory and GPU time a token. The best comes first; what is as quick
+        and needs more memory than it is left out."""
         kept = [it for it in self._fronts if it.step is not None and within(it)]
         points = np.array([_point(it) for it in kept])
-        if not len(points):
+        if not len(points) or best.step is None:
             return []
         better = np.all(points[:, None] <= points, axis=2) & np.any(points[:, None] < points, axis=2)
-        return [it for it, beaten in zip(kept, better.any(axis=0).tolist(), strict=True) if not beaten]
+        free = [it for it, beaten in zip(kept, better.any(axis=0).tolist(), strict=True) if not beaten]
+        here = best.ranks, best.global_batch
+        more = [it for it in free if (it.ranks, it.global_batch) != here or it.total < best.total]
+        more = [it for it in more if it.settings != best.settings]
+        return [best, *sorted(more, key=lambda it: it.total, reverse=True)]
 
-    def one_node(self, best: Candidate) -> Candidate | None:
-        """The best on one node with as many sequences a GPU, everything free to choose."""
-        if best.nodes == 1:
-            return best
-        batch = max(1, round(best.global_batch / best.nodes))
-        ranks = best.ranks // best.nodes
-        result = self._search(ranks, batch, Fixed())
-        rated = result.best if result.best.count else result.doubtful
-        return next(self._candidates(rated, ranks, batch, self._of_the_best(rated, ranks, batch)), None)
+    def familiar(self, best: Candidate) -> list[tuple[str, Candidate | None, str]]:
+        """(name, the best way of it, why there is none) of each layout that everybody knows, in the best's world."""
+        ranks, batch = best.ranks, best.global_batch
+        space = Space(shape_of(self._question.config, batch), ranks, self._question.fixed)
+        found: list[tuple[str, Candidate | None, str]] = []
+        for kind in kinds(space, ranks_per_node(self._question.config)):
+            part = None if kind.impossible else restricted(space, kind)
+            if part is None:
+                found.append((kind.name, None, kind.impossible or "not with what was given"))
+                continue
+            rated = best_of(self._rest(batch), part, without_residuals(self._constants))
+            told = self._told.get((ranks, batch), self._constants)
+            way = next(self._candidates(rated, ranks, batch, told), None)
+            found.append((kind.name, way, "" if way else "no way of it divides the model and the batch"))
+        return found
 
 
 def _point(it: Candidate) -> tuple[float, float, float]:

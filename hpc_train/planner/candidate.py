@@ -12,9 +12,11 @@ from hpc_train.models.shape import parameter_count
 from hpc_train.planner import batch as batches
 from hpc_train.planner.band import Band
 from hpc_train.planner.estimate import FITS, Estimate, Memory, Time
-from hpc_train.planner.jobs import Column, Jobs
+from hpc_train.planner.jobs import Column, Jobs, columns_of
+from hpc_train.planner.kept import ALIKE
 from hpc_train.planner.outlook import Job, Outlook, Rate, outlook, steps_of
 from hpc_train.planner.settings import Settings
+from hpc_train.planner.simplicity import complexity
 
 GIB = float(1 << 30)
 STAGES = ("first", "middle", "last")
@@ -44,6 +46,8 @@ class Candidate:
     tokens_per_second: float | None
     """Of a GPU, at the middle."""
     outlook: Outlook | None
+    complexity: float = 0.0
+    """Points of planner.simplicity: the fewer, the simpler."""
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -115,7 +119,14 @@ def candidate(
         hfu=_one(estimated.hfu) if known.speed else None,
         tokens_per_second=_one(estimated.tokens_per_second) if known.speed else None,
         outlook=_outlook(config, jobs, ranks, nodes, _unsaved(estimated.time), rate) if known.speed else None,
+        complexity=_complexity(config, jobs),
     )
+
+
+def _complexity(config: RunConfig, jobs: Jobs) -> float:
+    own = {name: np.atleast_1d(it) for name, it in columns_of(jobs).items()}
+    every = np.atleast_1d(np.float64(config.parallel.recompute.every))
+    return _one(complexity({**own, "recompute_every": every}))
 
 
 def _outlook(config: RunConfig, jobs: Jobs, ranks: int, nodes: int, step: Band, rate: Rate | None) -> Outlook:
@@ -144,11 +155,25 @@ def _three(part: Column) -> tuple[float, float, float]:
     return first, middle, last
 
 
+_SURE = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
+
+
 def ordered(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
-    """The best first: those that fit for sure, then those that may."""
-    fits = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
+    """The best first: those that fit for sure, then those that may; of what is equal to the best the simplest first."""
+    found = sorted(candidates, key=lambda it: (_SURE[it.fits], it.worth(objective)))
+    if not found:
+        return found
+    alike = [it for it in found if equal(found[0], it, objective)]
+    alike.sort(key=lambda it: (it.complexity, it.worth(objective)))
+    same = set(map(id, alike))
+    return alike + [it for it in found if id(it) not in same]
 
-    def key(it: Candidate) -> tuple[int, float]:
-        return fits[it.fits], it.worth(objective)
 
-    return sorted(candidates, key=key)
+def equal(quickest: Candidate, it: Candidate, objective: str) -> bool:
+    """Whether a candidate cannot be told from the quickest of the same ranks and batch: within ALIKE of it."""
+    same = (it.ranks, it.global_batch, _SURE[it.fits]) == (
+        quickest.ranks,
+        quickest.global_batch,
+        _SURE[quickest.fits],
+    )
+    return it is quickest or (same and it.worth(objective) <= quickest.worth(objective) * (1 + ALIKE))

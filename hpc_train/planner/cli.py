@@ -56,7 +56,8 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
 def _add_plan(commands: _Commands) -> None:
     command = _add(commands, "plan", _PLAN)
     _add_overrides(command)
-    command.add_argument("--top", type=int, default=10, metavar="N", help="meshes to tell of (default 10)")
+    command.add_argument("--all", action="store_true", help="all of it, not the 40 lines that matter most")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="with --all, --json: meshes (default 10)")
     command.add_argument("--by", choices=("time", "cost", "loss"), help="what the best has least of (plan.objective)")
     command.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
     command.set_defaults(run=_plan)
@@ -64,7 +65,9 @@ def _add_plan(commands: _Commands) -> None:
 
 def _add_validate(commands: _Commands) -> None:
     command = _add(commands, "plan validate", _VALIDATE)
-    command.add_argument("runs", metavar="RUNS.csv", help="measured runs, a line each, in the columns of the README")
+    command.add_argument(
+        "runs", metavar="RUNS.csv", help="measured runs, a line each, columns as in docs/run_tables.md"
+    )
     command.add_argument("--plot", metavar="FILE", help="predicted against measured, as .png, .svg or .pdf")
     command.add_argument("--rows", action="store_true", help="every row too, the worst first")
     command.add_argument("--constants", metavar="FILE", help="of `plan fit`, in place of those of the package")
@@ -81,7 +84,7 @@ def _add_rehearse(commands: _Commands) -> None:
 
 def _add_fit(commands: _Commands) -> None:
     command = _add(commands, "plan fit", _FIT)
-    command.add_argument("runs", nargs="+", metavar="RUNS.csv", help="measured runs")
+    command.add_argument("runs", nargs="+", metavar="RUNS.csv", help="measured runs, as in docs/run_tables.md")
     command.add_argument("--output", metavar="FILE", help="write the constants here")
     command.add_argument("--folds", type=int, default=5, help="of cross-validation over groups (default 5; 0: none)")
     command.add_argument("--leave-out", action="store_true", help="leave each cluster out once, too (takes longer)")
@@ -115,7 +118,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hpc_train.planner.plan_command import Options, plan_command
 
     a = arguments
-    return plan_command(a.overrides, a.config_dir, Options(a.json, a.plot, a.top, a.by))
+    return plan_command(a.overrides, a.config_dir, Options(a.json, a.plot, a.top, a.by, a.all))
 
 
 def _validate(arguments: argparse.Namespace) -> int:

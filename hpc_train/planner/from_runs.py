@@ -1,10 +1,4 @@
-"""Measured runs of a table -> jobs. The columns, a line a run, empty where not stated:
-
-id, source, year, model, layers, hidden, ffn_hidden, heads, kv_heads, head_dim, seq, vocab, gated_mlp, experts,
-gpu_type, gpus, gpus_per_node, intra_link_gbs (both directions), inter_link_gbps_per_gpu (Gbit/s), dp, sharding (ddp,
-zero1, zero2, fsdp), tp, sp, pp, vpp, cp, micro_batch, global_batch, precision, recompute (none, selective, full),
-iter_time_s, mem_gib, notes. Others are not read.
-"""
+"""Read a table of measured runs as jobs. docs/run_tables.md says what the columns mean; a test holds it to this."""
 
 from __future__ import annotations
 
@@ -107,7 +101,9 @@ def read_runs(path: Path) -> Runs:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; give a table of measured runs") from None
     lacking = [name for name in _NEEDED if not rows or name not in rows[0]]
     if lacking:
-        raise UserError(f"{path}: no column {', '.join(lacking)}; the README lists those of a table of measured runs")
+        raise UserError(
+            f"{path}: no column {', '.join(lacking)}; docs/run_tables.md lists what a table of measured runs has"
+        )
     found = [run_of(row) for row in rows]
     return Runs(tuple(it for it in found if isinstance(it, Run)), tuple(it for it in found if isinstance(it, Refused)))
 

@@ -102,10 +102,10 @@ def rate_of(plan: PlanConfig, ranks_per_node: int) -> Rate:
 
 
 def steps_of(config: RunConfig, tokens_per_step: float) -> int | None:
-    """Steps of the run that is planned; None where only the data tells (train.epochs)."""
+    """Steps of the run that is planned; None where nobody gave them, or only the data tells (train.epochs)."""
     if config.plan.tokens is not None:
         return math.ceil(config.plan.tokens / tokens_per_step)
-    return config.train.wanted_steps
+    return config.train.steps
 
 
 def outlook(config: RunConfig, job: Job, rate: Rate | None = None) -> Outlook:
@@ -132,8 +132,10 @@ def outlook(config: RunConfig, job: Job, rate: Rate | None = None) -> Outlook:
 
 def _unknown(config: RunConfig, job: Job, steps: int | None) -> list[str]:
     plan, lines = config.plan, []
-    if steps is None:
+    if steps is None and config.train.epochs is not None:
         lines.append("train.epochs: how many steps they are depends on the data; give plan.tokens for days and costs")
+    elif steps is None:
+        lines.append("plan.tokens and train.steps: without one of them there are no days and no costs")
     if plan.price_per_gpu_hour is None and plan.spot_price_per_gpu_hour is None:
         lines.append("plan.price_per_gpu_hour: costs are in GPU hours")
     if 1 < job.nodes <= _SMALL_NODES:

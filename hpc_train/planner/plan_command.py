@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.config.compose import compose
@@ -23,6 +23,10 @@ class Options:
     top: int = 10
     by: str | None = None
     """What the best has least of; None: plan.objective."""
+    whole: bool = False
+    """Print all of it, not the 40 lines that matter most."""
+    familiar: bool = True
+    """Find the layouts that everybody knows, too."""
 
 
 def plan_command(overrides: Sequence[str], config_dir: str | None, options: Options) -> int:
@@ -40,7 +44,7 @@ def plan_command(overrides: Sequence[str], config_dir: str | None, options: Opti
         from hpc_train.planner.plan_table import parts
         from hpc_train.topology.show import print_rich
 
-        print_rich(*parts(found))
+        print_rich(*parts(found, options.whole))
     return EXIT_DONE
 
 
@@ -48,4 +52,5 @@ def ask(overrides: Sequence[str], config_dir: str | None = None, options: Option
     """The answer to these overrides. Raises UserError as `plan_command` does."""
     options = options or Options()
     question = question_of(compose(overrides, config_dir), overrides)
-    return answer(question, options.top, options.by)
+    found = answer(question, options.top, options.by, familiar=options.familiar)
+    return replace(found, overrides=tuple(overrides), config_dir=config_dir)

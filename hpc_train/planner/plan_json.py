@@ -9,20 +9,26 @@ from hpc_train.planner.advice.result import as_json
 from hpc_train.planner.answer import Answer
 from hpc_train.planner.band import Band
 from hpc_train.planner.candidate import GIB, STAGES, Candidate
+from hpc_train.planner.command import command_of
 from hpc_train.planner.outlook import Market, Outlook
 from hpc_train.planner.settings import overrides_of
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:
-    """Bytes are in GiB; null is what is not known. candidates: the best first, which is `best` too."""
+    """Bytes are in GiB; null is what is not known. candidates: the best first, which is `best` too; equal_to_best: so
+    near to the quickest that they cannot be told apart, of which the best is the simplest. command: runs the best."""
     return {
-        "best": candidate_json(answer.best) if answer.best else None,
-        "candidates": [candidate_json(it) for it in answer.candidates],
+        "best": {**candidate_json(answer.best), "equal_to_best": True} if answer.best else None,
+        "candidates": [{**candidate_json(it), "equal_to_best": answer.alike(it)} for it in answer.candidates],
         "pareto": [candidate_json(it) for it in answer.front],
         "searched": answer.searched,
         "estimated": answer.estimated,
         "seconds": answer.seconds,
-        "scaling_efficiency": answer.efficiency,
+        "command": command_of(answer.overrides, answer.config_dir, answer.best) if answer.best else None,
+        "familiar": [
+            {"name": it.name, "why": it.why, "candidate": candidate_json(it.candidate) if it.candidate else None}
+            for it in answer.familiar
+        ],
         "advice": as_json(answer.advice),
         "notes": answer.notes,
     }
@@ -33,6 +39,7 @@ def candidate_json(it: Candidate) -> dict[str, Any]:
     return {
         "parallel": parallel_json(it),
         "overrides": overrides_of(it.settings),
+        "complexity": round(it.complexity, 4),
         "nodes": it.nodes,
         "ranks": it.ranks,
         "global_batch": it.global_batch,

@@ -1,211 +1,314 @@
-"""An answer for a person: the best candidate in full, then the others a line each."""
+"""An answer for a person: 40 lines of 100 columns that say what to run and why, or with --all everything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from hpc_train.planner.advice.result import lines
 from hpc_train.planner.answer import Answer
 from hpc_train.planner.candidate import GIB, STAGES, TIME_PARTS, Candidate
+from hpc_train.planner.command import words_of
+from hpc_train.planner.kept import ALIKE
 from hpc_train.planner.outlook import Market, Outlook
-from hpc_train.planner.settings import overrides_of
-from hpc_train.planner.words import amount, ends, layout, seconds, share, techniques
+from hpc_train.planner.words import PART_WORDS, amount, ends, layout, seconds, share, techniques
 
-_BAR = 24
+LINES, COLUMNS = 40, 100
+_BAR = 10
 _FITS = {"yes": "green", "maybe": "yellow", "no": "red", "unknown": "yellow"}
+_SMALL = 0.005
+"""Share of a total under which a part is summed up with others."""
+_NUMBERS = 33
+"""Columns of the numbers of a candidate; what it is stands beside them."""
 
 
-def parts(answer: Answer) -> Iterator[RenderableType]:
-    """What to print, from top to bottom."""
+@dataclass(frozen=True)
+class Section:
+    """Lines that belong together."""
+
+    lines: list[str]
+    style: str = ""
+    first: str = ""
+    """Style of the first line."""
+
+
+def parts(answer: Answer, whole: bool = False) -> Iterator[Text]:
+    """What to print, a line each, from top to bottom; whole: without a limit on lines."""
+    for section in _sections(answer, whole):
+        for number, line in enumerate(section.lines):
+            yield Text(line, style=section.first if section.first and not number else section.style, overflow="fold")
+
+
+def _sections(answer: Answer, whole: bool) -> list[Section]:
     best = answer.best
     if best is None:
-        yield from _nothing(answer)
-    else:
-        yield from _best(answer, best)
-        if len(answer.candidates) > 1:
-            yield _candidates(answer.candidates)
-        if len(answer.front) > 1:
-            yield _front(answer.front)
-    yield Text(_searched(answer), style="dim")
-    for line in lines(answer.advice):
-        yield Text(line, style="cyan")
-    for note in answer.notes:
-        yield Text(f"note: {note}", style="yellow")
+        return [*_nothing(answer), *_remarks(answer, None if whole else LINES - 8)]
+    top = [_heading(best), Section(["", *_command(answer, best)], style="cyan"), _budgets(best, whole)]
+    if whole and best.outlook:
+        top.append(Section(_outlook(best.outlook)))
+    if whole:
+        return [*top, *_tables(answer, len(answer.candidates), whole), *_remarks(answer, None)]
+    left = LINES - sum(len(it.lines) for it in top)
+    remarks = _remarks(answer, 7)
+    rows = len(answer.candidates)
+    tables = _tables(answer, rows, whole)
+    while rows > 1 and _length(tables) + _length(remarks) > left:
+        rows -= 1
+        tables = _tables(answer, rows, whole)
+    if _length(tables) + _length(remarks) > left:
+        remarks = _remarks(answer, max(1, left - _length(tables)))
+    return _cut([*top, *tables, *remarks])
 
 
-def _nothing(answer: Answer) -> Iterator[RenderableType]:
+def _cut(sections: list[Section]) -> list[Section]:
+    """No more than LINES of them, whatever a user's own overrides take."""
+    over = _length(sections) - LINES
+    for section in reversed(sections[3:]):
+        gone = min(over, max(0, len(section.lines) - 1)) if over > 0 else 0
+        if gone:
+            del section.lines[-gone:]
+            over -= gone
+    return sections
+
+
+def _length(sections: Sequence[Section]) -> int:
+    return sum(len(it.lines) for it in sections)
+
+
+def _nothing(answer: Answer) -> Iterator[Section]:
     """Why there is no candidate."""
     if answer.outside:
-        yield Text("Nothing is within the limits of the plan.", style="bold red")
+        yield Section(["Nothing is within the limits of the plan."], style="bold red")
         return
-    yield Text("Nothing fits: no candidate's memory is within that of the device.", style="bold red")
-    yield Text("Use more nodes (cluster.nodes, plan.nodes), or free what is fixed.")
+    yield Section(["Nothing fits: no candidate's memory is within that of the device."], style="bold red")
+    yield Section(["Use more nodes (cluster.nodes, plan.nodes), or free what is fixed."])
+
+
+def _remarks(answer: Answer, most: int | None) -> list[Section]:
+    """What was searched, advice, and what is not known: at most so many lines, and how much more there is."""
+    told = [_wrapped(_searched(answer), "")]
+    advice = lines(answer.advice)
+    pairs = zip(advice[::2], advice[1::2], strict=True)
+    told += [_wrapped(why, " " * 9) + _wrapped(fix.strip(), " " * 9, " " * 9) for why, fix in pairs]
+    told += [_wrapped(f"note: {note}", " " * 6) for note in _notes(answer, most is None)]
+    shown = list(told[:1])
+    for at, block in enumerate(told[1:], 1):
+        if most is not None and sum(map(len, shown)) + len(block) + (at + 1 < len(told)) > most:
+            shown.append([f"({len(told) - at} more: --all)"])
+            break
+        shown.append(block)
+    return [Section(block, style="dim" if not number else "") for number, block in enumerate(shown)]
+
+
+def _notes(answer: Answer, whole: bool) -> list[str]:
+    outlook = answer.best.outlook if answer.best else None
+    unknown = [] if outlook is None else [f"not known: {line}" for line in outlook.unknown]
+    return [*answer.notes, *unknown] if whole else answer.notes
+
+
+def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, COLUMNS, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _searched(answer: Answer) -> str:
     if answer.question.whole:
         return "the run as it is given; leave out parallel=<option> to search for a better one"
-    return (
-        f"{answer.searched:,} candidates in {answer.seconds:.1f} s, {answer.estimated:,} of them estimated, the others "
-        "ruled out by bounds"
-    )
+    bounds = f"{answer.estimated:,} estimated, the others ruled out by bounds"
+    return f"{answer.searched:,} candidates in {answer.seconds:.1f} s ({bounds})"
 
 
-def _best(answer: Answer, best: Candidate) -> Iterator[RenderableType]:
-    config = best.config
-    where = f"{config.cluster.name}, {best.nodes} node{'s' * (best.nodes != 1)}, {best.ranks} ranks"
-    yield Text(f"{config.model.name} on {where}: {layout(best)}", style="bold")
-    more = techniques(best)
-    yield Text(
-        f"micro-batch {config.train.micro_batch}, global batch {best.global_batch} x {config.train.sequence_length} "
-        f"tokens, {config.precision.name}{', ' + more if more else ''}"
-    )
-    if best.settings:
-        yield Text(f"hpc-train train ... {' '.join(overrides_of(best.settings))}", style="cyan", overflow="fold")
-    yield _memory(best)
+def _heading(best: Candidate) -> Section:
+    config, more = best.config, techniques(best)
+    nodes = f"{best.nodes} node{'s' * (best.nodes != 1)}"
+    where = f"{config.model.name} on {config.cluster.name}, {nodes}, {best.ranks:,} ranks: {layout(best)}"
+    batch = f"global batch {best.global_batch:,} x {config.train.sequence_length:,} tokens"
+    what = f"micro-batch {config.train.micro_batch}, {batch}, {config.precision.name}{', ' + more if more else ''}"
+    found = [*_wrapped(where, "  "), *_wrapped(what, "  "), _memory_line(best)]
     if best.step is None:
-        yield Text("step time: not known, as the accelerator's figures are not (cluster.gpu)", style="yellow")
-        return
-    yield _time(best)
-    yield _rates(answer, best)
-    if best.outlook:
-        yield _outlook(best.outlook)
+        found.append("step time: not known, as the accelerator's figures are not (cluster.gpu)")
+        return Section(found, first="bold")
+    assert best.tokens_per_second is not None
+    rates = f"{amount(best.tokens_per_second)} tokens/s a GPU, {amount(best.tokens_per_second * best.ranks)} in all"
+    band = f"p10 - p90: {seconds(best.step.p10)} - {seconds(best.step.p90)}"
+    found += _wrapped(
+        f"step: {seconds(best.step.p50)} ({band}); MFU {share(best.mfu)}, HFU {share(best.hfu)}; {rates}", "  "
+    )
+    if best.outlook and best.outlook.demand.days is not None:
+        found += _wrapped(_costs(best.outlook), "  ")
+    return Section(found, first="bold")
 
 
-def _memory(best: Candidate) -> Table:
-    """Of each stage, against the device."""
-    one = len({best.stages}) == 1 and best.stages[0] == best.stages[1] == best.stages[2]
+def _memory_line(best: Candidate) -> str:
+    if not best.capacity:
+        return f"memory: {best.total / GIB:.1f} GiB on the rank that needs most; what the device has is not known"
+    sure = {"yes": "yes", "maybe": "maybe, within the error of the estimate", "no": "no"}[best.fits]
+    return f"fits: {sure}; {best.total / GIB:.1f} of {best.capacity / GIB:.0f} GiB on the rank that needs most"
+
+
+def _costs(outlook: Outlook) -> str:
+    """The whole run in a line, where somebody said how long it is."""
+    told = [f"goodput {share(outlook.demand.effective.p50)}"]
+    for name, market in (("", outlook.demand), ("spot: ", outlook.spot)):
+        if market is None or market.days is None:
+            continue
+        told.append(f"{name}{market.days.p50:.3g} days (p10 - p90: {ends(market.days)})")
+        told += [f"{amount(market.gpu_hours)} GPU-hours"] if market.gpu_hours is not None else []
+        if market.money is not None:
+            told.append(f"money {amount(market.money.p50)} ({amount(market.money.p10)} - {amount(market.money.p90)})")
+    told += ["plan.deadline_days missed"] if outlook.late else []
+    told += ["plan.budget exceeded"] if outlook.over_budget else []
+    return f"whole run: {', '.join(told)}"
+
+
+def _command(answer: Answer, best: Candidate) -> list[str]:
+    """With line ends that a shell joins."""
+    words = [shlex.quote(word) for word in words_of(answer.overrides, answer.config_dir, best)]
+    found, line = [], " ".join(words[:2])
+    for word in words[2:]:
+        if len(line) + len(word) + 3 > COLUMNS:
+            found.append(f"{line} \\")
+            line = f"    {word}"
+        else:
+            line = f"{line} {word}"
+    return [*found, line]
+
+
+def _budgets(best: Candidate, whole: bool) -> Section:
+    """Memory by part, and beside it where the time of a step goes."""
+    left, right = _memory(best, whole), _time(best, whole)
+    width = max(len(line) for line in left) + 4
+    rows = [f"{one:<{width}}{other}".rstrip() for one, other in zip_longest(left, right, fillvalue="")]
+    return Section(["", *rows])
+
+
+def _memory(best: Candidate, whole: bool) -> list[str]:
+    """GiB of each stage."""
+    one = best.stages[0] == best.stages[1] == best.stages[2]
     shown = range(1) if one else range(len(STAGES))
-    title = f"memory of a rank, GiB: fits {best.fits}"
-    table = Table(title=title, title_style=_FITS[best.fits], title_justify="left")
-    table.add_column("part")
-    for number in shown:
-        table.add_column("every stage" if one else f"{STAGES[number]} stage", justify="right")
-    for name, part in best.memory.items():
-        table.add_row(name, *(f"{part[number] / GIB:.2f}" for number in shown))
-    table.add_section()
-    table.add_row("total", *(f"{best.stages[number] / GIB:.2f}" for number in shown), style="bold")
-    if best.capacity:
-        table.add_row("device", *(f"{best.capacity / GIB:.2f}" for _ in shown))
-    return table
+    head = ["GiB"] if one else [f"{STAGES[number]}" for number in shown]
+    found = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{it:>8}" for it in head)]
+    for name, part in _shown_memory(best, whole).items():
+        found.append(f"{name:<17}" + "".join(f"{part[number] / GIB:>8.2f}" for number in shown))
+    total = f"{'total':<17}" + "".join(f"{best.stages[number] / GIB:>8.2f}" for number in shown)
+    return [*found, total + (f" of {best.capacity / GIB:.0f}" if best.capacity else "")]
 
 
-def _time(best: Candidate) -> Table:
-    assert best.step is not None
-    assert best.parts is not None
-    title = f"step: {seconds(best.step.p50)} (p10 - p90: {seconds(best.step.p10)} - {seconds(best.step.p90)})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("part")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
+def _shown_memory(best: Candidate, whole: bool) -> dict[str, tuple[float, float, float]]:
+    """Parts by stage; in the short form what the user has no say in is one part, and what is next to nothing none."""
+    if whole:
+        return best.memory
+    around = ("fragmentation", "context")
+    found = {name: it for name, it in best.memory.items() if name not in around and max(it) >= _SMALL * best.total}
+    first, middle, last = (sum(it) for it in zip(*(best.memory[name] for name in around), strict=True))
+    return {**found, "allocator, driver": (first, middle, last)}
+
+
+def _time(best: Candidate, whole: bool) -> list[str]:
+    """Seconds of each part of a step."""
+    if best.step is None or best.parts is None:
+        return []
+    found = [f"{'time of a step':<20}{'':>9} {'share':>6}"]
+    rest = 0.0
     for name in TIME_PARTS:
         value = best.parts[name]
-        if value > 0:
-            table.add_row(
-                _TIME_WORDS.get(name, name),
-                seconds(value),
-                share(value / best.step.p50),
-                "#" * round(_BAR * value / best.step.p50),
-            )
-    return table
+        if value <= 0 or (not whole and value < _SMALL * best.step.p50):
+            rest += max(value, 0.0)
+            continue
+        part = value / best.step.p50
+        bar = "#" * round(_BAR * part)
+        found.append(f"{PART_WORDS.get(name, name):<20}{seconds(value):>9} {share(part):>6} {bar}".rstrip())
+    if rest > 0:
+        found.append(f"{'other':<20}{seconds(rest):>9} {share(rest / best.step.p50):>6}")
+    return found
 
 
-_TIME_WORDS = {
-    "tensor": "tp, exposed",
-    "context": "cp, exposed",
-    "data": "dp, exposed",
-    "pipeline": "pp, exposed",
-    "launch": "kernel launches",
-    "checkpoint": "checkpoint stalls",
-    "offload": "activations to host",
-}
-
-
-def _rates(answer: Answer, best: Candidate) -> Table:
-    assert best.tokens_per_second is not None
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("MFU, HFU", f"{share(best.mfu)}, {share(best.hfu)}")
-    whole = best.tokens_per_second * best.ranks
-    table.add_row("tokens/s", f"{amount(best.tokens_per_second)} a GPU, {amount(whole)} in all")
-    if best.nodes > 1:
-        told = share(answer.efficiency) if answer.efficiency else "not known: the model does not fit on one node"
-        table.add_row("scaling efficiency against one node", told)
-    return table
-
-
-def _outlook(outlook: Outlook) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+def _outlook(outlook: Outlook) -> list[str]:
+    """Of the whole run, all that is known."""
+    found = [""]
     for name, market in (("", outlook.demand), ("spot: ", outlook.spot)):
         if market is not None:
-            for key, value in _market(market):
-                table.add_row(f"{name}{key}", value)
+            found += [f"{name}{key:<{36 - len(name)}} {value}" for key, value in _market(market)]
     between = outlook.interruption_seconds.through(lambda it: it / 3600)
-    table.add_row("hours between failures (p10 - p90)", ends(between))
-    if outlook.late:
-        table.add_row("plan.deadline_days", "missed", style="red")
-    if outlook.over_budget:
-        table.add_row("plan.budget", "exceeded", style="red")
-    for line in outlook.unknown:
-        table.add_row("not known", line, style="dim")
-    return table
+    return [*found, f"{'hours between failures (p10 - p90)':<36} {ends(between)}"]
 
 
 def _market(market: Market) -> Iterator[tuple[str, str]]:
     yield "goodput with failures and saves", f"{share(market.effective.p50)} ({ends(market.effective, '.1%')})"
-    if market.days is not None:
-        yield "days (p10 - p90)", f"{market.days.p50:.3g} ({ends(market.days)})"
-    if market.gpu_hours is not None:
-        yield "GPU-hours", amount(market.gpu_hours)
-    if market.money is not None:
-        ends_ = f"{amount(market.money.p10)} - {amount(market.money.p90)}"
-        yield "money (p10 - p90)", f"{amount(market.money.p50)} ({ends_})"
     if market.best_every is not None:
         yield "checkpoint.every that wastes least", str(market.best_every)
 
 
-def _row(it: Candidate) -> tuple[str, ...]:
-    step = f"{it.step.p50:.4g} ({ends(it.step)})" if it.step else "-"
-    speed = amount(it.tokens_per_second) if it.tokens_per_second else "-"
-    return (
-        layout(it),
-        str(it.config.train.micro_batch),
-        techniques(it) or "-",
-        f"{it.total / GIB:.1f}",
-        it.fits,
-        step,
-        share(it.mfu),
-        speed,
-    )
+def _tables(answer: Answer, rows: int, whole: bool) -> list[Section]:
+    """The candidates, the familiar layouts, and with --all what needs less memory."""
+    found = []
+    several = len({(it.ranks, it.global_batch) for it in answer.candidates}) > 1
+    if len(answer.candidates) > 1 or answer.familiar:
+        found.append(_candidates(answer, answer.candidates[:rows], several))
+    if answer.familiar:
+        found.append(_familiar(answer))
+    if whole and len(answer.front) > 1:
+        title = "less memory for more time (Pareto front)"
+        if len({(it.ranks, it.global_batch) for it in answer.front}) > 1:
+            title = "time, memory or GPU-hours for one another (Pareto front)"
+        found.append(Section(["", _titled(title), *_rows(answer, answer.front, several)]))
+    return found
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("layout", "micro", "techniques"):
-        table.add_column(name, overflow="fold")
-    for name in ("GiB", "fits", "step s (p10 - p90)", "MFU", "tokens/s/GPU"):
-        table.add_column(name, justify="right")
-    return table
+def _candidates(answer: Answer, shown: Sequence[Candidate], several: bool) -> Section:
+    found = ["", _titled("candidates, the best first"), *_rows(answer, shown, several)]
+    if answer.ties > 1:
+        found.append(f"=  within {ALIKE:.0%} of the quickest: no estimate tells them apart, and the simplest is first")
+    return Section(found)
 
 
-def _candidates(candidates: list[Candidate]) -> Table:
-    table = _table("candidates, the best first")
-    several = len({(it.ranks, it.global_batch) for it in candidates}) > 1
-    if several:
-        table.add_column("nodes", justify="right")
-        table.add_column("batch", justify="right")
-    for it in candidates:
-        more = (str(it.nodes), str(it.global_batch)) if several else ()
-        table.add_row(*_row(it), *more, style=None if it.fits == "yes" else "yellow")
-    return table
+def _titled(title: str) -> str:
+    return f"{'':>2}{'step':>9}{'':>7}{'GiB':>7}{'fits':>6}  {title}"
 
 
-def _front(front: list[Candidate]) -> Table:
-    table = _table("less memory for more time (Pareto front)")
-    for it in sorted(front, key=lambda it: it.total, reverse=True):
-        table.add_row(*_row(it))
-    return table
+def _rows(answer: Answer, shown: Sequence[Candidate], several: bool) -> list[str]:
+    found = []
+    for it in shown:
+        where = f"{it.nodes} nodes, batch {it.global_batch:,}: " if several else ""
+        more = techniques(it)
+        what = f"{where}{layout(it)}, micro-batch {it.config.train.micro_batch}{', ' + more if more else ''}"
+        found += _row(answer, it, what)
+    return found
+
+
+def _row(answer: Answer, it: Candidate | None, what: str) -> list[str]:
+    """Numbers, and beside them what it is, over as many lines as that takes."""
+    text = textwrap.wrap(what, COLUMNS - _NUMBERS, break_on_hyphens=False) or [""]
+    numbers = "" if it is None else _numbers(answer, it)
+    return [f"{numbers:<{_NUMBERS}}{text[0]}", *(" " * _NUMBERS + line for line in text[1:])]
+
+
+def _numbers(answer: Answer, it: Candidate) -> str:
+    best = answer.best
+    step, slower = "-", ""
+    if it.step and it.fits != "no":
+        step = seconds(it.step.p50)
+        if best and best.step and it.settings != best.settings:
+            slower = f"{(it.step.p50 / it.tokens) / (best.step.p50 / best.tokens) - 1:+.1%}"
+    mark = "=" if answer.ties > 1 and answer.alike(it) else ""
+    return f"{mark:<2}{step:>9}{slower:>7}{it.total / GIB:>7.1f}{it.fits:>6}"
+
+
+def _familiar(answer: Answer) -> Section:
+    """A row each, with the reason why it is not the best."""
+    found = [f"{'':<{_NUMBERS}}familiar layouts, each at its best"]
+    for it in answer.familiar:
+        if it.candidate is None:
+            found += _row(answer, None, f"{it.name}: {it.why}")
+            continue
+        more = techniques(it.candidate)
+        mesh = layout(it.candidate).partition(", ")[2] if "HSDP" in it.name or "TP" in it.name else ""
+        what = ", ".join(word for word in (mesh, more) if word)
+        found += _row(answer, it.candidate, f"{it.name}{f' ({what})' if what else ''}: {it.why}")
+    return Section(found)

@@ -14,6 +14,8 @@ from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.settings import fixed_of
 from hpc_train.planner.space import Fixed
 
+LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
+"""Nodes of a job and sequences of a step that can be asked for: beyond any machine, and searched in seconds."""
 MOST_NODES = 4096
 """Where a cluster does not say how many it has: as far as the fewest that fit are looked for."""
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -54,6 +56,8 @@ def question_of(config: RunConfig, overrides: Sequence[str]) -> Question:
 
     An option of the group parallel, or all degrees and train.micro_batch, are a run that is given whole.
     """
+    _check_lists(config, overrides)
+    _check_goals(config)
     keys = config.parallel.fixed if config.parallel.fixed is not None else given(config, overrides)
     option = chosen(overrides)
     whole = not config.parallel.auto and (option is not None or _all_given(config, keys))
@@ -63,6 +67,7 @@ def question_of(config: RunConfig, overrides: Sequence[str]) -> Question:
 
 def question_of_job(config: RunConfig, ranks: int | None) -> Question:
     """Of parallel=auto; ranks: those of the job, None where they are the planner's to choose."""
+    _check_goals(config)
     worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], whole=False)
     return Question(config, fixed_of(config, config.parallel.fixed or ()), False, worlds, _batches(config))
 
@@ -95,10 +100,37 @@ def _known(config: RunConfig, counts: Sequence[int], key: str) -> Sequence[int]:
     """Those numbers of nodes. Raises UserError for more than the cluster has."""
     total = config.cluster.total_nodes
     for count in counts:
+        if count > LARGEST_NODES:
+            raise UserError(f"{key}={count}: more nodes than any machine has; give at most {LARGEST_NODES:,}")
         if total and count > total:
             raise UserError(f"{key}={count}: {config.cluster.name} has {total}; use no more")
     return counts
 
 
 def _batches(config: RunConfig) -> tuple[int, ...]:
-    return tuple(sorted(set(config.plan.global_batches))) or (config.train.global_batch,)
+    found = tuple(sorted(set(config.plan.global_batches)))
+    key = "plan.global_batches" if found else "train.global_batch"
+    for batch in found or (config.train.global_batch,):
+        if batch > LARGEST_BATCH:
+            raise UserError(f"{key}={batch}: sequences of a step; give at most {LARGEST_BATCH:,}")
+    return found or (config.train.global_batch,)
+
+
+def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raise UserError for a list to compare that is given, and empty."""
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for name, example in (("nodes", "[8,16]"), ("global_batches", "[256,512]")):
+        if f"plan.{name}" in named and not getattr(config.plan, name):
+            raise UserError(f"plan.{name}=[]: nothing to compare; give numbers such as {example}, or leave it out")
+
+
+def _check_goals(config: RunConfig) -> None:
+    """Raise UserError for a limit on days or money where nobody says how long the run is."""
+    plan = config.plan
+    if plan.tokens is not None or config.train.steps is not None:
+        return
+    for name, value in (("deadline_days", plan.deadline_days), ("budget", plan.budget)):
+        if value is not None:
+            raise UserError(
+                f"plan.{name}={value:g}: how long the run is must be known; give plan.tokens or train.steps"
+            )

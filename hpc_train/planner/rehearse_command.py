@@ -12,7 +12,7 @@ from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.auto import decide
 
 WRONG = 1
-"""Exit code where the rehearsal has found a layout that does not add up."""
+"""Exit code for a layout that does not add up, that needs more than the plan says, or that does not fit."""
 
 
 def rehearse_command(
@@ -40,4 +40,4 @@ def rehearse_command(
     else:
         for line in lines(found):
             print(line)
-    return WRONG if found.problems else 0
+    return 0 if found.ok else WRONG

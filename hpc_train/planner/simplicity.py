@@ -1,4 +1,11 @@
-"""complexity: which of candidates that are as quick a person would rather run."""
+"""complexity: which of several candidates, as quick as each other, a person would rather run.
+
+The simplest has the fewest axes beside data parallelism, then the fewest techniques. Points: 2 for each of pp, cp and
+tp; 2 for offload of optimizer or parameters, which needs the host, and for a schedule that splits backward; 1 for
+recomputation, for recomputing only every k-th block, for offload of activations, for every other schedule than 1f1b,
+for asynchronous tp, for tp without sequence parallelism, for Ulysses and for parameters that stay gathered. Where
+points are equal: the lower ZeRO stage, then one level of sharding (HSDP has two), then the smaller degrees.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +15,22 @@ import numpy as np
 
 from hpc_train.planner.jobs import SCHEDULES, Column
 
-_SCHEDULE = {"1f1b": 0, "gpipe": 1, "interleaved_1f1b": 1, "looped_bfs": 2, "naive": 2}
-"""Others, which split backward: 3."""
+_AXES = ("pp", "cp", "tp")
+_SCHEDULE = {"1f1b": 0, "gpipe": 1, "interleaved_1f1b": 1, "looped_bfs": 1, "naive": 1}
+"""Points; others, which split backward: 2."""
+_STAGE, _LEVEL, _DEGREE = 0.1, 0.05, 0.0005
+"""Less than a point together: a ZeRO stage, a second level of sharding, a doubling of a degree."""
 
 
 def complexity(columns: Mapping[str, Column]) -> Column:
-    """[n] columns of search.NAMES -> the less the simpler.
-
-    Each axis that splits a layer or the order of work counts more than sharding, that more than recomputation; offload
-    needs the host too. Beyond that, the smaller degrees.
-    """
-    order = np.array([_SCHEDULE.get(name, 3) for name in SCHEDULES], np.float64)
-    split = [4.0 * (columns[name] > 1) for name in ("pp", "cp", "tp")]
-    degrees = sum(np.log2(columns[name]) for name in ("pp", "cp", "tp", "dp_shard", "virtual_stages"))
-    zero = columns["zero"] + 1.0 * ((columns["dp_shard"] > 1) & (columns["dp_replicate"] > 1))
-    offload, recompute = 5.0 * columns["offload"] + 3.0 * columns["offload_activations"], 1.0 * columns["recompute"]
-    rare = (columns["recompute_every"] > 1) + (columns["reshard"] == 0) + 2.0 * columns["overlap_tensor"]
-    plain = order[columns["schedule"].astype(np.int64)] + (columns["sequence_parallel"] == 0) + 0.5 * columns["ulysses"]
-    whole: Column = sum(split) + zero + offload + recompute + rare + plain + 0.01 * degrees
-    return whole
+    """[n] columns of kept.NAMES -> points, the fewer the simpler."""
+    order = np.array([_SCHEDULE.get(name, 2) for name in SCHEDULES], np.float64)
+    axes = sum(2.0 * (columns[name] > 1) for name in _AXES)
+    offload = 2.0 * (columns["offload"] > 0) + columns["offload_activations"]
+    recompute = (columns["recompute"] > 0) + 1.0 * (columns["recompute_every"] > 1)
+    tensor = columns["overlap_tensor"] + (columns["sequence_parallel"] == 0)
+    others = order[columns["schedule"].astype(np.int64)] + columns["ulysses"] + (columns["reshard"] == 0)
+    hybrid = (columns["dp_shard"] > 1) & (columns["dp_replicate"] > 1)
+    degrees = sum(np.log2(columns[name]) for name in (*_AXES, "dp_shard", "virtual_stages"))
+    points: Column = axes + offload + recompute + tensor + others
+    return points + _STAGE * columns["zero"] + _LEVEL * hybrid + _DEGREE * degrees

@@ -37,7 +37,7 @@ class Suggestion:
 
 def suggest(overrides: Sequence[str], config_dir: str | None = None) -> list[Suggestion]:
     """RUNS of them at most. Raises UserError for a run that cannot be planned, and where nothing fits."""
-    answered = ask(overrides, config_dir, Options(top=WAYS))
+    answered = ask(overrides, config_dir, Options(top=WAYS, familiar=False))
     ways = [it for it in answered.candidates if it.fits != "no"]
     if not ways:
         raise UserError("plan calibrate --suggest: nothing fits; see `hpc-train plan` with the same settings")

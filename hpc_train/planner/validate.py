@@ -13,8 +13,10 @@ from hpc_train.planner.calibrate import calibrate, chosen, together
 from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.from_runs import Refused, Run, Runs, jobs_of
 from hpc_train.planner.jobs import RECOMPUTE, Jobs, with_columns
+from hpc_train.planner.kept import ALIKE
 from hpc_train.planner.measured import memory_of
 from hpc_train.planner.memory import FITS, NO, YES, memory
+from hpc_train.planner.simplicity import complexity
 from hpc_train.planner.step_time import time
 
 Floats = NDArray[np.float64]
@@ -73,7 +75,7 @@ class MemoryErrors:
 
 @dataclass(frozen=True)
 class Regret:
-    """How much slower the fastest predicted configuration is than the fastest measured one, over groups."""
+    """How much slower the configuration that the planner picks is than the fastest measured one, over groups."""
 
     n: int
     mean: float
@@ -185,8 +187,19 @@ def regret(rows: Iterable[Row]) -> Regret:
 
 def _regret(configurations: Sequence[Sequence[Row]]) -> float:
     measured = [float(np.mean([row.run.seconds for row in rows])) for rows in configurations]
-    picked = min(range(len(measured)), key=lambda place: (_ranked(configurations[place][0]), place))
-    return measured[picked] / min(measured) - 1
+    return measured[_pick([rows[0] for rows in configurations])] / min(measured) - 1
+
+
+def _pick(configurations: Sequence[Row]) -> int:
+    """As `hpc-train plan` does: the simplest of those that are equal to the quickest."""
+    limit = min(map(_ranked, configurations)) * (1 + ALIKE)
+    alike = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
+    return min(alike, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
+
+
+def _points(run: Run) -> float:
+    own = {name: np.atleast_1d(np.float64(value)) for name, value in run.columns.items()}
+    return float(complexity({**own, "recompute_every": np.ones(1)})[0])
 
 
 def _ranked(row: Row) -> float:

@@ -6,6 +6,16 @@ from hpc_train.config.degrees import resolve
 from hpc_train.planner.band import Band
 from hpc_train.planner.candidate import Candidate
 
+PART_WORDS = {
+    "tensor": "tp, exposed",
+    "context": "cp, exposed",
+    "data": "dp, exposed",
+    "pipeline": "pp, exposed",
+    "launch": "kernel launches",
+    "checkpoint": "checkpoint stalls",
+    "offload": "activations to host",
+}
+"""Parts of a step whose field of estimate.Time says too little."""
 _WHOLE = 1e3
 """From here on no digits after the point, and none as a power of ten."""
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -6,8 +6,11 @@ import ctypes
 import gc
 import re
 import resource
+import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from torch import nn
 
 from hpc_train.api import Engine, MicroBatch, StepBatch, World
 from hpc_train.checkpoint import load, save
+from hpc_train.compat_rehearsal import Pretending, address, tensors_in
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
@@ -25,6 +29,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.support import check_support
+from hpc_train.parallel.zero import offload
 from hpc_train.parallel.zero.offload_file import FileMemory, is_in_memory
 from hpc_train.parallel.zero.offload_optimizer import PlacedOptimizer
 from hpc_train.testing import run_ranks
@@ -260,3 +265,41 @@ def test_an_offload_without_effect_is_refused(overrides: tuple[str, ...], words:
     with pytest.raises(UserError, match=words) as caught:
         check_support(compose(("model=llama_tiny", *overrides)), 2)
     assert "\n" not in str(caught.value)
+
+
+GPU = torch.device("cuda", 0)
+"""A device of which Pretending knows the name only, so that its memory can be told from the host's on any machine."""
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu"])
+@pytest.mark.parametrize("parameters", ["none", "cpu"])
+def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: str) -> None:
+    """Neither a copy of a parameter nor its optimizer state: live memory by device, before and after updates."""
+    made = (f"parallel.offload.parameters={parameters}", f"parallel.offload.optimizer={optimizer}")
+    config = compose(("parallel=fsdp", "optim.implementation=foreach", *made))
+    held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def see(out: Any, _: Any) -> None:
+        for tensor in tensors_in(out):
+            if tensor.device.type == "cuda":
+                storage = tensor.untyped_storage()
+                held[address(storage)] = weakref.ref(storage), storage.nbytes()
+
+    def on_gpu() -> int:
+        gc.collect()
+        return sum(size for storage, size in held.values() if storage() is not None)
+
+    world = cast(World, SimpleNamespace(device=GPU))
+    with Pretending(see):
+        home = offload.home(config, world)
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.zeros(256, 64, device=home))
+        made_optimizer = offload.placing(lambda split: make_optimizer(split, config.optim), config, world, None)(part)
+        size = part.weight.nbytes
+        assert on_gpu() == (size if parameters == "none" else 0)
+        if parameters == "none" and optimizer == "cpu":
+            return  # torch built for CPUs alone cannot pretend the copies of an update
+        part.weight.grad = torch.zeros(256, 64, device=home)
+        made_optimizer.step()
+        made_optimizer.zero_grad()
+        assert on_gpu() >= 3 * size if parameters == "none" else on_gpu() == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,13 +12,20 @@ from hypothesis import strategies as st
 from planner_runs import run
 
 from hpc_train.errors import UserError
+from hpc_train.models.shape import check_shape
 from hpc_train.parallel.pipeline.stages import Costs, split
+from hpc_train.parallel.support import check_support
+from hpc_train.placement.from_config import node_count, ranks_per_node
+from hpc_train.planner.advice.estimated import figures_of
 from hpc_train.planner.advice.facts import Figures, facts_of
 from hpc_train.planner.advice.layout import imbalance
 from hpc_train.planner.advice.lints import LINTS, advice
 from hpc_train.planner.advice.result import Advice, as_json, lines
 from hpc_train.planner.advice.shape import padding
 from hpc_train.planner.band import Band
+from hpc_train.planner.constants import default
+from hpc_train.planner.estimate import NO, memory
+from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.outlook import Job
 
 GPU = ["model=llama_1b", "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "train.sequence_length=2048"]
@@ -345,3 +354,55 @@ def test_layers_are_weighed_as_they_will_be_split(stages: int, more: int, before
     times[-1] += after
     expected = max(times) * stages / sum(times) - 1
     assert imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)
+
+
+def _jobs() -> Iterator[tuple[str, ...]]:
+    """Every case's run, where all of it is known, and runs in which one suggestion would break another rule."""
+    for case in CASES.values():
+        yield tuple(case.overrides)
+    split = [*PIPELINE, "parallel.pipeline.schedule=zbv", "model.vocab_size=50257"]
+    yield (*split, "model.hidden=1024", "model.heads=8", "model.kv_heads=8")
+    yield (*GPU, "parallel=tp", "parallel.tp=8", "parallel.dp_replicate=1", "model.kv_heads=4")
+    yield (*GPU, "cluster.nodes=2", "parallel=tp", "parallel.tp=16", "model.kv_heads=16", "parallel.dp_replicate=1")
+    yield (*PIPELINE, "parallel.pipeline.schedule=interleaved_zero_bubble", "train.global_batch=32")
+    full = ("model=llama_8b", "train.micro_batch=2", "parallel=zero3", "train.global_batch=512", "model.hidden=1024")
+    yield (*GPU, *full, "train.sequence_length=32768", "model.max_positions=32768", "train.micro_batch=1")
+
+
+JOBS = tuple(dict.fromkeys(_jobs()))
+
+
+@pytest.mark.parametrize("overrides", JOBS, ids=range(len(JOBS)))
+def test_every_setting_that_is_suggested_can_be_run(overrides: tuple[str, ...]) -> None:
+    """It composes, the passes accept it on these ranks, and it fits in memory unless the run itself does not."""
+    config = run(*overrides)
+    world = node_count(config) * ranks_per_node(config)
+    try:
+        found = advice(config, figures_of(config, world, default()))
+    except UserError:
+        pytest.fail("the cases are runs that can be planned")
+    before = float(memory(jobs_of(config, world), default()).fits)
+    for told in found:
+        settings = {word.partition("=")[0] for alternative in told.overrides for word in alternative}
+        assert set(re.findall(r"([a-z_]+(?:\.[a-z_]+)+)=", told.fix)) == settings, told
+        for alternative in told.overrides:
+            changed = run(*overrides, *alternative)
+            check_shape(changed.model)
+            check_support(changed, world)
+            after = float(memory(jobs_of(changed, world), default()).fits)
+            assert after > NO or before == NO, (told, alternative)
+
+
+def test_what_another_rule_refuses_is_not_suggested() -> None:
+    small = ("model.hidden=1024", "model.heads=8", "model.kv_heads=8")
+    plain, split = (*PIPELINE, *small), (*PIPELINE, *small, "parallel.pipeline.schedule=zbv")
+    fixes = [[it.fix for it in advice(run(*words)) if it.about == "train.micro_batch"] for words in (plain, split)]
+    assert "parallel.compile=true" in fixes[0][0]
+    assert "parallel.compile" not in fixes[1][0], "it does not go with a backward that is split"
+
+
+def test_a_degree_that_is_changed_gives_its_ranks_to_data_parallelism() -> None:
+    words = (*GPU, "parallel=tp", "parallel.tp=8", "parallel.dp_replicate=1", "model.kv_heads=4")
+    (told,) = [it for it in advice(run(*words)) if it.about == "parallel.tp"]
+    assert told.overrides == (("parallel.tp=4", "parallel.dp_replicate=2"),)
+    assert "parallel.tp=4 parallel.dp_replicate=2" in told.fix

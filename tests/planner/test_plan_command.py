@@ -181,20 +181,13 @@ def test_no_layout_at_all_says_what_degrees_must_do(capsys: pytest.CaptureFixtur
 
 
 def test_the_table_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *RUN, "cluster.nodes=2", "plan.price_per_gpu_hour=2", "--top", "2"]) == 0
-    told = capsys.readouterr().out
-    words = (
-        "optimizer",
-        "p10 - p90",
-        "MFU, HFU",
-        "tokens/s",
-        "scaling efficiency",
-        "goodput",
-        "days",
-        "GPU-hours",
-        "money",
-    )
-    assert [word for word in words if word not in told] == []
+    given = (*RUN, "cluster.nodes=2", "plan.tokens=1e10", "plan.price_per_gpu_hour=2")
+    words = ("optimizer", "p10 - p90", "MFU", "tokens/s", "goodput", "days", "GPU-hours", "money", "familiar layouts")
+    more = ("HFU", "fragmentation", "context", "checkpoint.every that wastes least", "Pareto front")
+    for options, expected in (((), words), (("--all",), (*words, *more))):
+        assert main(["plan", *given, *options]) == 0
+        told = capsys.readouterr().out
+        assert [word for word in expected if word not in told] == []
 
 
 def test_a_vision_transformer_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,22 @@ def sharded_offload(config: RunConfig, device: torch.device) -> OffloadPolicy:
 
 def home(config: RunConfig, world: World) -> torch.device:
     """Where the sharded parameters live."""
-    return world.device if config.parallel.offload.parameters == "none" else CPU
+    return parameter_device(config, world.device)
+
+
+def parameter_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Where the sharded parameters and their reduced gradients live between uses; device: the rank's own."""
+    return device if config.parallel.offload.parameters == "none" else CPU
+
+
+def optimizer_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Where the optimizer's state lives and its update is computed; device: the rank's own.
+
+    Offloaded parameters take their optimizer with them: an update on the GPU would need all of them, and twice as
+    much state, there.
+    """
+    offload = config.parallel.offload
+    return device if (offload.optimizer, offload.parameters) == ("none", "none") else CPU
 
 
 def open_files(config: RunConfig) -> FileMemory | None:
@@ -59,11 +74,11 @@ def settle(part: nn.Module, config: RunConfig, world: World, files: FileMemory |
 
 
 def placing(make: MakeOptimizer, config: RunConfig, world: World, files: FileMemory | None) -> MakeOptimizer:
-    """Make the same optimizer, which keeps its state and computes its update where the config says."""
+    """Make the same optimizer, which keeps its state and computes its update in `optimizer_device`."""
     offload = config.parallel.offload
     if offload.optimizer == "none" and offload.parameters == "none":
         return make
-    place = world.device if offload.optimizer == "none" else CPU
+    place = optimizer_device(config, world.device)
     keeps_state = offload.optimizer == "file"
 
     def placed(split: nn.Module) -> torch.optim.Optimizer:

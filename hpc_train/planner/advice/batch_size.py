@@ -100,4 +100,4 @@ def _tables(model: TransformerConfig) -> float:
 def _steps(facts: Facts) -> float | None:
     if facts.config.plan.tokens is not None and facts.tokens_per_step:
         return facts.config.plan.tokens / facts.tokens_per_step
-    return facts.config.train.wanted_steps
+    return facts.config.train.steps

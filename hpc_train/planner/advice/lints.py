@@ -8,6 +8,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.planner.advice import batch_size, layout, operation, shape
 from hpc_train.planner.advice.facts import Facts, Figures, facts_of
 from hpc_train.planner.advice.result import SEVERITIES, Advice
+from hpc_train.planner.advice.runnable import only_runnable
 
 Lint = Callable[[Facts], Advice | None]
 
@@ -50,5 +51,5 @@ def advice(config: RunConfig, figures: Figures | None = None, world: int | None 
     none.
     """
     facts = facts_of(config, figures, world)
-    found = [it for it in (lint(facts) for lint in LINTS) if it is not None]
+    found = [only_runnable(it, config, facts.degrees.world) for it in (lint(facts) for lint in LINTS) if it is not None]
     return sorted(found, key=lambda it: SEVERITIES.index(it.severity))

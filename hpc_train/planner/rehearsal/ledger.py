@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.compat_rehearsal import address, in_backward, tensors_in
 
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "forward", "backward", "other")
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "host", "forward", "backward", "other")
 """What memory is for. gradients: whole ones, and what is left of them when they are reduced. gathered: whole parameters
-that fully_shard has put together. forward, backward: made there and none of the others; activations, and what backward
-needs beside them."""
+that fully_shard has put together. host: what a real rank offloads to its node, which is none of the device's. forward,
+backward: made there and none of the others; activations, and what backward needs beside them."""
 _FORWARD, _BACKWARD, _OTHER = (KINDS.index(kind) for kind in KINDS[-3:])
+_ON_DEVICE = np.array([kind != "host" for kind in KINDS])
 _OFTEN = 16
 """New memories between two looks for whole gradients, which live for longer."""
 
@@ -28,10 +29,12 @@ class Moment:
     """Bytes by kind at one moment."""
 
     bytes: dict[str, int]
+    """Of KINDS."""
 
     @property
     def total(self) -> int:
-        return sum(self.bytes.values())
+        """On the device."""
+        return sum(size for kind, size in self.bytes.items() if kind != "host")
 
 
 class Ledger:
@@ -81,9 +84,9 @@ class Ledger:
         return sum(self._sizes[number] for number in numbers)
 
     def worst(self, since: int = 0) -> Moment:
-        """When most was held, between a moment and now."""
+        """When most was held on the device, between a moment and now."""
         totals = self._over_time()[since:]
-        return self._moment(totals[int(totals.sum(1).argmax())])
+        return self._moment(totals[int(totals[:, _ON_DEVICE].sum(1).argmax())])
 
     def most(self, kind: str, since: int = 0) -> int:
         """Bytes of one kind when most of it was held."""

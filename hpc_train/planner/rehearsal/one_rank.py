@@ -28,6 +28,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build as build_model
 from hpc_train.parallel.apply import build
+from hpc_train.parallel.zero.offload import optimizer_device, parameter_device
 from hpc_train.planner.rehearsal.ledger import Ledger
 from hpc_train.planner.rehearsal.result import Built, Counted, Held
 from hpc_train.planner.rehearsal.tiling import Tilings
@@ -75,12 +76,16 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         model = whole_model(config)
         engine = build(model, lambda split: make_optimizer(split, config.optim), config, world, said.append)
         pieces = list(engine.pieces())
-        parameters = ledger.label(_parameters(engine), "parameters")
-        optimizer = ledger.label((piece.local for piece in pieces if piece.name.startswith("optim.")), "optimizer")
+        host = host_parts(config)
+        parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")
+        state = (piece.local for piece in pieces if piece.name.startswith("optim."))
+        optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
+        if "parameters" in host:  # buffers stay
+            ledger.label((_local(it) for part in engine.parts for it in part.buffers()), "parameters")
         lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
         counted, unknown = Counted(parameters, optimizer), None
         if micro_batches:
-            counted, unknown = _step(engine, batch, ledger, counted)
+            counted, unknown = _step(engine, batch, ledger, counted, host)
         return Built(
             rank=world.rank,
             at=coordinates(world.rank, degrees),
@@ -94,13 +99,25 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         )
 
 
-def _step(engine: Engine, batch: StepBatch, ledger: Ledger, at_rest: Counted) -> tuple[Counted, str | None]:
-    """A step, counted; or why there can be none."""
+def host_parts(config: RunConfig) -> tuple[str, ...]:
+    """What of its state a rank with a GPU keeps in its node's memory or files, by the rules of the run itself."""
+    gpu, found = torch.device("cuda"), []
+    if parameter_device(config, gpu).type == "cpu":
+        found += ["parameters", "gradients"]
+    if optimizer_device(config, gpu).type == "cpu":
+        found.append("optimizer")
+    return tuple(found)
+
+
+def _step(
+    engine: Engine, batch: StepBatch, ledger: Ledger, at_rest: Counted, host: Sequence[str] = ()
+) -> tuple[Counted, str | None]:
+    """A step, counted; or why there can be none. host: see host_parts."""
     since = ledger.begin_step(lambda: _of_groups(engine, whole_gradients))
     try:
         engine.forward_backward(batch)
         held = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
-        gradients = ledger.label(map(_local, held), "gradients")
+        gradients = ledger.label(map(_local, held), "host" if "gradients" in host else "gradients")
         ledger.label(_of_groups(engine, gathered), "gathered")
         engine.clip(1.0)
         engine.update(1e-3)
@@ -117,6 +134,8 @@ def _step(engine: Engine, batch: StepBatch, ledger: Ledger, at_rest: Counted) ->
         gathered=ledger.most("gathered", since),
         peak=worst.total,
         at_peak=worst.bytes,
+        host=ledger.most("host", since),
+        offloaded=tuple(host),
     )
     return counted, None
 

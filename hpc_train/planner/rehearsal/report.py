@@ -13,10 +13,16 @@ _MOST_PROBLEMS = 20
 
 
 def as_json(found: Rehearsal) -> dict[str, Any]:
-    """Sizes in bytes, of one rank. ok: nothing is wrong."""
+    """Sizes in bytes, of one rank. ok: nothing is wrong, and what ranks need keeps to the plan and fits on the device.
+
+    fits: null where the device's memory is not known.
+    """
     stepped = [built for built in found.ranks if built.counted.peak is not None]
     return {
-        "ok": not found.problems,
+        "ok": found.ok,
+        "fits": found.fit.fits,
+        "within_plan": found.fit.kept,
+        "verdict": list(found.fit.lines),
         "world": found.degrees.world,
         "degrees": asdict(found.degrees),
         "built": [built.rank for built in found.ranks],
@@ -66,6 +72,7 @@ def lines(found: Rehearsal) -> Iterator[str]:
     yield from (f"not rehearsed: {line}" for line in found.not_rehearsed)
     rss = f"{found.processes} processes of up to {found.rss / _GIB:.2f} GiB"
     yield f"{found.seconds:.1f} s, {rss}"
+    yield from (line if found.fit.ok else f"WRONG: {line}" for line in found.fit.lines)
 
 
 def _numbers(found: Rehearsal) -> str:
@@ -94,14 +101,22 @@ def _table(found: Rehearsal) -> Iterator[str]:
     step = f"a step of {found.micro_batches} micro-batches"
     unit, called = (_GIB, "GiB") if max(built.counted.peak or 0 for built in stepped) >= _GIB else (_MIB, "MiB")
     yield f"memory of a rank in {called}, counted over {step}, and as `hpc-train plan` reckons it:"
-    yield _row("rank", "stage", _COLUMNS)
+    offloaded = any(built.counted.host for built in stepped)
+    yield _row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
     for built in stepped:
-        counted = {**asdict(built.counted), "gradients": built.counted.whole_gradients}
-        yield _row(str(built.rank), str(built.at["pp"]), [_in(unit, counted[name]) for name in _COLUMNS])
+        counted = _on_device(built)
+        host = [_in(unit, built.counted.host)] if offloaded else []
+        yield _row(str(built.rank), str(built.at["pp"]), [*(_in(unit, counted[name]) for name in _COLUMNS), *host])
         if plan := found.planned.get(built.rank):
             sums = {**plan, "activations": plan["activations"] + plan["logits"], "gathered": plan["buffers"]}
             sums["peak"] = sum(plan.values())
             yield _row("", "plan", [_in(unit, sums[name]) for name in _COLUMNS])
+
+
+def _on_device(built: Built) -> dict[str, int | None]:
+    """The columns of a rank: what is offloaded is none of the device's."""
+    counted = {**asdict(built.counted), "gradients": built.counted.whole_gradients}
+    return {**counted, **dict.fromkeys(built.counted.offloaded, 0)}
 
 
 def _in(unit: int, size: float | None) -> str:

@@ -40,8 +40,29 @@ class Counted:
     gathered: int | None = None
     """Whole parameters that fully_shard has put together, when that is most."""
     peak: int | None = None
+    """Most on the device at once."""
     at_peak: dict[str, int] = field(default_factory=dict)
     """By ledger.KINDS."""
+    host: int | None = None
+    """Most that is offloaded at once, which is none of the peak."""
+    offloaded: tuple[str, ...] = ()
+    """Parts of the state that are there."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The verdict on all ranks that trained a step."""
+
+    kept: bool
+    """No rank's counted peak is more than fit.TOLERANCE above the plan."""
+    fits: bool | None
+    """All ranks fit on the device; None: its memory is not known, or no step was trained."""
+    lines: tuple[str, ...]
+    """For a person: one for each rank that is wrong, or one that says that all is well."""
+
+    @property
+    def ok(self) -> bool:
+        return self.kept and self.fits is not False
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,10 @@ class Rehearsal:
     closed_form: dict[int, dict[str, int]]
     """By rank that was stepped: parameters, gradients, optimizer in bytes, from the model's shape alone."""
     planned: dict[int, dict[str, float]]
-    """By rank that was stepped: what `plan` says of its memory, in bytes by part; empty where it says nothing."""
+    """By rank that was stepped: what `plan` says of its memory, in bytes by part, for what was rehearsed; empty where
+    it says nothing."""
+    fit: Fit
+    """Whether the ranks keep to the plan and fit on their device."""
     servers: tuple[int, ...]
     """Bytes of each parameter server's share, with its optimizer state."""
     not_rehearsed: tuple[str, ...]
@@ -101,6 +125,11 @@ class Rehearsal:
     def rss(self) -> int:
         """Most bytes that one of the processes had in memory."""
         return max(built.rss for built in self.ranks)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong, with the layout or with what it needs."""
+        return not self.problems and self.fit.ok
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from hpc_train.parallel.support import check_support
 from hpc_train.planner.rehearsal.choose import Chosen, choose
 from hpc_train.planner.rehearsal.closed_form import closed_form
 from hpc_train.planner.rehearsal.coverage import cover
+from hpc_train.planner.rehearsal.fit import device_of, judge
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank, shapes_of, whole_model
 from hpc_train.planner.rehearsal.order import enough, prove
 from hpc_train.planner.rehearsal.planned import planned
@@ -51,6 +52,9 @@ def rehearse(config: RunConfig, world: int, which: str = "sample", processes: in
     notes += [fewer] if fewer else []
     notes += [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
     notes += [f"a step: {built.unknown}" for built in ranks.values() if built.unknown]
+    stages = {rank: ranks[rank].at["pp"] for rank in chosen.stepped}
+    plan, real = planned(stood_in, degrees, stages), planned(config, degrees, stages)
+    more = {rank: sum(real[rank].values()) - sum(plan[rank].values()) for rank in real}
     return Rehearsal(
         degrees=degrees,
         ranks=tuple(ranks.values()),
@@ -58,7 +62,8 @@ def rehearse(config: RunConfig, world: int, which: str = "sample", processes: in
         proof=proof,
         micro_batches=micro_batches,
         closed_form=_closed_forms(config, degrees, ranks),
-        planned=planned(config, degrees, {rank: ranks[rank].at["pp"] for rank in chosen.stepped}),
+        planned=plan,
+        fit=judge(tuple(ranks.values()), plan, device_of(config), more),
         servers=server_bytes(config, model),
         not_rehearsed=tuple(dict.fromkeys(notes)),
         seconds=time.perf_counter() - started,

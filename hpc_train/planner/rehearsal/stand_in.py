@@ -48,7 +48,7 @@ def _in_files(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
 def _in_host_memory(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if (parallel.offload.parameters, parallel.offload.optimizer) == ("none", "none"):
         return None
-    return parallel, "parallel.offload: host and device are one memory here; copies between them are not counted"
+    return parallel, "parallel.offload: what is offloaded counts as the host's; copies on their way are not counted"
 
 
 def _by_mpi(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:

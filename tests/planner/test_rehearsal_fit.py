@@ -1,0 +1,147 @@
+"""What a rehearsal says of a layout's memory: kept to the plan or not, fits or not, and what offload frees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from planner_runs import run
+
+from hpc_train.cli import main
+from hpc_train.planner.rehearsal.fit import TOLERANCE, Device, judge
+from hpc_train.planner.rehearsal.result import Built, Counted
+from hpc_train.planner.rehearsal.run import rehearse
+
+GIB = 2**30
+SMALL = (
+    "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "model=llama_125m", "model.layers=2", "model.hidden=1024",
+    "model.heads=16", "model.feed_forward=4096", "model.vocab_size=1024", "train.sequence_length=512",
+    "train.micro_batch=2", "train.global_batch=32",
+)  # fmt: skip
+SHARDED = (*SMALL, "parallel.strategy=zero3", "parallel.dp_shard=8")
+
+
+def built(rank: int, pp: int, **parts: int) -> Built:
+    """A rank that has counted so many GiB of each of ledger.KINDS."""
+    held = {name: size * GIB for name, size in parts.items()}
+    return Built(rank, {"pp": pp}, (), (), {}, Counted(0, 0, peak=sum(held.values()), at_peak=held), 0.0, 0)
+
+
+PLAN = {"parameters": 4.0 * GIB, "gradients": 4.0 * GIB, "activations": 10.0 * GIB, "logits": 2.0 * GIB}
+H100 = Device(80 * GIB, fragmentation=0.06, context=2 * GIB)
+
+
+def test_a_rank_that_keeps_to_the_plan_and_fits_is_said_so() -> None:
+    found = judge([built(0, 0, parameters=4, gradients=4, forward=11, other=1)], {0: PLAN}, H100)
+    assert (found.kept, found.fits, found.ok) == (True, True, True)
+    assert found.lines == (
+        "fits: rank 0 needs most, 20.0 GiB, the plan says 20.0 GiB; with allocator and driver 23.2 GiB of 80.0 GiB",
+    )
+
+
+def test_a_rank_that_exceeds_its_plan_is_named_with_what_it_is_and_by_how_much() -> None:
+    ranks = [built(0, 0, parameters=4, gradients=4, forward=12), built(8, 1, parameters=4, gradients=30, forward=12)]
+    found = judge(ranks, {0: PLAN, 8: PLAN}, H100)
+    assert (found.kept, found.fits, found.ok) == (False, True, False)
+    assert found.lines == (
+        "rank 8 (pipeline rank 1) needs 46.0 GiB, 130% more than the 20.0 GiB of the plan (allowed: 5%); most of it "
+        "gradients: 30.0 GiB counted, 4.0 GiB planned",
+    )
+
+
+@pytest.mark.parametrize(("share", "kept"), [(TOLERANCE * 0.98, True), (TOLERANCE * 1.02, False), (-0.5, True)])
+def test_five_per_cent_are_allowed(share: float, kept: bool) -> None:
+    one = built(0, 0)
+    one = replace(one, counted=replace(one.counted, peak=round(20 * GIB * (1 + share))))
+    assert judge([one], {0: PLAN}, H100).kept is kept
+
+
+def test_what_the_plan_says_too_may_not_fit() -> None:
+    small = replace(H100, bytes=22 * GIB)
+    found = judge([built(0, 0, parameters=4, gradients=4, forward=12)], {0: PLAN}, small)
+    assert (found.kept, found.fits, found.ok) == (True, False, False)
+    assert found.lines == (
+        "rank 0 does not fit: 20.0 GiB, with allocator and driver 23.2 GiB, are 1.2 GiB more than the 22.0 GiB of the "
+        "device; most of it activations: 12.0 GiB",
+    )
+
+
+def test_what_is_not_rehearsed_counts_by_the_plan() -> None:
+    """A stand-in whose activations stay on the device, for a run that moves 8 GiB of them to the host."""
+    small, ranks = replace(H100, bytes=22 * GIB), [built(0, 0, parameters=4, gradients=4, forward=12)]
+    assert judge(ranks, {0: PLAN}, small, {0: -8.0 * GIB}).fits
+    assert not judge(ranks, {0: PLAN}, small, {0: 8.0 * GIB}).fits
+
+
+def test_what_is_not_known_is_said() -> None:
+    assert judge([], {}, H100).fits is None
+    unknown = judge([built(0, 0, forward=12)], {0: PLAN}, None)
+    assert (unknown.ok, unknown.fits) == (True, None)
+    assert "cluster.gpu.memory_gib is not known" in unknown.lines[0]
+    assert judge([built(0, 0, forward=90)], {}, H100).fits is False, "a model that cannot be planned may not fit either"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "last"),
+    [
+        ((), 0, "fits: rank 0 needs most"),
+        (("cluster.gpu.memory_gib=1",), 1, "WRONG: rank 0 does not fit: "),
+    ],
+    ids=["fits", "too small"],
+)
+def test_the_command_ends_with_a_verdict(
+    more: tuple[str, ...], code: int, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "rehearse", *SHARDED, *more, "--ranks", "0"]) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
+def test_json_has_the_verdict_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "rehearse", *SHARDED, "cluster.gpu.memory_gib=1", "--ranks", "0", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["fits"], told["within_plan"], told["problems"]) == (False, False, True, [])
+    assert told["verdict"][0].startswith("rank 0 does not fit: ")
+
+
+PLACES = tuple(product(("none", "cpu", "file"), repeat=2))
+"""(parameters, optimizer)"""
+_PARTS = ("parameters", "optimizer")
+FEW = (("none", "none"), ("none", "cpu"), ("cpu", "none"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "places"),
+    [
+        pytest.param("zero3", FEW, id="zero3"),
+        *(
+            pytest.param(name, PLACES, id=f"{name}, all", marks=pytest.mark.long)
+            for name in ("zero1", "zero2", "zero3")
+        ),
+    ],
+)
+def test_offload_frees_what_the_plan_says_it_frees(strategy: str, places: tuple[tuple[str, str], ...]) -> None:
+    """Both count the same bytes less on the device, whatever else each of them counts; no part is held twice."""
+    base = (
+        *SMALL,
+        "model.layers=1",
+        f"parallel.strategy={strategy}",
+        "parallel.dp_shard=8",
+        "train.sequence_length=64",
+    )
+    counted, planned = {}, {}
+    for place in places:
+        offload = (f"parallel.offload.{name}={where}" for name, where in zip(_PARTS, place, strict=True))
+        found = rehearse(run(*base, *offload), 8, "0", 1)
+        (rank,) = found.ranks
+        assert rank.counted.peak is not None
+        counted[place], planned[place] = rank.counted.peak, sum(found.planned[0].values())
+        part = rank.counted.parameters
+        gradients = 0 if strategy == "zero1" else part  # whole ones are added up on the device
+        freed = {"none": 0, "cpu": 2 * part}[place[1].replace("file", "cpu")]
+        freed = freed if place[0] == "none" else 3 * part + gradients
+        assert planned["none", "none"] - planned[place] == pytest.approx(freed, rel=0.02), place
+        least = freed - part if strategy == "zero2" and place[0] != "none" else freed  # its peak is before it reduces
+        assert 0.98 * least <= counted["none", "none"] - counted[place] <= 1.02 * freed, place
+        assert rank.counted.host == pytest.approx(3 * part + part if place[0] != "none" else freed, rel=0.02), place

@@ -1,0 +1,93 @@
+"""docs/run_tables.md says which columns a table of measured runs has, and its example is one."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import main
+from hpc_train.planner import from_runs
+from hpc_train.planner.from_runs import Run, read_runs, run_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "run_tables.md").read_text()
+SAMPLE = Path(__file__).with_name("published_sample.csv")
+
+
+class Asked(Mapping[str, str | None]):
+    """A row that remembers which of its columns were looked at."""
+
+    def __init__(self, row: Mapping[str, str | None]) -> None:
+        self._row = row
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> str | None:
+        self.names.add(name)
+        return self._row[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def documented() -> dict[str, str]:
+    """Column -> what it is needed for."""
+    return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", PAGE.partition("\nWords in")[0], re.MULTILINE))
+
+
+def test_the_page_lists_just_the_columns_that_are_read() -> None:
+    with SAMPLE.open(newline="", encoding="utf-8") as file:
+        rows = [Asked(row) for row in csv.DictReader(file)]
+    assert any(isinstance(run_of(row), Run) for row in rows)
+    read = set().union(*(row.names for row in rows))
+    assert read == documented().keys()
+
+
+def test_the_page_says_what_is_needed() -> None:
+    needed = documented()
+    assert {name for name, what in needed.items() if "table" in what} == set(from_runs._NEEDED)
+    assert {name for name, what in needed.items() if "row" in what} == {*from_runs._STATED, "gpu_type"}
+
+
+@pytest.mark.parametrize("name", from_runs._NEEDED)
+def test_a_table_without_a_column_points_to_the_page(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SAMPLE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    target = tmp_path / "runs.csv"
+    with target.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [it for it in rows[0] if it != name], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main(["plan", "validate", str(target)]) == 2
+    error = capsys.readouterr().err
+    assert f"no column {name}; docs/run_tables.md" in error
+    assert error.count("\n") == 1
+
+
+def test_the_example_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```csv\n(.*?)```", PAGE, re.DOTALL)
+    assert example
+    (tmp_path / "runs.csv").write_text(example[1])
+    runs = read_runs(tmp_path / "runs.csv")
+    assert ([it.id for it in runs.runs], runs.refused) == (["mine-1", "mine-2"], ())
+    assert main(["plan", "validate", str(tmp_path / "runs.csv")]) == 0
+    assert "Step time" in capsys.readouterr().out
+
+
+def test_every_word_of_notes_that_is_looked_for_is_on_the_page() -> None:
+    """Those of the code's own patterns."""
+    folder = Path(from_runs.__file__).parent
+    code = (folder / "from_runs.py").read_text() + (folder / "software.py").read_text()
+    for word in ("OOM", "nvidia-smi", "embedding-stage", "SHARD_GRAD_OP", "LAUNCH_BLOCKING", "ZeRO stage not stated"):
+        assert word in code
+        assert f"`{word}`" in PAGE
+    looked_for = set(re.findall(r'"([^"\n]+)" (?:not )?in row\.text\("(?:notes|source)"\)', code))
+    assert looked_for
+    assert [word for word in looked_for if word not in PAGE] == []
