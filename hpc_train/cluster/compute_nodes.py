@@ -44,7 +44,7 @@ def compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> f
     kinds = {node.name: hardware_of(node) for node in cluster.nodes if node.name in hanging}
     bare = Hardware(0, 0, None)
     described = [kind for kind in set(kinds.values()) if _is_described(kind, nics, nic_gbit_s)]
-    chosen = set(described) or {_most_frequent(kinds.get(name, bare) for name in hanging)}
+    chosen = set(described) or _most_frequent(kinds.get(name, bare) for name in hanging)
     return frozenset(name for name in hanging if kinds.get(name, bare) in chosen)
 
 
@@ -63,6 +63,6 @@ def _is_described(kind: Hardware, nics: int, nic_gbit_s: float) -> bool:
     return not nic_gbit_s or kind.gbit_s is None or abs(kind.gbit_s - nics * nic_gbit_s) < 0.01 * nics * nic_gbit_s
 
 
-def _most_frequent(kinds: Iterable[Hardware]) -> Hardware | None:
+def _most_frequent(kinds: Iterable[Hardware]) -> set[Hardware]:
     counts = Counter(kinds)
-    return max(counts, key=lambda it: (counts[it], it.gpus, it.nics, it.gbit_s or 0.0), default=None)
+    return {max(counts, key=lambda it: (counts[it], it.gpus, it.nics, it.gbit_s or 0.0))} if counts else set()

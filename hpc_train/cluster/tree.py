@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from hpc_train.cluster.compute_nodes import compute_nodes
 from hpc_train.cluster.slurm.hostlist import group
@@ -48,8 +48,8 @@ class Uplink:
     """To switches outside that are not below it; 0 where the source lists no cables."""
     gbit_s: float | None = None
     """Of all these cables together, one direction."""
-    link_speed: int = 0
-    """Sum of Slurm's LinkSpeed= over its switches; a switch without one has Slurm's default, 1."""
+    link_speed: float = 1.0
+    """Mean of Slurm's LinkSpeed= over its switches; a switch without one has Slurm's default, 1."""
 
 
 def units_of(cluster: Cluster, compute: Collection[str] | None = None) -> list[Unit]:
@@ -106,7 +106,7 @@ def _uplink(members: Sequence[Switch], nodes: int) -> Uplink:
         nodes=nodes,
         cables=sum(trunk.cables for trunk in trunks),
         gbit_s=sum(rates) if rates and len(rates) == len(trunks) else None,
-        link_speed=sum(switch.link_speed or 1 for switch in members),
+        link_speed=sum(switch.link_speed or 1 for switch in members) / len(members),
     )
 
 
@@ -153,7 +153,9 @@ def nodes_under(unit: Unit) -> Iterator[str]:
 
 def _join(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
     held = [dict.fromkeys(_held(switch, forest)) for switch in switches]
-    counted = [frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held]
+    counted = [
+        frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held
+    ]
     groups = _groups(counted)
     home = _homes(held, groups)
     units = [Unit(tuple(switches[number].name for number in members), level) for members in groups]
@@ -200,11 +202,7 @@ def _shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]
             holders.setdefault(thing, []).append(number)
     shared: Counter[tuple[int, int]] = Counter()
     for numbers in holders.values():
-        shared.update(
-            combinations(numbers, 2)
-            if len(numbers) <= _MOST_HOLDERS
-            else zip(numbers, numbers[1:], strict=False)
-        )
+        shared.update(combinations(numbers, 2) if len(numbers) <= _MOST_HOLDERS else pairwise(numbers))
     return shared
 
 
@@ -217,9 +215,7 @@ def _homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) ->
             for thing in held[number]:
                 cables.setdefault(thing, Counter())[of_group] += 1
                 size[of_group] += 1
-    return {
-        thing: max(counts, key=lambda it: (counts[it], size[it], -it)) for thing, counts in cables.items()
-    }
+    return {thing: max(counts, key=lambda it: (counts[it], size[it], -it)) for thing, counts in cables.items()}
 
 
 def _held(switch: Switch, forest: _Forest) -> Iterator[object]:

@@ -116,9 +116,7 @@ def _uplinks(
         far = devices[cable.far]
         if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
             rates[far.id].append(gbit_s(cable.rate))
-    return tuple(
-        Trunk(names.get(far) or guid(devices[far]), len(found), _sum(found)) for far, found in rates.items()
-    )
+    return tuple(Trunk(names.get(far) or guid(devices[far]), len(found), _sum(found)) for far, found in rates.items())
 
 
 def _sum(rates: list[float | None]) -> float | None:

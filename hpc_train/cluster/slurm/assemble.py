@@ -14,7 +14,7 @@ LARGEST = 1 << 20
 
 
 _INSIDE_UNUSED = (
-    "which nodes of a ring or torus are neighbours is not used: each ring or torus counts as one switch for all its nodes"
+    "which nodes of a ring or torus are neighbours is not used: each counts as one switch that all its nodes hang on"
 )
 
 
