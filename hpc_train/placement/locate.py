@@ -280,7 +280,9 @@ def _with_own_environment(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]
     """
     count = Counter(host.slurm_name for host in hosts if host.slurm_name is not None)
     own = [
-        host if count[host.slurm_name] < 2 else replace(host, slurm_name=None, address=None, pattern=None)
+        host
+        if host.slurm_name is None or count[host.slurm_name] < 2
+        else replace(host, slurm_name=None, address=None, pattern=None)
         for host in hosts
     ]
     return own, [

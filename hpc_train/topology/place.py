@@ -10,6 +10,7 @@ from typing import Any
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
+from hpc_train.parallel.support import check_support
 from hpc_train.placement.advice import advice
 from hpc_train.placement.cost import model
 from hpc_train.placement.figures import assumptions
@@ -48,6 +49,7 @@ def place(overrides: Sequence[str], config_dir: str | None, env: Mapping[str, st
     if options.shuffle is not None:
         where = shuffled(where, options.shuffle)
     ranks = ranks_per_node(config) if len(where.nodes) == 1 else config.cluster.ranks_per_node
+    check_support(config, ranks * len(where.nodes))
     job = job_of(config, where, ranks)
     found = place_nodes(job)
     if options.picture is not None:

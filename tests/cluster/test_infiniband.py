@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import pytest
 from fake_fabric import FakeFabric, rail_fabric, three_levels
 
