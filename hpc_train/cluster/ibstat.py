@@ -38,12 +38,12 @@ class _Adapter(_Section):
 
 def matches(text: str) -> bool:
     """Whether a line is a heading of either tool."""
-    return bool(re.search(rf"^\s*(?:{_ADAPTER.pattern}|{_STATUS.pattern})", text, re.MULTILINE))
+    return bool(re.search(rf"^[ \t]*(?:{_ADAPTER.pattern}|{_STATUS.pattern})", text, re.MULTILINE))
 
 
 def read(text: str, name: str) -> Cluster:
     """One node, `localhost`, and its adapters. Raises UserError for one whose fields are cut off or cannot be."""
-    kind = "ibstatus" if re.search(rf"^\s*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
+    kind = "ibstatus" if re.search(rf"^[ \t]*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
     adapters = _adapters(text, name)
     if not adapters:
         raise UserError(f"{name}:1: no adapter; expected a line such as CA 'mlx5_0'")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ from hpc_train.cluster.slurm import environment, hostfile, show, topograph, topo
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
-LARGEST = 256 << 20
-"""Bytes; no description of a real machine comes near."""
+LARGEST = 64 << 20
+"""Bytes; ibnetdiscover writes about a kilobyte for each adapter, so this is a fabric of 60,000."""
+LARGEST_NODE = 4 << 20
+"""Bytes of what describes one node."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Format:
     """Whether a text looks like it; no two formats may claim the same text."""
     read: Callable[[str, str], Cluster]
     """(text, file name for messages) -> Cluster. UserError `FILE:LINE: what; expected ...` for what it cannot be."""
+    largest: int = LARGEST
+    """Characters of a text."""
 
 
 def formats() -> tuple[Format, ...]:
@@ -36,11 +42,11 @@ def formats() -> tuple[Format, ...]:
         Format("slurm_topology_yaml", topology_yaml.matches, topology_yaml.read),
         Format("topograph", topograph.matches, topograph.read),
         Format("slurm_environment", environment.matches, environment.read),
-        Format("nvidia_smi", nvidia_smi.matches, nvidia_smi.read),
-        Format("rocm_smi", rocm_smi.matches, rocm_smi.read),
-        Format("nccl_xml", nccl_xml.matches, nccl_xml.read),
+        Format("nvidia_smi", nvidia_smi.matches, nvidia_smi.read, LARGEST_NODE),
+        Format("rocm_smi", rocm_smi.matches, rocm_smi.read, LARGEST_NODE),
+        Format("nccl_xml", nccl_xml.matches, nccl_xml.read, LARGEST_NODE),
         Format("ibnetdiscover", ibnetdiscover.matches, ibnetdiscover.read),
-        Format("ibstat", ibstat.matches, ibstat.read),
+        Format("ibstat", ibstat.matches, ibstat.read, LARGEST_NODE),
         Format("hostlist", hostfile.is_hostlist, hostfile.read_hostlist),
         Format("hostfile", hostfile.is_hostfile, hostfile.read_hostfile),
     )
@@ -54,19 +60,39 @@ def read_file(path: Path, format: str | None = None) -> Cluster:
 def read_text(text: str, name: str, format: str | None = None) -> Cluster:
     """The same of a text; name: what messages call it."""
     known = formats()
+    text = _plain(text)
     if format is not None:
         chosen = [it for it in known if it.name == format]
         if not chosen:
             raise UserError(f"--format {format}: choose one of {', '.join(it.name for it in known)}")
     elif not (chosen := [it for it in known if it.matches(text)]):
         raise UserError(f"{name}: not a topology that is read here; known: {', '.join(it.name for it in known)}")
+    if len(text) > chosen[0].largest:
+        most = chosen[0].largest >> 20
+        raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {most} MiB")
     return chosen[0].read(text, name)
+
+
+def decode(content: bytes) -> str:
+    """The text of a file: UTF-8, or UTF-16 with its mark, as some shells write what they are told to redirect."""
+    encoding = "utf-16" if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
+    return content.decode(encoding, "replace")
+
+
+def _plain(text: str) -> str:
+    """Without a byte order mark, and with lines that end as they do on Unix."""
+    text = text.removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST:
-            raise UserError(f"{path}: larger than {LARGEST >> 20} MiB; not a topology file")
-        return path.read_bytes().decode("utf-8", "replace")
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise UserError(f"{path}: not a regular file; give its text on standard input (hpc-train topology read -)")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    if len(content) > LARGEST:
+        raise UserError(f"{path}: larger than {LARGEST >> 20} MiB; not a topology file")
+    return decode(content)

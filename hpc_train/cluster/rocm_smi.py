@@ -15,6 +15,8 @@ from hpc_train.errors import UserError
 HOST = "localhost"
 _SECTION = re.compile(r"\b(weight|hops|link type|link access\w*)\s+between\s+two\s+gpus", re.IGNORECASE)
 _END = re.compile(r"numa\s+nodes\b\s*=|end of rocm smi log", re.IGNORECASE)
+_BEGIN = re.compile(r"ROCm System Management Interface", re.IGNORECASE)
+_LOG_END = re.compile(r"end of rocm smi log", re.IGNORECASE)
 _GPU = re.compile(r"GPU\d+")
 _NUMA = re.compile(r"GPU\s*\[?(\d+)\]?\s*:\s*\(Topology\)\s*Numa\s+(Node|Affinity)\s*:\s*(\S+)", re.IGNORECASE)
 _PAIR = re.compile(r"(weight|hops|link type)\s+between\s+DRM\s+devices\s+(\d+)\s+and\s+(\d+)", re.IGNORECASE)
@@ -46,11 +48,16 @@ def read(text: str, name: str) -> Cluster:
     gpus = tuple(Gpu(it, numa=facts.numa.get(it)) for it in facts.gpus)
     pairs = ((pair, facts.kinds.get(pair)) for pair in itertools.combinations(facts.gpus, 2))
     links = tuple(Link(HOST, a, b, kind) for (a, b), kind in pairs if kind is not None)
-    return Cluster("rocm_smi", (Node(HOST, gpus),), links)
+    notes = (
+        () if links or len(gpus) < 2 else ("no link types: how the GPUs are joined is not known (--showtopo has them)",)
+    )
+    return Cluster("rocm_smi", (Node(HOST, gpus),), links, notes=notes)
 
 
 def _from_text(lines: list[str], name: str) -> _Facts:
     facts = _Facts()
+    if any(_BEGIN.search(line) for line in lines) and not any(_LOG_END.search(line) for line in lines):
+        raise UserError(f"{name}:{len(lines)}: cut off: the line 'End of ROCm SMI Log' is missing; expected all of it")
     for index, line in enumerate(lines):
         section, numa = _SECTION.search(line), _NUMA.search(line)
         if section is not None:

@@ -70,6 +70,17 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Trunk:
+    """All cables between a switch and another one that is not below it."""
+
+    switch: str
+    """The other one: on the level above, or on the same level where switches are joined directly."""
+    cables: int
+    gbit_s: float | None = None
+    """Line rate of all these cables together, one direction, 10^9 bit/s; None where the source does not tell."""
+
+
+@dataclass(frozen=True)
 class Switch:
     """A switch, a block, a ring or any other unit of a fabric, and what hangs on it directly."""
 
@@ -80,6 +91,10 @@ class Switch:
     """Nodes that hang on it directly, in the source's order."""
     switches: tuple[str, ...] = ()
     """Switches below it."""
+    uplinks: tuple[Trunk, ...] = ()
+    """Its cables to switches that are not below it, where the source lists cables."""
+    link_speed: int | None = None
+    """Slurm's LinkSpeed=, a number without a unit; None where none is given, or Slurm's default of 1."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,8 @@ class Cluster:
     nodes: tuple[Node, ...] = ()
     links: tuple[Link, ...] = ()
     switches: tuple[Switch, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the source has and this does not, one line each."""
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
@@ -107,10 +124,27 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
         ],
         "links": [{"node": link.node, "a": link.a, "b": link.b, "kind": link.kind} for link in cluster.links],
         "switches": [
-            {"name": it.name, "level": it.level, "nodes": list(it.nodes), "switches": list(it.switches)}
-            for it in cluster.switches
+            {
+                "name": switch.name,
+                "level": switch.level,
+                "nodes": list(switch.nodes),
+                "switches": list(switch.switches),
+                **_capacity(switch),
+            }
+            for switch in cluster.switches
         ],
+        **({"notes": list(cluster.notes)} if cluster.notes else {}),
     }
+
+
+def _capacity(switch: Switch) -> dict[str, Any]:
+    """What is known of a switch's uplinks."""
+    found: dict[str, Any] = {}
+    if switch.uplinks:
+        found["uplinks"] = [{"switch": it.switch, "cables": it.cables, "gbit_s": it.gbit_s} for it in switch.uplinks]
+    if switch.link_speed is not None:
+        found["link_speed"] = switch.link_speed
+    return found
 
 
 _GPU = ("name", "pci", "nvlinks", "clique")

@@ -1,15 +1,19 @@
 """From the switches of a topology to a forest of units: switches that serve the same things are one unit.
 
 A host of a rail-optimised fabric hangs on one leaf of each rail, and a leaf on every spine of its pod. What counts for
-placement is which hosts share leaves (a scalable unit) and which leaves share spines (a pod), so each level's units are
-the connected components over what the switches of that level hold.
+placement is which hosts share leaves (a scalable unit) and which leaves share spines (a pod). Two switches of a level
+are of one unit where at least half of what each of them holds hangs on the other one too: a single server with cables
+to two leaves does not make one of them, and hosts that are no compute nodes do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 
+from hpc_train.cluster.compute_nodes import compute_nodes
 from hpc_train.cluster.slurm.hostlist import group
 from hpc_train.cluster.spec import Cluster, Switch
 
@@ -34,27 +38,76 @@ class _Forest:
     of_switch: dict[str, Unit] = field(default_factory=dict)
 
 
-def units_of(cluster: Cluster) -> list[Unit]:
-    """The outermost units, in the source's order. A switch that holds nothing at all is left out."""
+@dataclass(frozen=True)
+class Uplink:
+    """What can leave a unit, as far as its source tells."""
+
+    nodes: int
+    """Compute nodes under the unit."""
+    cables: int = 0
+    """To switches outside that are not below it; 0 where the source lists no cables."""
+    gbit_s: float | None = None
+    """Of all these cables together, one direction."""
+    link_speed: float = 1.0
+    """Mean of Slurm's LinkSpeed= over its switches; a switch without one has Slurm's default, 1."""
+
+
+def units_of(cluster: Cluster, compute: Collection[str] | None = None) -> list[Unit]:
+    """The outermost units, in the source's order. A switch that holds nothing at all is left out.
+
+    compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
+    """
+    counted = compute_nodes(cluster) if compute is None else compute
     forest = _Forest()
-    for level in sorted({switch.level for switch in cluster.switches}):
-        _join(forest, [switch for switch in cluster.switches if switch.level == level], level)
+    by_level: dict[int, list[Switch]] = {}
+    for switch in cluster.switches:
+        by_level.setdefault(switch.level, []).append(switch)
+    for level in sorted(by_level):
+        _join(forest, by_level[level], level, counted)
     outermost = {id(unit): unit for unit in forest.of_switch.values()}
     return [unit for unit in outermost.values() if _holds(unit)]
 
 
-def paths_of(cluster: Cluster) -> dict[str, tuple[str, ...]]:
+def paths_of(cluster: Cluster, compute: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
     """By node, in the cluster's order: the units above it, from the top to the leaf; () where nothing is.
 
-    A unit of several switches has one name for all, such as leaf[1-8].
+    A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
     """
     found: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
-    stack: list[tuple[Unit, tuple[str, ...]]] = [(unit, (unit_name(unit),)) for unit in units_of(cluster)]
+    for unit, path in _walk(units_of(cluster, compute)):
+        found.update(dict.fromkeys(unit.nodes, path))
+    return found
+
+
+def uplinks_of(cluster: Cluster, compute: Collection[str] | None = None) -> dict[tuple[str, ...], Uplink]:
+    """What can leave every unit, by its path from the top."""
+    counted = compute_nodes(cluster) if compute is None else compute
+    switches = {switch.name: switch for switch in cluster.switches}
+    return {
+        path: _uplink([switches[name] for name in unit.switches], sum(node in counted for node in nodes_under(unit)))
+        for unit, path in _walk(units_of(cluster, compute))
+    }
+
+
+def _walk(units: Iterable[Unit]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
+    """Every unit with its path from the top."""
+    stack: list[tuple[Unit, tuple[str, ...]]] = [(unit, (unit_name(unit),)) for unit in units]
     while stack:
         unit, path = stack.pop()
-        found.update(dict.fromkeys(unit.nodes, path))
+        yield unit, path
         stack += [(below, (*path, unit_name(below))) for below in unit.units]
-    return found
+
+
+def _uplink(members: Sequence[Switch], nodes: int) -> Uplink:
+    own = {switch.name for switch in members}
+    trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
+    rates = [trunk.gbit_s for trunk in trunks if trunk.gbit_s is not None]
+    return Uplink(
+        nodes=nodes,
+        cables=sum(trunk.cables for trunk in trunks),
+        gbit_s=sum(rates) if rates and len(rates) == len(trunks) else None,
+        link_speed=sum(switch.link_speed or 1 for switch in members) / len(members),
+    )
 
 
 def scalable_units(cluster: Cluster) -> tuple[tuple[str, ...], ...]:
@@ -98,17 +151,28 @@ def nodes_under(unit: Unit) -> Iterator[str]:
         stack += reversed(current.units)
 
 
-def _join(forest: _Forest, switches: Sequence[Switch], level: int) -> None:
-    for members in _components(switches, forest):
-        unit = Unit(tuple(switch.name for switch in members), level)
-        for switch in members:
-            _hang(unit, switch, forest)
+def _join(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
+    held = [dict.fromkeys(_held(switch, forest)) for switch in switches]
+    counted = [
+        frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held
+    ]
+    groups = _groups(counted)
+    home = _homes(held, groups)
+    units = [Unit(tuple(switches[number].name for number in members), level) for members in groups]
+    for of_group, (unit, members) in enumerate(zip(units, groups, strict=True)):
+        for number in members:
+            _hang(unit, switches[number], forest, {thing for thing in held[number] if home[thing] == of_group})
+    for unit in units:
         _claim(unit, forest)
 
 
-def _components(switches: Sequence[Switch], forest: _Forest) -> list[list[Switch]]:
-    """Switches of one level, joined where they hold the same thing; in the order of their first one."""
-    parent = list(range(len(switches)))
+def _groups(held: Sequence[frozenset[object]]) -> list[list[int]]:
+    """Numbers of the switches that are one unit, in the order of their first one; held: what each holds."""
+    alike: dict[frozenset[object], list[int]] = {}
+    for number, things in enumerate(held):
+        alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
+    kinds = list(alike)
+    parent = list(range(len(kinds)))
 
     def root(number: int) -> int:
         while parent[number] != number:
@@ -116,19 +180,46 @@ def _components(switches: Sequence[Switch], forest: _Forest) -> list[list[Switch
             number = parent[number]
         return number
 
-    first: dict[object, int] = {}
-    for number, switch in enumerate(switches):
-        for held in _held(switch, forest):
-            a, b = root(number), root(first.setdefault(held, number))
-            parent[max(a, b)] = min(a, b)
-    groups: dict[int, list[Switch]] = {}
-    for number, switch in enumerate(switches):
-        groups.setdefault(root(number), []).append(switch)
-    return list(groups.values())
+    for (a, b), shared in _shared(kinds).items():
+        if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
+            low, high = sorted((root(a), root(b)))
+            parent[high] = low
+    groups: dict[int, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        groups.setdefault(root(number), []).extend(alike[kind])
+    return sorted(map(sorted, groups.values()))
+
+
+_MOST_HOLDERS = 64
+"""Different sets that one thing is compared in; with more, each with the next only, so that time stays linear."""
+
+
+def _shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]:
+    """(one set, another) -> how many things both have, for those that have any."""
+    holders: dict[object, list[int]] = {}
+    for number, things in enumerate(kinds):
+        for thing in things:
+            holders.setdefault(thing, []).append(number)
+    shared: Counter[tuple[int, int]] = Counter()
+    for numbers in holders.values():
+        shared.update(combinations(numbers, 2) if len(numbers) <= _MOST_HOLDERS else pairwise(numbers))
+    return shared
+
+
+def _homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:
+    """Thing -> the group with the most switches that hold it; of equals the one that holds more, then the first."""
+    cables: dict[object, Counter[int]] = {}
+    size: Counter[int] = Counter()
+    for of_group, members in enumerate(groups):
+        for number in members:
+            for thing in held[number]:
+                cables.setdefault(thing, Counter())[of_group] += 1
+                size[of_group] += 1
+    return {thing: max(counts, key=lambda it: (counts[it], size[it], -it)) for thing, counts in cables.items()}
 
 
 def _held(switch: Switch, forest: _Forest) -> Iterator[object]:
-    """What two switches have in common if they hold it: a unit below, or a node on none."""
+    """What a switch holds: units below (their ids), and nodes that are on none (their names)."""
     for node in switch.nodes:
         yield id(forest.of_node[node]) if node in forest.of_node else node
     for below in switch.switches:
@@ -136,13 +227,14 @@ def _held(switch: Switch, forest: _Forest) -> Iterator[object]:
             yield id(forest.of_switch[below])
 
 
-def _hang(unit: Unit, switch: Switch, forest: _Forest) -> None:
+def _hang(unit: Unit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
+    """Put under the unit what the switch holds, as far as that is the unit's own."""
     below = [forest.of_switch[name] for name in switch.switches if name in forest.of_switch]
     below += [forest.of_node[node] for node in switch.nodes if node in forest.of_node]
     known = {id(it) for it in unit.units}
-    unit.units += [it for it in {id(it): it for it in below}.values() if id(it) not in known and it is not unit]
+    unit.units += [it for it in {id(it): it for it in below}.values() if id(it) in own and id(it) not in known]
     new = set(unit.nodes)
-    unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node not in forest.of_node and node not in new]
+    unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node in own and node not in new]
 
 
 def _claim(unit: Unit, forest: _Forest) -> None:

@@ -59,10 +59,10 @@ class FabricConfig:
     """Nodes under one leaf switch (a scalable unit if rail-optimised, a switch of a dragonfly group); 0 if unknown."""
     nodes_per_group: int = setting(default=0, ge=0)
     """Nodes in one dragonfly group or one pod; 0 if unknown."""
-    oversubscription: float = setting(default=1.0, ge=1)
-    """Downlink over uplink bandwidth of a leaf; 1 is non-blocking."""
-    group_oversubscription: float = setting(default=1.0, ge=1)
-    """The same of a dragonfly group or a pod, against what its nodes can send."""
+    oversubscription: float | None = setting(default=None, ge=1)
+    """Taper: what all nodes of a leaf can send over what its uplinks carry; 1 is non-blocking, None unknown."""
+    group_oversubscription: float | None = setting(default=None, ge=1)
+    """The same of a dragonfly group or a pod, against what all its nodes can send."""
     interface: str | None = None
     """Network interface for rendezvous and sockets, such as hsn0; None: the one that its own name resolves to."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.cluster.calibration import read_calibration
-from hpc_train.cluster.reading import read_file
 from hpc_train.config.data import ImageDataConfig, TokenDataConfig
 from hpc_train.config.model import CustomModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.placement.locate import read_switches
 from hpc_train.training.folder import RunFolder
 
 _BYTE_VOCAB = 256
@@ -49,7 +49,7 @@ def check_files(config: RunConfig, folder: RunFolder) -> None:
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data)
     if config.cluster.topology is not None:
-        read_file(Path(config.cluster.topology).expanduser())
+        read_switches(Path(config.cluster.topology))
     if config.cluster.calibration is not None:
         read_calibration(Path(config.cluster.calibration).expanduser())
     offload = config.parallel.offload.dir

@@ -7,10 +7,11 @@ For every flow, all groups of its axes run at once, and flows one after the othe
 
 The busiest link is the largest, over every group of every level, of the messages that leave it (or enter it, whichever
 are more: links are full duplex) over its uplink; and inside a node, of what a rank sends (or receives) there over
-`inside_bandwidth`. What leaves an NVLink domain that spans nodes leaves it by the NICs of the node that sends it, so of
-the level `domain` every node has an equal share of the uplink, and no more. Which messages there are is said in
-placement.algorithm, what a hop takes in placement.pattern. This is Hockney's model with shared links; it knows no
-overlap, no congestion by other jobs and no hashing of flows onto parallel links.
+`inside_bandwidth`. Other jobs are taken to be silent, and once more to use their nodes' fair share of every uplink
+(`beside`): what they really do lies between. What leaves an NVLink domain that spans nodes leaves it by the NICs of the
+node that sends it, so of the level `domain` every node has an equal share of the uplink, and no more. Which messages
+there are is said in placement.algorithm, what a hop takes in placement.pattern. This is Hockney's model with shared
+links; it knows no overlap and no hashing of flows onto parallel links.
 """
 
 from __future__ import annotations
@@ -50,6 +51,22 @@ class Term:
         """[orders] seconds of a step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
+    def seconds_beside(self, measured: Measured) -> NDArray[np.float64]:
+        """[orders] seconds of a step next to busy neighbours."""
+        return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All flows of a step under several orders of the nodes."""
+
+    seconds: NDArray[np.float64]
+    """[orders]: with the whole of every uplink."""
+    beside: NDArray[np.float64]
+    """[orders]: with the job's share of it, next to busy neighbours."""
+    crossings: NDArray[np.float64]
+    """[orders]: bytes of a step times levels above the node that they cross."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -65,13 +82,21 @@ class Model:
 
     def totals(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         """[orders] seconds; orders: [orders, positions], node at each position."""
-        return self.totals_and_crossings(orders)[0]
+        return self.sums(orders).seconds
 
-    def totals_and_crossings(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Two arrays [orders]: seconds; bytes of a step times levels above the node that they cross."""
+    def sums(self, orders: NDArray[np.int64]) -> Sums:
+        """orders: [orders, positions], node at each position."""
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
         parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        return Sums(
+            np.concatenate([part.seconds for part in parts]),
+            np.concatenate([part.beside for part in parts]),
+            np.concatenate([part.crossings for part in parts]),
+        )
+
+    def beside(self, order: Sequence[int]) -> float:
+        """Seconds of one order next to busy neighbours."""
+        return float(self.sums(np.asarray(order, np.int64)[None]).beside[0])
 
     def cost(self, order: Sequence[int]) -> Cost:
         """Of one order."""
@@ -97,13 +122,14 @@ class Model:
     def _measure(self, orders: NDArray[np.int64]) -> list[Measured]:
         return [measure(it, self.fabric, orders) for it in self.patterns]
 
-    def _sums(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _sums(self, orders: NDArray[np.int64]) -> Sums:
         measured = self._measure(orders)
-        seconds, crossed = np.zeros(len(orders)), np.zeros(len(orders))
+        seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:
             seconds += term.seconds(measured[term.pattern])
+            beside += term.seconds_beside(measured[term.pattern])
             crossed += term.moved * measured[term.pattern].crossings
-        return seconds, crossed
+        return Sums(seconds, beside, crossed)
 
 
 def model(

@@ -1,7 +1,7 @@
 """All orders of a few nodes that differ in cost at all, and of two that do not, the one nearer to the launcher's.
 
-Groups of a level that are alike (same uplink, same parts) can change places without changing any cost, so one order of
-each such class is enough: 8! orders of 8 nodes are 1 to a few thousand classes on the trees that exist.
+Groups of a level that are alike (same uplink and share of it, same parts) can change places without changing any cost,
+so one order of each such class is enough: 8! orders of 8 nodes are 1 to a few thousand classes on the trees that exist.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class Tree:
         kinds: list[dict[int, int]] = []
         for level, parts in enumerate(self.parts):
             uplink = self.fabric.levels[level].uplink if level < len(self.fabric.levels) else [0.0]
+            share = self.fabric.levels[level].busy_uplink if level < len(self.fabric.levels) else [0.0]
             below = kinds[-1] if kinds else {}
             kinds.append(
                 {
                     group: numbers.setdefault(
-                        (level, float(uplink[group]), *sorted(below[part] for part in within)), len(numbers)
+                        (level, float(uplink[group]), float(share[group]), *sorted(below[part] for part in within)),
+                        len(numbers),
                     )
                     for group, within in parts.items()
                 }

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpc_train.cluster.calibration import Calibration, read_calibration
 from hpc_train.config.cluster import ClusterConfig
 
@@ -34,19 +31,29 @@ class Figures:
     """Of a node, all its NICs together."""
     nvlink_uplink: float
     """Of a node to the others of its NVLink domain; nic_uplink where that is unknown."""
+    port: float
+    """Of one NIC, and of a cable of which no rate is known."""
     network_latency: float
-    oversubscription: float
-    group_oversubscription: float
+    oversubscription: float | None
+    """Taper of a leaf; None: unknown."""
+    group_oversubscription: float | None
+    nodes_per_leaf: int
+    """0: unknown."""
+    nodes_per_group: int
     measured: Calibration | None
 
-    def uplink(self, level: str, sizes: NDArray[np.int64], domains: bool) -> NDArray[np.float64]:
-        """[groups] bytes/s out of groups of `sizes` nodes. domains: whether NVLink domains span nodes of this job."""
-        if self.measured is not None and (constants := self.measured.of(level)) is not None:
-            return np.full(len(sizes), constants.bandwidth)
-        if level == "node":
-            return np.full(len(sizes), self.nvlink_uplink if domains else self.nic_uplink)
-        taper = {"domain": 1.0, "leaf": self.oversubscription}.get(level, self.group_oversubscription)
-        return (sizes * (self.nic_uplink / taper)).astype(np.float64)
+    def measured_uplink(self, level: str) -> float | None:
+        """Bytes/s out of one group of the level, where that was measured."""
+        constants = self.measured.of(level) if self.measured is not None else None
+        return constants.bandwidth if constants is not None else None
+
+    def taper(self, level: str) -> float | None:
+        """What the nodes below a switch of the level can send over what leaves it; None: unknown."""
+        return self.oversubscription if level == "leaf" else self.group_oversubscription
+
+    def nodes_below(self, level: str) -> int:
+        """Nodes of the cluster below a switch of the level; 0: unknown."""
+        return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
 
     def latency(self, level: str, above: int, domains: bool) -> float:
         """Seconds of a message that leaves a group of the level; above: levels of switches that it has passed."""
@@ -55,10 +62,13 @@ class Figures:
         return self.inside_latency if level == "node" and domains else self.network_latency + above * _SWITCH_LATENCY
 
 
-def figures_of(cluster: ClusterConfig) -> Figures:
-    """Raises UserError, one line, for a calibration file that cannot be read."""
+def figures_of(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 0.0) -> Figures:
+    """nics, node_gbit_s: of a node and its NICs together, as a topology says, used where the cluster does not say.
+
+    Raises UserError, one line, for a calibration file that cannot be read.
+    """
     node, fabric = cluster.node, cluster.fabric
-    nic_uplink = node.nics * node.nic_gbit_s / 8 * 1e9 or DEFAULT_UPLINK
+    nic_uplink = (node.nics * node.nic_gbit_s or node_gbit_s) / 8 * 1e9 or DEFAULT_UPLINK
     inside = node.gpu_link_gb_s * 1e9 or node.pcie_gb_s * 1e9 or max(DEFAULT_INSIDE, nic_uplink)
     measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
     within = measured.of("inside") if measured else None
@@ -67,20 +77,26 @@ def figures_of(cluster: ClusterConfig) -> Figures:
         inside_latency=within.latency if within else _INSIDE_LATENCY[node.gpu_link],
         nic_uplink=nic_uplink,
         nvlink_uplink=node.gpus * node.gpu_link_gb_s * 1e9 or nic_uplink,
+        port=node.nic_gbit_s / 8 * 1e9 or nic_uplink / (node.nics or nics or 1),
         network_latency=_SOCKET_LATENCY if fabric.kind == "none" else _NETWORK_LATENCY,
         oversubscription=fabric.oversubscription,
         group_oversubscription=fabric.group_oversubscription,
+        nodes_per_leaf=fabric.nodes_per_leaf,
+        nodes_per_group=fabric.nodes_per_group,
         measured=measured,
     )
 
 
-def assumptions(cluster: ClusterConfig) -> tuple[str, ...]:
-    """One line for each figure that a cost rests on and that nobody has given or measured."""
+def assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[str, ...]:
+    """One line for each figure that a cost rests on and that nobody has given or measured.
+
+    node_gbit_s: of a node's NICs together, as a topology says; 0: it does not.
+    """
     node = cluster.node
     measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
     known = {it.level for it in measured.levels} if measured else set()
     notes = []
-    if not node.nics * node.nic_gbit_s and "node" not in known:
+    if not node.nics * node.nic_gbit_s and not node_gbit_s and "node" not in known:
         notes.append(
             f"cluster.node.nics and nic_gbit_s are not known: {DEFAULT_UPLINK / 1e9:g} GB/s a node is assumed; "
             f"ratios hold, seconds do not"

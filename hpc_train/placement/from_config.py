@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hpc_train.cluster.tree import Uplink
 from hpc_train.config.degrees import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.fabric import Fabric, Level
 from hpc_train.placement.figures import Figures, figures_of
 from hpc_train.placement.levels import NamedLevel, levels_of
+from hpc_train.placement.locate import Locations
 
+Floats = NDArray[np.float64]
+_CONTRADICTS = 0.1
+"""Relative: broken cables and a host or two more are no contradiction."""
 LOCAL_RANKS = 2
 """Ranks of a machine of which nothing is described, as `launch=local` starts them without GPUs."""
 
@@ -25,34 +32,100 @@ def fabric_of(
     ranks_per_node: int,
     paths: Mapping[str, Sequence[str]] | None = None,
     domains: Mapping[str, str] | None = None,
+    unknown_taper: float = 1.0,
 ) -> Fabric:
-    """The fabric of a job on `nodes` (launcher's order).
+    """The fabric of a job on `nodes` (launcher's order), of which only this is known; as `fabric_at` has it."""
+    where = Locations(tuple(nodes), paths or {}, domains or {})
+    return fabric_at(config, where, ranks_per_node, unknown_taper)
 
-    paths: switches of a node, top to leaf, from Slurm or a topology file. domains: its NVLink domain, where that spans
-    nodes. Levels, innermost first: node, domain, leaf, group, level3, ...; one that holds all nodes in one group is
-    left out, for nothing leaves it. Uplinks: a node its NICs, or in a domain that spans nodes its GPUs' NVLink; a
-    domain its nodes' NICs; a leaf its nodes' NICs over cluster.fabric.oversubscription; a group and what is above it
-    over group_oversubscription. A level of cluster.calibration replaces both its uplink, of one group, and its latency.
-    Raises UserError for a calibration that cannot be read.
+
+def fabric_at(config: RunConfig, where: Locations, ranks_per_node: int, unknown_taper: float = 1.0) -> Fabric:
+    """The fabric of a job on nodes of which is known where they are.
+
+    Levels, innermost first: node, domain, leaf, group, level3, ...; one that holds all nodes in one group is left out,
+    for nothing leaves it. Uplinks: a node its NICs, or in a domain that spans nodes its GPUs' NVLink; a domain its
+    nodes' NICs; a switch the cables that the topology lists, else the NICs of all compute nodes below it (of the job or
+    not) over its taper, which is cluster.fabric.oversubscription of a leaf and group_oversubscription above. Where
+    Slurm's LinkSpeed= differs within a level, that is the uplink of the fastest ones, and the others have as much less
+    as their LinkSpeed says (it has no unit). Next to busy neighbours the job has its share, by nodes, of an uplink.
+    A level of cluster.calibration replaces both its uplink, of one group, and its latency.
+
+    unknown_taper: where a taper is not known. Raises UserError for a calibration that cannot be read.
     """
-    named = levels_of(nodes, paths, domains)
-    figures = figures_of(config.cluster)
+    named = levels_of(where.nodes, where.paths, where.domains)
+    figures = figures_of(config.cluster, where.nics, where.node_gbit_s)
     spans = any(level.name == "domain" for level in named)
     node, *above = named
     kept = [node, *(level for level in above if len(level.labels) > 1)]
     return Fabric(
-        nodes=tuple(nodes),
+        nodes=where.nodes,
         ranks_per_node=ranks_per_node,
         inside_bandwidth=figures.inside_bandwidth,
         inside_latency=figures.inside_latency,
-        levels=tuple(_level(level, figures, number, spans) for number, level in enumerate(kept)),
+        levels=tuple(_level(level, figures, number, spans, where, unknown_taper) for number, level in enumerate(kept)),
     )
+
+
+def unknown_tapers(config: RunConfig, where: Locations) -> tuple[str, ...]:
+    """Levels whose uplinks nobody has told: neither cables, nor a taper, nor a measurement. Innermost first."""
+    figures = figures_of(config.cluster, where.nics, where.node_gbit_s)
+    levels = [level for level in levels_of(where.nodes, where.paths, where.domains) if level.switches]
+    placed = np.array([bool(where.paths.get(node)) for node in where.nodes])
+    return tuple(
+        level.name
+        for level in levels
+        if len(set(level.group[placed].tolist())) > 1
+        and figures.taper(level.name) is None
+        and figures.measured_uplink(level.name) is None
+        and not all(
+            any(_cables(where, switch) for switch in level.switches[group])
+            for group in set(level.group[placed].tolist())
+        )
+    )
+
+
+def capacity_notes(config: RunConfig, where: Locations) -> tuple[str, ...]:
+    """One line for each stated taper that the cables of the topology contradict, and for LinkSpeeds that differ."""
+    figures = figures_of(config.cluster, where.nics, where.node_gbit_s)
+    notes = []
+    for level in levels_of(where.nodes, where.paths, where.domains):
+        if not level.switches or len(level.labels) < 2 or figures.measured_uplink(level.name) is not None:
+            continue
+        sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
+        below = np.maximum(sizes, _nodes_below(level, sizes, figures, where))
+        cabled = np.array([_cabled(where, switches, figures) for switches in level.switches])
+        stated = figures.taper(level.name)
+        if (cabled > 0).all():
+            found = float(np.median(below * figures.nic_uplink / cabled))
+            if stated is not None and abs(found / stated - 1) > _CONTRADICTS:
+                notes.append(
+                    f"the {level.name} uplinks are {found:.2g}:1 by the cables of {where.source}; the {stated:g}:1 of "
+                    f"cluster={config.cluster.name} is not used"
+                )
+        elif (_relative_speeds(level, where) < 1).any():
+            notes.append(
+                f"LinkSpeed= differs between the {level.name} switches of {where.source}: the fastest have the uplink "
+                "that the taper gives, the others as much less as their LinkSpeed says"
+            )
+    return tuple(notes)
 
 
 def synthetic(config: RunConfig) -> Fabric:
     """The fabric that cluster=<name> describes, for a job of its first nodes: node0001, node0002, ..."""
-    nodes = described_nodes(node_count(config))
-    return fabric_of(config, nodes, ranks_per_node(config), *described_places(config, nodes))
+    return fabric_at(config, described_locations(config, described_nodes(node_count(config))), ranks_per_node(config))
+
+
+def described_locations(config: RunConfig, nodes: Sequence[str]) -> Locations:
+    """Where nodes of the described cluster are, as `described_places` has it."""
+    fabric = config.cluster.fabric
+    paths, domains = described_places(config, nodes)
+    size = {"group": fabric.nodes_per_group, "leaf": fabric.nodes_per_leaf}
+    uplinks = {
+        path[:end]: Uplink(size[path[end - 1].rstrip("0123456789")])
+        for path in set(paths.values())
+        for end in range(1, len(path) + 1)
+    }
+    return Locations(tuple(nodes), paths, domains, f"conf/cluster/{config.cluster.name}.yaml", uplinks)
 
 
 def described_nodes(count: int) -> tuple[str, ...]:
@@ -94,10 +167,48 @@ def ranks_per_node(config: RunConfig) -> int:
     return config.launch.ranks or max(smallest_world(config.parallel), LOCAL_RANKS)
 
 
-def _level(level: NamedLevel, figures: Figures, number: int, spans: bool) -> Level:
-    sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.int64)
-    uplink = figures.uplink(level.name, sizes, spans)
-    return Level(level.name, level.group, uplink, figures.latency(level.name, number, spans))
+def _level(
+    level: NamedLevel, figures: Figures, number: int, spans: bool, where: Locations, unknown_taper: float
+) -> Level:
+    sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
+    latency = figures.latency(level.name, number, spans)
+    measured = figures.measured_uplink(level.name)
+    if measured is not None:
+        return Level(level.name, level.group, np.full(len(sizes), measured), latency)
+    if not level.switches:
+        each = figures.nvlink_uplink if level.name == "node" and spans else figures.nic_uplink
+        return Level(level.name, level.group, sizes * each, latency)
+    below = np.maximum(sizes, _nodes_below(level, sizes, figures, where))
+    cabled = np.array([_cabled(where, switches, figures) for switches in level.switches])
+    taper = figures.taper(level.name) or unknown_taper
+    reckoned = below * (figures.nic_uplink / taper) * _relative_speeds(level, where)
+    uplink = np.where(cabled > 0, cabled, reckoned)
+    return Level(level.name, level.group, uplink, latency, uplink * sizes / below if (sizes < below).any() else None)
+
+
+def _nodes_below(level: NamedLevel, sizes: Floats, figures: Figures, where: Locations) -> Floats:
+    """[groups] compute nodes below each; where nobody tells, as many as below the middle one of the others, as the
+    cluster's description says, or as the job has on its fullest one."""
+    told = [[where.uplinks[it].nodes for it in switches if it in where.uplinks] for switches in level.switches]
+    middle = statistics.median([sum(nodes) for nodes in told if nodes] or [figures.nodes_below(level.name)])
+    return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in told], np.float64)
+
+
+def _cables(where: Locations, switch: tuple[str, ...]) -> int:
+    return where.uplinks[switch].cables if switch in where.uplinks else 0
+
+
+def _cabled(where: Locations, switches: Iterable[tuple[str, ...]], figures: Figures) -> float:
+    """Bytes/s of the cables that leave the switches; 0 where none is listed. One without a rate is as fast as a NIC."""
+    found = [where.uplinks[switch] for switch in switches if switch in where.uplinks]
+    return sum((it.cables * figures.port if it.gbit_s is None else it.gbit_s / 8 * 1e9 for it in found), 0.0)
+
+
+def _relative_speeds(level: NamedLevel, where: Locations) -> Floats:
+    """[groups] LinkSpeed of each group's switches over that of the fastest group; 1 where nobody tells."""
+    told = [[where.uplinks[it].link_speed for it in switches if it in where.uplinks] for switches in level.switches]
+    speeds = np.array([statistics.fmean(it) if it else math.nan for it in told])
+    return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(told) else np.ones(len(told))
 
 
 def _number(node: str, total: int) -> int:

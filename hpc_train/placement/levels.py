@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ class NamedLevel:
     """[nodes]: index of each node's group, dense from 0 in order of first appearance."""
     labels: tuple[str, ...]
     """[groups]: what the source calls each group."""
+    switches: tuple[frozenset[tuple[str, ...]], ...] = ()
+    """[groups]: paths, from the top, of the switches that each group is made of; of switch levels only."""
 
 
 def levels_of(
@@ -57,10 +59,26 @@ def _switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> 
     """Innermost first. A group is all of a path down to it, so that equal names on two branches stay two groups."""
     depth = max((len(paths.get(node, ())) for node in nodes), default=0)
     full = [_filled(node, paths.get(node, ()), depth) for node in nodes]
-    return [
-        _level(_switch_name(number), [path[:end] for path in full], [path[end - 1] for path in full])
-        for number, end in enumerate(range(depth, 0, -1))
-    ]
+    levels = []
+    for number, end in enumerate(range(depth, 0, -1)):
+        level = _level(_switch_name(number), [path[:end] for path in full], [path[end - 1] for path in full])
+        levels.append(replace(level, switches=_members(level, [_switch(path[:end]) for path in full])))
+    return levels
+
+
+def _switch(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The switch at the end of a path that may have been filled up with its last name."""
+    end = len(path)
+    while end > 1 and path[end - 1] == path[end - 2]:
+        end -= 1
+    return path[:end]
+
+
+def _members(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> tuple[frozenset[tuple[str, ...]], ...]:
+    found: list[set[tuple[str, ...]]] = [set() for _ in level.labels]
+    for group, switch in zip(level.group.tolist(), of_node, strict=True):
+        found[group].add(switch)
+    return tuple(map(frozenset, found))
 
 
 def _filled(node: str, path: Sequence[str], depth: int) -> tuple[str, ...]:
@@ -96,7 +114,10 @@ def _joined(level: NamedLevel, inner: NDArray[np.int64]) -> NamedLevel:
         a, b = root(number), root(first.setdefault(within, number))
         parent[max(a, b)] = min(a, b)
     members: dict[int, list[str]] = {}
+    switches: dict[int, frozenset[tuple[str, ...]]] = {}
     for number, label in enumerate(level.labels):
         members.setdefault(root(number), []).append(label)
+        switches[root(number)] = switches.get(root(number), frozenset()) | level.switches[number]
     roots = [root(number) for number in level.group.tolist()]
-    return _level(level.name, roots, ["+".join(members[number]) for number in roots])
+    joined = _level(level.name, roots, ["+".join(members[number]) for number in roots])
+    return replace(joined, switches=tuple(switches[number] for number in dict.fromkeys(roots)))

@@ -31,6 +31,8 @@ class Measured:
 
     seconds: Floats
     """[orders]: of one byte on every edge: the busiest uplink of any level, or a rank's own link inside its node."""
+    beside: Floats
+    """[orders]: the same with busy neighbours, who leave this job only its share of the uplinks."""
     latency: Floats
     """[orders]: of one hop in the slowest group."""
     crossings: Floats
@@ -100,6 +102,8 @@ class Links:
     count: int
     bandwidth: Floats
     """[links], or [orders, links]"""
+    share: Floats
+    """The same next to busy neighbours."""
     shared: bool
     """Whether a group has one link for all its nodes."""
 
@@ -107,9 +111,14 @@ class Links:
     def of(level: Level, group: Ints) -> Links:
         """group: [orders, positions]: the level's group of the node there."""
         if level.name != DOMAIN:
-            return Links(group, len(level.uplink), level.uplink, True)
-        share = level.uplink / np.bincount(level.group)
-        return Links(np.broadcast_to(np.arange(group.shape[1]), group.shape), group.shape[1], share[group], False)
+            return Links(group, len(level.uplink), level.uplink, level.busy_uplink, True)
+        each = (level.uplink / np.bincount(level.group))[group]
+        return Links(np.broadcast_to(np.arange(group.shape[1]), group.shape), group.shape[1], each, each, False)
+
+    def busiest(self, load: Floats) -> tuple[Floats, Floats]:
+        """Two arrays [orders]: seconds of the busiest link, without and with busy neighbours; load: [orders, links]."""
+        alone = (load / self.bandwidth).max(axis=1)
+        return alone, alone if self.share is self.bandwidth else (load / self.share).max(axis=1)
 
 
 def uniform_uplinks(level: Level) -> bool:
@@ -172,11 +181,12 @@ def loads(it: Pattern, level: Level, orders: Ints) -> tuple[Floats, Floats]:
 
 def _measure_messages(it: Messages, fabric: Fabric, orders: Ints) -> Measured:
     seconds = np.full(len(orders), it.port / fabric.inside_bandwidth)
+    beside = seconds
     latency = np.full((len(orders), len(it.source)), fabric.levels[0].latency)
     crossings = np.zeros(len(orders))
     for number, level in enumerate(fabric.levels):
         if not number and uniform_uplinks(level):
-            seconds = np.maximum(seconds, it.node_load / level.uplink[0])
+            seconds = beside = np.maximum(seconds, it.node_load / level.uplink[0])
             continue
         group = level.group[orders]
         crossed = group[:, it.source] != group[:, it.target]
@@ -184,11 +194,12 @@ def _measure_messages(it: Messages, fabric: Fabric, orders: Ints) -> Measured:
         load = _message_loads(it, links.index[:, it.source], crossed, links.count)
         if not (it.closed and links.shared):
             load = np.maximum(load, _message_loads(it, links.index[:, it.target], crossed, links.count))
-        seconds = np.maximum(seconds, (load / links.bandwidth).max(axis=1))
+        alone, shared = links.busiest(load)
+        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         if number:
             latency[crossed] = level.latency
             crossings += crossed @ it.weight
-    return Measured(seconds, _hop(it, fabric.inside_latency, latency), crossings)
+    return Measured(seconds, beside, _hop(it, fabric.inside_latency, latency), crossings)
 
 
 def _message_loads(it: Messages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
@@ -214,7 +225,7 @@ def _hop(it: Messages, inside_latency: float, latency: Floats) -> Floats:
 
 
 def _measure_pairs(it: Pairs, fabric: Fabric, orders: Ints) -> Measured:
-    seconds = np.full(len(orders), (it.members.max() - 1) / fabric.inside_bandwidth)
+    seconds = beside = np.full(len(orders), (it.members.max() - 1) / fabric.inside_bandwidth)
     shape = (len(orders), len(it.copies))
     near = np.full(shape, it.count, np.float64)
     latency = np.zeros(shape)
@@ -224,13 +235,14 @@ def _measure_pairs(it: Pairs, fabric: Fabric, orders: Ints) -> Measured:
         group = level.group[orders]
         links = Links.of(level, group)
         load, together = _pair_loads(it, group, links.index, links.count)
-        seconds = np.maximum(seconds, (load / links.bandwidth).max(axis=1))
+        alone, shared = links.busiest(load)
+        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         latency += (together - near) * slower
         near, slower = together, level.latency
         if number:
             crossings += (it.count**2 - together) @ it.copies
     latency += (it.count**2 - near) * slower
-    return Measured(seconds, latency.max(axis=1) / (it.count * (it.count - 1)), crossings)
+    return Measured(seconds, beside, latency.max(axis=1) / (it.count * (it.count - 1)), crossings)
 
 
 def _pair_loads(it: Pairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:

@@ -1,23 +1,73 @@
-"""One honest line on what a placement wins."""
+"""One honest line on what a placement wins, and under which assumptions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.order import tree_order
+from hpc_train.placement.result import Case
 from hpc_train.placement.tree import tapered, uniform
 
 Table = dict[str, dict[str, dict[str, int]]]
+_SETTINGS = {"leaf": "cluster.fabric.oversubscription"}
+_ABOVE = "cluster.fabric.group_oversubscription"
 
 
-def explain(fabric: Fabric, before: float, after: float, table: Table, kept: bool, worth: float) -> str:
-    """before, after: modelled seconds; kept: the launcher's order stays; worth: least gain that counts."""
+def explain(
+    fabric: Fabric, cases: Sequence[Case], table: Table, kept: bool, worth: float, unknown: Sequence[str] = ()
+) -> str:
+    """cases: the cost under each assumption; kept: the launcher's order stays; worth: least gain that counts.
+
+    unknown: levels whose taper nobody has told; then `fabric` has an assumed one.
+    """
+    before = cases[0].identity
     if kept:
         return f"no gain expected: {_why_not(fabric, before, worth)}"
-    fewer = _fewer(fabric, table)
-    if after < before * (1 - worth):
-        gain = f"communication of a step {_time(before)} -> {_time(after)}, {before / after:.2f}x faster"
-        return f"{gain}; {fewer}" if fewer else gain
-    return f"no gain expected in the slowest link; {fewer}"
+    parts = [_gains(fabric, cases, worth, unknown), _fewer(fabric, table)]
+    return "; ".join(part for part in parts if part)
+
+
+def taper_settings(unknown: Sequence[str]) -> str:
+    """The settings that tell the tapers of these levels."""
+    return " and ".join(dict.fromkeys(f"{_SETTINGS.get(level, _ABOVE)}=..." for level in unknown))
+
+
+def _gains(fabric: Fabric, cases: Sequence[Case], worth: float, unknown: Sequence[str]) -> str:
+    tapers = list(dict.fromkeys(case.taper for case in cases))
+    if not unknown or tapers == [None]:
+        if any(_is_gain(case, worth) for case in cases):
+            return f"communication of a step {_both(cases, worth)}"
+        nothing = "in the slowest link" if tapered(fabric) else ": no level of the fabric is oversubscribed"
+        return f"no gain expected {nothing}".replace(" :", ":")
+    parts = []
+    for taper in sorted((taper for taper in tapers if taper is not None), reverse=True):
+        of_taper = [case for case in cases if case.taper == taper]
+        what = "non-blocking" if taper == 1 else f"{taper:g}:1"
+        parts.append(f"if it is {what}, communication of a step {_both(of_taper, worth)}")
+    levels = " and ".join(unknown)
+    return f"the taper of the {levels} uplinks is not known, give {taper_settings(unknown)}: {'; '.join(parts)}"
+
+
+def _both(cases: Sequence[Case], worth: float) -> str:
+    """The gain without neighbours, and next to busy ones where that differs."""
+    alone, *beside = cases
+    if not beside or _text(alone, worth) == _text(beside[0], worth):
+        return _text(alone, worth)
+    return (
+        f"{_text(alone, worth)} if no other job uses the uplinks, {_text(beside[0], worth)} if the other nodes of "
+        "these switches use their fair share"
+    )
+
+
+def _text(case: Case, worth: float) -> str:
+    if not _is_gain(case, worth):
+        return f"{_time(case.placed)}, no gain"
+    return f"{_time(case.identity)} -> {_time(case.placed)}, {case.identity / case.placed:.2f}x faster"
+
+
+def _is_gain(case: Case, worth: float) -> bool:
+    return case.placed < case.identity * (1 - worth)
 
 
 def _why_not(fabric: Fabric, before: float, worth: float) -> str:
@@ -29,7 +79,7 @@ def _why_not(fabric: Fabric, before: float, worth: float) -> str:
     if uniform(fabric):
         return f"all {count} nodes are on one switch, as far as is known"
     if len(fabric.levels) > 1 and not tapered(fabric):
-        return "no level of the fabric is oversubscribed (non-blocking), as far as is known"
+        return "no level of the fabric is oversubscribed"
     order = "the launcher's order follows the topology and" if _sorted(fabric) else "the launcher's order"
     return f"{order} is within {worth:.0%} of the best that was found"
 
@@ -39,10 +89,9 @@ def _sorted(fabric: Fabric) -> bool:
 
 
 def _fewer(fabric: Fabric, table: Table) -> str:
-    """What no longer straddles an oversubscribed level."""
+    """What no longer straddles a level."""
     parts = []
-    for number in tapered(fabric):
-        level = fabric.levels[number].name
+    for level in (level.name for level in fabric.levels[1:]):
         for axis, levels in table.items():
             if level in levels and levels[level]["placed"] < levels[level]["identity"]:
                 it = levels[level]

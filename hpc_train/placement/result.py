@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -13,6 +13,22 @@ class Cost:
     total: float
     per_axis: dict[str, float]
     """Axis, or axes joined by + -> seconds."""
+
+
+NO_NEIGHBOURS, FAIR_SHARE = "none", "fair_share"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both orders cost under one assumption on what nobody tells. Modelled seconds of a step."""
+
+    taper: float | None
+    """Assumed for the levels of which it is not known; None: it is known of all."""
+    neighbours: str
+    """NO_NEIGHBOURS: other jobs use none of the uplinks; FAIR_SHARE: the other nodes below a switch use as much of its
+    uplink as this job's nodes do."""
+    identity: float
+    placed: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,10 @@ class Placement:
     """Time of the search."""
     reason: str
     """One line: what was gained, or why nothing is to be gained."""
+    cases: tuple[Case, ...] = ()
+    """The first is that of `identity` and `placed`."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how the nodes were found, one line each."""
 
     @property
     def rank_to_slot(self) -> list[int]:
@@ -51,4 +71,6 @@ def as_json(placement: Placement) -> dict[str, Any]:
         "straddling": placement.straddling,
         "seconds": placement.seconds,
         "reason": placement.reason,
+        "cases": [asdict(case) for case in placement.cases],
+        "notes": list(placement.notes),
     }

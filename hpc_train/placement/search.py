@@ -16,7 +16,7 @@ from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh import node_grid
 from hpc_train.placement.order import Order, cell_sizes, largest_first, nestings, pack, tree_order
 from hpc_train.placement.reason import explain
-from hpc_train.placement.result import Placement
+from hpc_train.placement.result import FAIR_SHARE, NO_NEIGHBOURS, Case, Placement
 from hpc_train.placement.straddling import crossable, straddling
 from hpc_train.placement.swaps import MOST_NODES, improve
 from hpc_train.placement.tree import tapered, uniform
@@ -37,12 +37,12 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
     """The best order of the fabric's nodes for a mesh and what its axes move in a step.
 
     sizes: mesh axis -> degree; their product is the world size. Up to 8 nodes the order is the best there is, by
-    seconds of a step, then bytes x levels crossed, then groups that straddle an oversubscribed level, then nodes moved.
-    Beyond, it is the best of: the launcher's order; along the tree; packed in whole cells; each with every nesting of
-    the axes; and, up to 256 nodes, with nodes and cells exchanged. Where that wins less than 1 % of the seconds, the
-    order with the fewest straddling groups is taken if it has fewer than the launcher's and neither more seconds nor
-    more crossings; else the launcher's stays. Same input, same answer. Raises UserError where degrees do not fill the
-    nodes.
+    seconds of a step, then seconds next to busy neighbours, then bytes x levels crossed, then groups that straddle a
+    level, then nodes moved. Beyond, it is the best of: the launcher's order; along the tree; packed in whole cells;
+    each with every nesting of the axes; and, up to 256 nodes, with nodes and cells exchanged. Where that wins less than
+    1 % of the seconds, with and without neighbours, the order with the fewest straddling groups is taken if it has
+    fewer than the launcher's and neither more seconds nor more crossings; else the launcher's stays. Same input, same
+    answer. Raises UserError where degrees do not fill the nodes.
     """
     start = time.perf_counter()
     problem = model(fabric, sizes, flows, len(fabric.nodes), backend)
@@ -52,6 +52,7 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
         chosen = _choose(problem, _candidates(problem, node_grid(sizes, fabric.ranks_per_node)))
     before, after = problem.cost(identity.tolist()), problem.cost(chosen.tolist())
     table = straddling(fabric, problem.groups, identity, chosen)
+    cases = cases_of(problem, (identity.tolist(), chosen.tolist()))
     return Placement(
         nodes=tuple(chosen.tolist()),
         ranks_per_node=fabric.ranks_per_node,
@@ -59,8 +60,18 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
         placed=after,
         straddling=table,
         seconds=time.perf_counter() - start,
-        reason=explain(fabric, before.total, after.total, table, bool((chosen == identity).all()), WORTH),
+        reason=explain(fabric, cases, table, bool((chosen == identity).all()), WORTH),
+        cases=cases,
     )
+
+
+def cases_of(problem: Model, orders: Sequence[Sequence[int]], taper: float | None = None) -> tuple[Case, ...]:
+    """The launcher's order and the placed one, without neighbours, and next to busy ones where nodes have any."""
+    sums = problem.sums(np.asarray(orders, np.int64))
+    cases = [Case(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
+    if any(level.share is not None for level in problem.fabric.levels):
+        cases.append(Case(taper, FAIR_SHARE, *sums.beside.tolist()))
+    return tuple(cases)
 
 
 def floor_seconds(problem: Model) -> float:
@@ -116,18 +127,30 @@ def _nested(problem: Model, grid: tuple[int, ...]) -> NDArray[np.int64]:
 
 def _choose(problem: Model, orders: NDArray[np.int64]) -> Order:
     """Of the candidates, the launcher's order first, by the rule that `place` states."""
-    seconds, crossings = problem.totals_and_crossings(orders)
+    sums = problem.sums(orders)
+    seconds, beside, crossings = sums.seconds, sums.beside, sums.crossings
     if seconds.min() < seconds[0] * (1 - WORTH):
-        best = _least(seconds, np.arange(len(orders)))
-        best = _least(crossings, best)
-        best = best[_least(_straddling(problem, orders[best]), np.arange(len(best)))]
-        return _least_moved(problem.fabric, orders[best])
-    no_worse = np.flatnonzero((seconds <= seconds[0] * (1 + _SAME)) & (crossings <= crossings[0] * (1 + _SAME)))
+        best = _least(beside, _least(seconds, np.arange(len(orders))))
+        return _fewest_crossings(problem, orders, _least(crossings, best))
+    no_worse = np.flatnonzero(_at_most(seconds, seconds[0]) & _at_most(beside, beside[0]))
+    if beside[no_worse].min() < beside[0] * (1 - WORTH):
+        return _fewest_crossings(problem, orders, _least(crossings, _least(beside, no_worse)))
+    no_worse = no_worse[_at_most(crossings[no_worse], crossings[0])]
     straddle = _straddling(problem, orders[no_worse])
     if straddle.min() == straddle[0]:  # the launcher's order is no worse than itself, and the first
         return np.array(orders[0])
     best = no_worse[straddle == straddle.min()]
     return _least_moved(problem.fabric, orders[_least(seconds, _least(crossings, best))])
+
+
+def _fewest_crossings(problem: Model, orders: NDArray[np.int64], best: NDArray[np.int64]) -> Order:
+    """Of equally good orders, the one with the fewest straddling groups and then the fewest nodes moved."""
+    best = best[_least(_straddling(problem, orders[best]), np.arange(len(best)))]
+    return _least_moved(problem.fabric, orders[best])
+
+
+def _at_most(values: NDArray[np.float64], limit: float) -> NDArray[np.bool_]:
+    return np.asarray(values <= limit * (1 + _SAME))
 
 
 def _least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -136,9 +159,8 @@ def _least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _straddling(problem: Model, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[orders]: groups that straddle a group of an oversubscribed level."""
-    narrow = set(tapered(problem.fabric))
-    counted = [it for it in crossable(problem.fabric, problem.groups) if it.level in narrow]
+    """[orders]: groups that straddle a group of a level which could hold them, at any level above the node."""
+    counted = crossable(problem.fabric, problem.groups)
     return sum((it.straddle(problem.fabric, orders) for it in counted), np.zeros(len(orders), np.int64))
 
 

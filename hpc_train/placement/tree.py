@@ -20,13 +20,17 @@ def parents(fabric: Fabric, number: int) -> NDArray[np.int64]:
 
 
 def tapered(fabric: Fabric) -> tuple[int, ...]:
-    """Numbers of the levels above the node with a group that less can leave than its own parts can send."""
+    """Numbers of the levels above the node with a group that less can leave than its own parts can send, at least next
+    to busy neighbours."""
     return tuple(number for number in range(1, len(fabric.levels)) if _tapers(fabric, number))
 
 
 def _tapers(fabric: Fabric, number: int) -> bool:
-    within = np.bincount(parents(fabric, number - 1), fabric.levels[number - 1].uplink)
-    return bool((fabric.levels[number].uplink < within * (1 - _EQUAL)).any())
+    inner, level = fabric.levels[number - 1], fabric.levels[number]
+    parent = parents(fabric, number - 1)
+    alone = level.uplink < np.bincount(parent, inner.uplink) * (1 - _EQUAL)
+    beside = level.busy_uplink < np.bincount(parent, inner.busy_uplink) * (1 - _EQUAL)
+    return bool((alone | beside).any())
 
 
 def uniform(fabric: Fabric) -> bool:

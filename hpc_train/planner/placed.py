@@ -11,19 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
+from hpc_train.cluster.tree import Uplink
 from hpc_train.config.degrees import resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.algorithm import Backend
 from hpc_train.placement.cost import cost
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.figures import figures_of
-from hpc_train.placement.from_config import fabric_of, ranks_per_node
+from hpc_train.placement.from_config import fabric_at, ranks_per_node
+from hpc_train.placement.locate import Host, Locations, locate
 from hpc_train.placement.search import place
 from hpc_train.planner.estimate import Estimate
 from hpc_train.planner.switches import paths_in, switches_of
 from hpc_train.traffic.flows import flows
 
-Paths = Mapping[str, Sequence[str]]
 _PARTS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Axis -> part of the step; whatever goes over other axes, or over several, is of `data`."""
 
@@ -54,7 +55,8 @@ def _factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, f
     """Part of the step -> its time over that on switches that are alike."""
     sizes, moved = asdict(resolve(config.parallel, ranks)), flows(config, ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
-    real, alike = _fabric(config, nodes, paths_in(config.cluster)), _fabric(config, nodes, _alike(config, nodes))
+    where = locate(config.cluster, [Host(name) for name in nodes], in_slurm=False)
+    real, alike = _fabric(config, where), _fabric(config, _alike(config, nodes))
     if not moved:
         return {}
     before = _parts(cost(alike, sizes, moved, backend=backend).per_axis)
@@ -62,18 +64,20 @@ def _factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, f
     return {name: after[name] / seconds for name, seconds in before.items() if seconds}
 
 
-def _fabric(config: RunConfig, nodes: Sequence[str], paths: Paths) -> Fabric:
+def _fabric(config: RunConfig, where: Locations) -> Fabric:
     """NVLink domains are filled in the order of the nodes, as the closed form has them."""
     within = config.cluster.node.nvlink_domain_gpus // max(config.cluster.node.gpus, 1)
-    domains = {node: f"domain{at // within}" for at, node in enumerate(nodes)} if within > 1 else {}
-    return fabric_of(config, nodes, ranks_per_node(config), paths, domains)
+    domains = {node: f"domain{at // within}" for at, node in enumerate(where.nodes)} if within > 1 else {}
+    return fabric_at(config, replace(where, domains=domains), ranks_per_node(config))
 
 
-def _alike(config: RunConfig, nodes: Sequence[str]) -> Paths:
+def _alike(config: RunConfig, nodes: Sequence[str]) -> Locations:
     """Switches of the sizes that the closed form knows."""
     leaf, group = switches_of(config.cluster, figures_of(config.cluster))
     sizes = [(name, it.nodes) for name, it in (("group", group), ("leaf", leaf)) if math.isfinite(it.nodes)]
-    return {node: tuple(f"{name}{int(at // size)}" for name, size in sizes) for at, node in enumerate(nodes)}
+    paths = {node: tuple(f"{name}{int(at // size)}" for name, size in sizes) for at, node in enumerate(nodes)}
+    uplinks = {path[:end]: Uplink(int(size)) for path in paths.values() for end, (_, size) in enumerate(sizes, start=1)}
+    return Locations(tuple(nodes), paths, uplinks=uplinks)
 
 
 def _parts(per_axis: Mapping[str, float]) -> dict[str, float]:

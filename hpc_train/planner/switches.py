@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.errors import UserError
 from hpc_train.placement.figures import Figures
 
 
@@ -40,11 +39,11 @@ def switches_of(cluster: ClusterConfig, figures: Figures) -> tuple[Switches, Swi
     return leaves, Switches(group, _reached(figures, "group", group, fabric.group_oversubscription))
 
 
-def _reached(figures: Figures, level: str, nodes: float, stated: float) -> float:
-    """As bandwidths that were measured say; else as stated."""
+def _reached(figures: Figures, level: str, nodes: float, stated: float | None) -> float:
+    """As bandwidths that were measured say; else as stated; 1 where nobody says."""
     node, told = (figures.measured.of(name) if figures.measured else None for name in ("node", level))
     if told is None or not math.isfinite(nodes):
-        return stated
+        return stated or 1.0
     return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)
 
 
@@ -56,19 +55,20 @@ def paths_in(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
     if not cluster.topology:
         return {}
     path = Path(cluster.topology).expanduser()
-    return _paths(path, path.stat().st_mtime_ns if path.exists() else 0)
+    written = path.stat().st_mtime_ns if path.exists() else 0
+    return _paths(path, written, cluster.node.nics, cluster.node.nic_gbit_s)
 
 
 @cache
-def _paths(path: Path, _: int) -> Mapping[str, Sequence[str]]:
-    """Of a file; a number that says when it was written keeps old answers apart."""
-    from hpc_train.cluster.reading import read_file
+def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Sequence[str]]:
+    """Of the compute nodes of a file; a number that says when it was written keeps old answers apart."""
+    from hpc_train.cluster.compute_nodes import compute_nodes
     from hpc_train.cluster.tree import paths_of
+    from hpc_train.placement.locate import read_switches
 
-    paths: Mapping[str, Sequence[str]] = paths_of(read_file(path))
-    if not any(paths.values()):
-        raise UserError(f"{path}: cluster.topology needs switches with nodes on them; this file tells of none")
-    return paths
+    topology = read_switches(path)
+    compute = compute_nodes(topology, nics, nic_gbit_s)
+    return {node: found for node, found in paths_of(topology, compute).items() if node in compute}
 
 
 def _size(switches: Iterable[Hashable]) -> float:

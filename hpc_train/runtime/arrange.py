@@ -80,7 +80,7 @@ def _decide(
     return replace(
         plan,
         refusal=mpi_disagreement(facts, task.launcher, needs_mpi) if needs_mpi else None,
-        notes=[*_harmful(facts), *([differs] if differs else [])],
+        notes=[*plan.result.get("notes", []), *_harmful(facts), *([differs] if differs else [])],
         settings=[[it.name, it.value, it.reason] for it in settings],
     )
 

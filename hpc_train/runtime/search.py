@@ -1,16 +1,19 @@
-"""From everybody's facts to a better order of the nodes: fabric, traffic, search."""
+"""From everybody's facts to a better order of the nodes: where they are, traffic, search."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from hpc_train.config.degrees import resolve
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.result import Placement
 from hpc_train.runtime.facts import Facts
 from hpc_train.runtime.plan import NotPlaced
+
+if TYPE_CHECKING:
+    from hpc_train.placement.locate import Host
 
 
 def search(
@@ -21,24 +24,27 @@ def search(
     parameters: counts those of a custom model, which alone knows its shape.
     Raises NotPlaced where nothing tells how the nodes hang together, UserError for a file that cannot be read.
     """
-    from hpc_train.placement.from_config import fabric_of
-    from hpc_train.placement.search import place
-    from hpc_train.runtime.topology import paths_of
-    from hpc_train.traffic.flows import flows
+    from hpc_train.placement.locate import locate
+    from hpc_train.placement.place_nodes import job_of, place_nodes
 
-    hosts, size = [members[0].host for members in nodes], len(nodes[0])
-    heads = [members[0] for members in nodes]
-    paths, domains = paths_of(config.cluster, heads), domains_of(heads)
-    if paths is None and not domains:
-        raise NotPlaced("nothing tells how the nodes hang together; describe it with cluster.topology=FILE")
-    fabric = fabric_of(config, hosts, size, paths, domains)
-    world = len(nodes) * size
+    where = locate(config.cluster, hosts_of([members[0] for members in nodes]), "SLURM_JOB_ID" in os.environ)
+    if where.problem is not None:
+        raise NotPlaced(where.problem)
     count = parameters() if parameters is not None and isinstance(config.model, CustomModelConfig) else None
-    moved = flows(config, world, count)
-    sizes = asdict(resolve(config.parallel, world))
-    return place(fabric, sizes, moved, "nccl" if config.cluster.node.gpus else "gloo")
+    return place_nodes(job_of(config, where, len(nodes[0]), count))
 
 
-def domains_of(heads: Sequence[Facts]) -> dict[str, str]:
-    """Node -> NVLink domain that may span nodes, of the nodes that are in one."""
-    return {head.host: head.clique for head in heads if head.clique is not None}
+def hosts_of(heads: Sequence[Facts]) -> list[Host]:
+    """Nodes as `locate` takes them. heads: the facts of local rank 0 of every node."""
+    from hpc_train.placement.locate import Host
+
+    return [
+        Host(
+            head.host,
+            head.slurm.get("SLURMD_NODENAME"),
+            head.slurm.get("SLURM_TOPOLOGY_ADDR"),
+            head.slurm.get("SLURM_TOPOLOGY_ADDR_PATTERN"),
+            head.clique,
+        )
+        for head in heads
+    ]

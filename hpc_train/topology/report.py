@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_train.placement.fabric import Fabric
+from hpc_train.placement.locate import Locations
 from hpc_train.placement.mesh import label
 from hpc_train.placement.result import Placement
-from hpc_train.topology.allocation import Allocation
 from hpc_train.topology.colours import seconds
 from hpc_train.topology.folding import fold, plural, printable
 from hpc_train.traffic.flow import Flow
@@ -25,7 +25,7 @@ _LONGEST = 240
 class Report:
     """One placement, and what it was found for."""
 
-    where: Allocation
+    where: Locations
     fabric: Fabric
     sizes: Mapping[str, int]
     flows: Sequence[Flow]

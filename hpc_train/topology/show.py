@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from rich.console import Console, RenderableType
 
-from hpc_train.cluster.reading import LARGEST, read_file, read_text
+from hpc_train.cluster.reading import LARGEST, decode, read_file, read_text
 from hpc_train.cluster.spec import Cluster, Switch, as_json
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
@@ -51,7 +51,7 @@ def _stdin(stdin: BinaryIO) -> str:
     content = stdin.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise UserError(f"standard input: larger than {LARGEST >> 20} MiB; not a topology file")
-    return content.decode("utf-8", "replace")
+    return decode(content)
 
 
 def _print(cluster: Cluster, json: bool, picture: str | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_fabric import FakeFabric, rail_fabric, three_levels
 
 from hpc_train.cluster.infiniband.names import host_and_device
 from hpc_train.cluster.infiniband.rates import gbit_s
 from hpc_train.cluster.infiniband.reader import matches, read
-from hpc_train.cluster.spec import Cluster, Switch
+from hpc_train.cluster.spec import Cluster, Switch, Trunk
 from hpc_train.cluster.tree import paths_of, rails, scalable_units, units_of
 from hpc_train.errors import UserError
 
@@ -201,7 +203,10 @@ def test_cables_of_a_switch_to_itself_and_between_peers_are_no_tree() -> None:
     for leaf, name in ((a, "n1"), (b, "n2")):
         fabric.cable(leaf, fabric.adapter(f"{name} HCA-1"))
     cluster = read(fabric.dump(), "dump")
-    assert cluster.switches == (Switch("a", 0, ("n1",)), Switch("b", 0, ("n2",)))
+    assert cluster.switches == (
+        Switch("a", 0, ("n1",), uplinks=(Trunk("b", 3, 600.0),)),
+        Switch("b", 0, ("n2",), uplinks=(Trunk("a", 3, 600.0),)),
+    )
 
 
 def test_back_to_back_hosts() -> None:
@@ -217,7 +222,12 @@ def test_switches_without_hosts() -> None:
     fabric.cable(fabric.switch("MF0;a:X/U1"), fabric.switch("MF0;b:X/U1"))
     assert "no adapter of a host" in refused(fabric.dump())
     fabric.cable(fabric.switch("MF0;c:X/U1"), fabric.adapter("n HCA-1"))
-    assert read(fabric.dump(), "dump").switches == (Switch("a", 0), Switch("b", 0), Switch("c", 0, ("n",)))
+    found = read(fabric.dump(), "dump").switches
+    assert [(it.name, it.level, it.nodes, it.switches) for it in found] == [
+        ("a", 0, (), ()),
+        ("b", 0, (), ()),
+        ("c", 0, ("n",), ()),
+    ]
 
 
 def test_net_file_of_the_simulator() -> None:
@@ -226,7 +236,10 @@ def test_net_file_of_the_simulator() -> None:
         device.name = device.name.removeprefix("MF0;").split(":")[0].split()[0]
     cluster, original = read(fabric.net(), "net"), read(three_levels().dump(), "dump")
     assert {it.name for it in cluster.nodes} == {it.name for it in original.nodes}
-    assert by_name(cluster) == by_name(original)
+    assert by_name(cluster).keys() == by_name(original).keys()
+    for name, switch in by_name(original).items():
+        counted = tuple(replace(trunk, gbit_s=None) for trunk in switch.uplinks)  # a net file has no rates
+        assert by_name(cluster)[name] == replace(switch, uplinks=counted)
     assert cluster.nodes[0].nics[0].guid is None
     assert cluster.nodes[0].nics[0].gbit_s is None
 
@@ -273,7 +286,9 @@ def test_part_of_a_subnet() -> None:
         it for it in records if it.startswith("vendid") and "Switch\t40" in it and "leaf0-1" in it.split("[1]")[0]
     )
     cluster = read(f"{records[0]}\n\n{leaf}\n", "dump")
-    assert cluster.switches == (Switch("leaf0-1", 0, ("node010", "node011")),)
+    (switch,) = cluster.switches
+    assert (switch.name, switch.level, switch.nodes, switch.switches) == ("leaf0-1", 0, ("node010", "node011"), ())
+    assert [(trunk.cables, trunk.gbit_s) for trunk in switch.uplinks] == [(1, 200.0), (1, 200.0)]
     assert [(it.name, it.nics[0].gbit_s) for it in cluster.nodes] == [("node010", 200.0), ("node011", 200.0)]
 
 

@@ -48,6 +48,18 @@ def tree_fabric(
     return Fabric(tuple(f"n{i}" for i in range(count)), ranks_per_node, inside, inside_latency, tuple(levels))
 
 
+def next_to_others(fabric: Fabric, others: Sequence[int]) -> Fabric:
+    """The same job on switches with so many more nodes of other jobs: uplinks are for all of them."""
+    node, *above = fabric.levels
+    levels = [node]
+    for level in above:
+        own = np.bincount(level.group)
+        below = own + np.array([others[group % len(others)] for group in range(len(own))])
+        uplink = level.uplink * below / own
+        levels.append(Level(level.name, level.group, uplink, level.latency, uplink * own / below))
+    return Fabric(fabric.nodes, fabric.ranks_per_node, fabric.inside_bandwidth, fabric.inside_latency, tuple(levels))
+
+
 def reordered(fabric: Fabric, order: Sequence[int]) -> Fabric:
     """The same nodes, as a launcher would list them in another order."""
     levels = []
@@ -56,7 +68,11 @@ def reordered(fabric: Fabric, order: Sequence[int]) -> Fabric:
         group = dense(old.tolist())
         uplink = np.empty(len(level.uplink))
         uplink[group] = level.uplink[old]
-        levels.append(Level(level.name, group, uplink, level.latency))
+        share = None
+        if level.share is not None:
+            share = np.empty(len(level.share))
+            share[group] = level.share[old]
+        levels.append(Level(level.name, group, uplink, level.latency, share))
     names = tuple(fabric.nodes[node] for node in order)
     return Fabric(names, fabric.ranks_per_node, fabric.inside_bandwidth, fabric.inside_latency, tuple(levels))
 
@@ -84,6 +100,8 @@ def fabrics(draw: st.DrawFn, least: int = 1, most: int = 8) -> Fabric:
         inside_latency=draw(st.sampled_from([0.0, 1e-6])),
         names=draw(st.sampled_from([("leaf", "group"), ("domain", "leaf")])),
     )
+    if draw(st.booleans()):
+        fabric = next_to_others(fabric, [draw(st.integers(0, 6)) for _ in range(4)])
     if draw(st.booleans()):
         slow = draw(st.lists(st.sampled_from([1.0, 0.5]), min_size=count, max_size=count))
         node = fabric.levels[0]

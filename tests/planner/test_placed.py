@@ -56,7 +56,7 @@ def test_a_group_that_straddles_two_leaves_pays_for_it(tmp_path: Path) -> None:
     topology = leaves(tmp_path, 5, 4, 3, 4)
     for stages in STAGES:
         found, there = both(stages, topology)
-        assert float(there.time.data) > 2 * float(found.time.data)
+        assert float(there.time.data) > 1.5 * float(found.time.data)
         assert float(there.time.compute) == float(found.time.compute)
         slower = float(there.time.step) / float(found.time.step)
         assert float(there.mfu) == pytest.approx(float(found.mfu) / slower)

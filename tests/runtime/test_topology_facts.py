@@ -1,4 +1,4 @@
-"""Which switches a node hangs on, by a file, by Slurm's addresses and by scontrol; and what stops the search."""
+"""Where a job's nodes are, by a file, by scontrol and by Slurm's addresses; and when nothing tells."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 from fact_helpers import facts_of
 
-from hpc_train.cluster.spec import Cluster, Switch
-from hpc_train.config.cluster import ClusterConfig
+from hpc_train.cluster.spec import Cluster, Node, Switch
+from hpc_train.config.cluster import ClusterConfig, NodeConfig
 from hpc_train.errors import UserError
+from hpc_train.placement.locate import Locations, locate
 from hpc_train.runtime.facts import Facts
-from hpc_train.runtime.plan import NotPlaced
-from hpc_train.runtime.search import domains_of
-from hpc_train.runtime.topology import paths_of
+from hpc_train.runtime.search import hosts_of
+
+PLAIN = ClusterConfig(name="x")
+RACKS = ClusterConfig(name="x", node=NodeConfig(gpus=4, nvlink_domain_gpus=8))
+"""NVLink domains of two nodes."""
+SHOWN = Cluster(
+    "slurm_tree", switches=(Switch("a", 0, ("n0",)), Switch("b", 0, ("n1",)), Switch("t", 1, (), ("a", "b")))
+)
 
 
 def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[Facts]:
@@ -28,6 +34,12 @@ def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[Facts]:
             slurm |= {"SLURM_TOPOLOGY_ADDR": f"{address}.{name}", "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
         found.append(replace(facts_of(number + 1, 1)[number], slurm=slurm))
     return found
+
+
+def found(
+    given: list[Facts], shown: Cluster | None = None, cluster: ClusterConfig = PLAIN, in_slurm: bool = True
+) -> Locations:
+    return locate(cluster, hosts_of(given), in_slurm, lambda: shown)
 
 
 def unasked() -> Cluster | None:
@@ -45,43 +57,41 @@ def counted(cluster: Cluster | None) -> tuple[list[int], Callable[[], Cluster | 
 
 
 def test_addresses_of_slurm() -> None:
-    found = paths_of(ClusterConfig(name="x"), heads("top.a", "top.b"), unasked)
-    assert found == {"n0": ("top", "a"), "n1": ("top", "b")}
+    assert found(heads("top.a", "top.b")).paths == {"n0": ("top", "a"), "n1": ("top", "b")}
 
 
-def test_dotted_names_are_asked_for_once() -> None:
-    switches = (Switch("s.1", 1), Switch("l.1", 0), Switch("l.2", 0))
-    calls, ask = counted(Cluster("slurm_tree", switches=switches))
-    assert paths_of(ClusterConfig(name="x"), heads("s.1.l.1", "s.1.l.2"), ask) == {
-        "n0": ("s.1", "l.1"),
-        "n1": ("s.1", "l.2"),
-    }
+def test_scontrol_is_asked_once_and_only_in_a_job() -> None:
+    calls, ask = counted(SHOWN)
+    where = locate(PLAIN, hosts_of(heads("t.a", "t.b")), True, ask)
+    assert where.paths == {"n0": ("t", "a"), "n1": ("t", "b")}
     assert calls == [1]
+    assert where.uplinks[("t", "a")].nodes == 1
+    assert locate(PLAIN, hosts_of(heads("t.a", "t.b")), False, unasked).paths == where.paths
 
 
-def test_dotted_names_that_nobody_knows_are_one_name() -> None:
-    _, ask = counted(None)
-    assert paths_of(ClusterConfig(name="x"), heads("s.1.l.1", "s.1.l.2"), ask) == {
-        "n0": ("s.1.l.1",),
-        "n1": ("s.1.l.2",),
-    }
+def test_dotted_names_are_told_apart_by_the_switches_that_scontrol_knows() -> None:
+    switches = (Switch("s.1", 1), Switch("l.1", 0), Switch("l.2", 0))
+    shown = Cluster("slurm_tree", switches=switches)
+    assert found(heads("s.1.l.1", "s.1.l.2"), shown).paths == {"n0": ("s.1", "l.1"), "n1": ("s.1", "l.2")}
+    assert found(heads("s.1.l.1", "s.1.l.2")).paths == {"n0": ("s.1.l.1",), "n1": ("s.1.l.2",)}
 
 
-def test_a_flat_slurm_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flat_slurm_tells_nothing() -> None:
     flat = [replace(head, slurm={**head.slurm, "SLURM_TOPOLOGY_ADDR": head.host}) for head in heads("", "")]
-    assert paths_of(ClusterConfig(name="x"), flat, unasked) is None
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert paths_of(ClusterConfig(name="x"), heads("", ""), unasked) is None
+    for given in (flat, heads("", "")):
+        where = found(given)
+        assert where.problem == "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
 
 
-def test_scontrol_answers_where_a_launcher_hides_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    shown = Cluster(
-        "slurm_tree", switches=(Switch("a", 0, ("n0",)), Switch("b", 0, ("n1",)), Switch("t", 1, (), ("a", "b")))
-    )
-    bare = facts_of(2, 1)
-    assert paths_of(ClusterConfig(name="x"), bare, counted(shown)[1]) == {"n0": ("t", "a"), "n1": ("t", "b")}
-    assert paths_of(ClusterConfig(name="x"), bare, counted(None)[1]) is None
+def test_scontrol_answers_where_a_launcher_hides_the_addresses() -> None:
+    assert found(facts_of(2, 1), SHOWN).paths == {"n0": ("t", "a"), "n1": ("t", "b")}
+
+
+def test_addresses_count_where_scontrol_tells_of_another_topology() -> None:
+    """Partitions may have topologies of their own; scontrol shows the default one."""
+    where = found(heads("other.x", "other.y"), SHOWN)
+    assert where.paths == {"n0": ("other", "x"), "n1": ("other", "y")}
+    assert "puts the nodes elsewhere" in where.notes[0]
 
 
 def test_a_file_is_asked_first_and_knows_short_names(tmp_path: Path) -> None:
@@ -90,22 +100,73 @@ def test_a_file_is_asked_first_and_knows_short_names(tmp_path: Path) -> None:
     given = heads("top.a", "top.b")
     given[1] = replace(given[1], host="n1.example.org")
     config = ClusterConfig(name="x", topology=str(file))
-    assert paths_of(config, given, unasked) == {"n0": ("t", "l1"), "n1.example.org": ("t", "l2")}
-    with pytest.raises(NotPlaced, match=r"topology.conf does not tell where n2 is \(1 of 3 nodes\)"):
-        paths_of(config, heads("a", "b", "c"), unasked)
+    assert locate(config, hosts_of(given), True, unasked).paths == {"n0": ("t", "l1"), "n1.example.org": ("t", "l2")}
     with pytest.raises(UserError, match=r"absent.conf: No such file"):
-        paths_of(ClusterConfig(name="x", topology=str(tmp_path / "absent.conf")), given, unasked)
+        locate(ClusterConfig(name="x", topology=str(tmp_path / "absent.conf")), hosts_of(given), True, unasked)
+    (tmp_path / "hosts").write_text("n0\nn1\n")
+    with pytest.raises(UserError, match="needs switches with nodes on them"):
+        locate(ClusterConfig(name="x", topology=str(tmp_path / "hosts")), hosts_of(given), True, unasked)
 
 
-def test_what_contradicts_itself_or_lacks_a_node_is_not_used() -> None:
-    with pytest.raises(NotPlaced, match=r"SLURM_TOPOLOGY_ADDR is not set on n1 \(1 of 2 nodes\)"):
-        paths_of(ClusterConfig(name="x"), heads("top.a", ""), unasked)
+def test_a_node_that_nobody_names_costs_only_itself(tmp_path: Path) -> None:
+    file = tmp_path / "topology.conf"
+    file.write_text("SwitchName=l1 Nodes=n0\nSwitchName=l2 Nodes=n1\nSwitchName=t Switches=l[1-2]\n")
+    config = ClusterConfig(name="x", topology=str(file))
+    sources = (
+        locate(config, hosts_of(heads("a", "b", "c")), True, unasked),
+        found(heads("t.l1", "t.l2", "")),
+        found(facts_of(3, 1), SHOWN),
+    )
+    for where in sources:
+        assert set(where.paths) == {"n0", "n1"}
+        assert where.missing == ("n2",)
+        assert where.problem is None
+        assert "does not say where n2 is" in where.notes[0]
+
+
+def test_a_source_that_names_no_node_of_the_job(tmp_path: Path) -> None:
+    assert found(facts_of(3, 1)[1:2], Cluster("slurm_tree", switches=(Switch("a", 0, ("z",)),))).problem == (
+        "Slurm names none of the nodes (n1)"
+    )
+
+
+def test_the_environment_of_another_node_does_not_count() -> None:
     same = heads("top.a", "top.b")
     same[1] = replace(same[1], slurm=same[0].slurm)  # mpirun gives every rank the environment of the first node
-    with pytest.raises(NotPlaced, match="2 nodes have the environment of n0; start the ranks by srun"):
-        paths_of(ClusterConfig(name="x"), same, unasked)
+    problem = found(same).problem
+    assert problem is not None
+    assert problem.startswith("2 nodes have the environment of n0")
+    assert found(same, SHOWN).paths == {"n0": ("t", "a"), "n1": ("t", "b")}, "by the hosts' own names"
 
 
-def test_nvlink_domains_of_nodes() -> None:
-    one, two = facts_of(2, 1)
-    assert domains_of([replace(one, clique="c.1"), two]) == {"n0": "c.1"}
+def blocks(*sizes: int) -> Cluster:
+    names = iter(f"n{number}" for number in range(sum(sizes)))
+    held = [tuple(next(names) for _ in range(size)) for size in sizes]
+    switches = tuple(Switch(f"b{number}", 0, nodes) for number, nodes in enumerate(held))
+    return Cluster("slurm_block", tuple(Node(name) for nodes in held for name in nodes), switches=switches)
+
+
+def test_nvlink_domains_by_nvml_count_before_slurms_blocks() -> None:
+    one, two, three, four = facts_of(4, 1)
+    assert found([one, two, three, four], blocks(2, 2), RACKS).domains == {
+        "n0": "b0",
+        "n1": "b0",
+        "n2": "b1",
+        "n3": "b1",
+    }
+    told = [replace(one, clique="c.1"), replace(two, clique="c.2"), replace(three, clique="c.1")]
+    where = found([*told, four], blocks(2, 2), RACKS)
+    assert where.domains == {"n0": "c.1", "n1": "c.2", "n2": "c.1"}
+    assert where.notes[-1] == "NVML tells of other NVLink domains than Slurm's blocks; NVML's count"
+    agreed = [replace(it, clique=f"c.{number // 2}") for number, it in enumerate((one, two, three, four))]
+    assert not any("NVML" in note for note in found(agreed, blocks(2, 2), RACKS).notes)
+
+
+def test_blocks_are_nvlink_domains_only_where_the_cluster_has_domains_of_that_size() -> None:
+    given = facts_of(4, 1)
+    assert found(given, blocks(2, 2), PLAIN).domains == {}
+    large = found(given, blocks(3, 1), RACKS)
+    assert large.domains == {}
+    assert "blocks are not taken for domains" in large.notes[-1]
+    addressed = heads("b0", "b0", "b1", "b1", pattern="block.node")
+    assert found(addressed, None, RACKS).domains == {"n0": "b0", "n1": "b0", "n2": "b1", "n3": "b1"}

@@ -60,8 +60,11 @@ def test_a_tree_of_pods_by_hand(config: RunConfig) -> None:
     assert names(fabric) == ["node", "leaf", "group"]  # nothing leaves the top
     assert [it.group.tolist() for it in fabric.levels] == [[0, 1, 2, 3], [0, 1, 0, 2], [0, 1, 0, 0]]
     assert level(fabric, "node").uplink.tolist() == [50e9] * 4
-    assert level(fabric, "leaf").uplink.tolist() == [2 * 50e9 / 2, 50e9 / 2, 50e9 / 2]
-    assert level(fabric, "group").uplink.tolist() == [3 * 50e9 / 5, 50e9 / 5]
+    # Nobody tells how many nodes a switch has: as many as the fullest one of the job, whatever the job has on it.
+    assert level(fabric, "leaf").uplink.tolist() == [2 * 50e9 / 2] * 3
+    assert level(fabric, "leaf").busy_uplink.tolist() == [2 * 50e9 / 2, 50e9 / 2, 50e9 / 2]
+    assert level(fabric, "group").uplink.tolist() == [3 * 50e9 / 5] * 2
+    assert level(fabric, "group").busy_uplink.tolist() == [3 * 50e9 / 5, 50e9 / 5]
     latencies = [fabric.inside_latency, *(it.latency for it in fabric.levels)]
     assert latencies == sorted(latencies)
     assert len(set(latencies)) == len(latencies)
@@ -93,7 +96,8 @@ def test_a_domain_of_one_node_is_no_level(config: RunConfig) -> None:
 def test_leaves_that_share_a_domain_are_one(config: RunConfig) -> None:
     fabric = fabric_of(config, ["a", "c", "b", "d"], 4, PODS, {"a": "rack", "c": "rack"})
     assert level(fabric, "leaf").group.tolist() == [0, 0, 0, 1]
-    assert level(fabric, "leaf").uplink.tolist() == [75e9, 25e9]
+    assert level(fabric, "leaf").uplink.tolist() == [75e9, 75e9]
+    assert level(fabric, "leaf").busy_uplink.tolist() == [75e9, 25e9]
 
 
 def test_uneven_and_missing_paths(config: RunConfig) -> None:
@@ -119,7 +123,8 @@ def test_calibration_replaces_what_it_measured(tmp_path: Path) -> None:
     assert level(fabric, "leaf").uplink.tolist() == [12.5e6] * 3  # of one group, however many nodes are in it
     assert level(fabric, "leaf").latency == 3e-4
     assert level(fabric, "node").uplink.tolist() == [50e9] * 4
-    assert level(fabric, "group").uplink.tolist() == [30e9, 10e9]
+    assert level(fabric, "group").uplink.tolist() == [30e9, 30e9]
+    assert level(fabric, "leaf").busy_uplink.tolist() == [12.5e6] * 3
 
 
 def test_a_calibration_that_is_none_is_one_line(tmp_path: Path, config: RunConfig) -> None:
@@ -133,7 +138,8 @@ def test_unknown_figures_are_stated_and_keep_their_ratios(tmp_path: Path) -> Non
     fabric = fabric_of(config, ["a", "b", "c"], 1, PODS)
     assert fabric.inside_bandwidth == DEFAULT_INSIDE
     assert level(fabric, "node").uplink.tolist() == [DEFAULT_UPLINK] * 3
-    assert level(fabric, "leaf").uplink.tolist() == [DEFAULT_UPLINK / 2, DEFAULT_UPLINK / 4]
+    assert level(fabric, "leaf").uplink.tolist() == [DEFAULT_UPLINK / 2] * 2
+    assert level(fabric, "leaf").busy_uplink.tolist() == [DEFAULT_UPLINK / 2, DEFAULT_UPLINK / 4]
     assert ["nic_gbit_s" in note for note in assumptions(config.cluster)] == [True, False]
     assert assumptions(compose(FIGURES).cluster) == ()
     measured = (Constants("inside", 1e-6, 7e9), Constants("node", 3e-4, 12.5e6))

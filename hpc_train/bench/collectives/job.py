@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.levels import NamedLevel, levels_of
+from hpc_train.placement.locate import locate
 from hpc_train.runtime.arrange import arrange
 from hpc_train.runtime.facts import hear_all
 from hpc_train.runtime.plan import NotPlaced, by_node
-from hpc_train.runtime.search import domains_of
+from hpc_train.runtime.search import hosts_of
 from hpc_train.runtime.start import join, shut_down, start
-from hpc_train.runtime.topology import paths_of
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def known_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[t
     try:
         facts = hear_all(task, timedelta(seconds=config.launch.timeout_seconds))
         heads = [ranks[0] for ranks in by_node(facts, task.processes)]
-        paths, domains = paths_of(config.cluster, heads), domains_of(heads)
+        where = locate(config.cluster, hosts_of(heads), "SLURM_JOB_ID" in os.environ)
     except (NotPlaced, UserError) as why:
         return levels_of(nodes), f"levels above the node are not known: {why}"
-    if paths is None and not domains:
-        return levels_of(nodes), "levels above the node are not known: describe them with cluster.topology=FILE"
-    return levels_of(nodes, paths, domains), None
+    if where.problem is not None:
+        return levels_of(nodes), f"levels above the node are not known: {where.problem}"
+    return levels_of(nodes, where.paths, where.domains), None

@@ -22,8 +22,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.algorithm import Backend
 from hpc_train.placement.cost import cost
-from hpc_train.placement.from_config import fabric_of
-from hpc_train.topology.allocation import Allocation, allocation
+from hpc_train.placement.from_config import fabric_at
+from hpc_train.placement.locate import Locations
+from hpc_train.topology.allocation import allocation
 from hpc_train.traffic.flows import flows
 
 _REFERENCE = "by_leaf"
@@ -82,7 +83,7 @@ def placement_command(overrides: Sequence[str], options: Options) -> int:
     return 0
 
 
-def _measure(folder: Path, config: RunConfig, where: Allocation, overrides: list[str], options: Options) -> list[Side]:
+def _measure(folder: Path, config: RunConfig, where: Locations, overrides: list[str], options: Options) -> list[Side]:
     ranks = config.cluster.ranks_per_node
     calibration = calibrate(folder, where.nodes, ranks, options.largest, overrides)
     overrides = [*overrides, f"cluster.calibration={calibration}", f"train.steps={options.steps}"]
@@ -100,7 +101,7 @@ def _measure(folder: Path, config: RunConfig, where: Allocation, overrides: list
 
 def _sides(
     config: RunConfig,
-    where: Allocation,
+    where: Locations,
     given: Sequence[Order],
     times: Mapping[str, Sequence[float]],
     hosts: Mapping[str, Sequence[str]],
@@ -123,11 +124,11 @@ def _sides(
     ]
 
 
-def communication(config: RunConfig, where: Allocation, nodes: Sequence[str]) -> float:
+def communication(config: RunConfig, where: Locations, nodes: Sequence[str]) -> float:
     """Modelled seconds a step of the nodes in this order."""
     ranks = config.cluster.ranks_per_node
     world = ranks * len(nodes)
-    fabric = fabric_of(config, list(nodes), ranks, where.paths, where.domains)
+    fabric = fabric_at(config, replace(where, nodes=tuple(nodes)), ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
     return cost(fabric, asdict(resolve(config.parallel, world)), flows(config, world), backend=backend).total
 

@@ -10,8 +10,8 @@ from hpc_train.cluster.infiniband.cables import connect
 from hpc_train.cluster.infiniband.levels import switch_levels
 from hpc_train.cluster.infiniband.names import guid, hosts, is_aggregation_node, switch_names
 from hpc_train.cluster.infiniband.rates import gbit_s
-from hpc_train.cluster.infiniband.text import CA, Device, kind_of, parse
-from hpc_train.cluster.spec import Cluster, Nic, Node, Switch
+from hpc_train.cluster.infiniband.text import CA, SWITCH, Device, kind_of, parse
+from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk
 from hpc_train.errors import UserError
 
 _DUMP = re.compile(
@@ -51,7 +51,8 @@ def read(text: str, name: str) -> Cluster:
     levels = switch_levels(devices, host_of, name)
     names = switch_names([devices[id] for id in devices if id in levels])
     nodes = _nodes(adapters, host_of, names)
-    return Cluster("ibnetdiscover", nodes, (), tuple(_switches(devices, levels, names, host_of)))
+    switches = tuple(_switches(devices, levels, names, host_of))
+    return Cluster("ibnetdiscover", nodes, (), switches, _notes(devices, levels))
 
 
 def _nodes(
@@ -102,4 +103,38 @@ def _switches(
         far = [cable.far for _, cable in sorted(devices[id].cables.items())]
         below = [names[it] for it in far if it in levels and levels[it] == levels[id] - 1]
         hosts = [host_of[it][0] for it in far if it in host_of]
-        yield Switch(names[id], levels[id], tuple(dict.fromkeys(hosts)), tuple(dict.fromkeys(below)))
+        uplinks = _uplinks(id, devices, levels, names)
+        yield Switch(names[id], levels[id], tuple(dict.fromkeys(hosts)), tuple(dict.fromkeys(below)), uplinks)
+
+
+def _uplinks(
+    id: str, devices: Mapping[str, Device], levels: Mapping[str, int], names: Mapping[str, str]
+) -> tuple[Trunk, ...]:
+    """The switch's cables to all switches that are not below it, also to those that have no record of their own."""
+    rates: dict[str, list[float | None]] = defaultdict(list)
+    for _, cable in sorted(devices[id].cables.items()):
+        far = devices[cable.far]
+        if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
+            rates[far.id].append(gbit_s(cable.rate))
+    return tuple(Trunk(names.get(far) or guid(devices[far]), len(found), _sum(found)) for far, found in rates.items())
+
+
+def _sum(rates: list[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if len(known) == len(rates) else None
+
+
+def _notes(devices: Mapping[str, Device], levels: Mapping[str, int]) -> tuple[str, ...]:
+    """What the tree of switches does not have of the fabric: cables between switches of one level."""
+    joined = [
+        id
+        for id, level in levels.items()
+        if sum(levels.get(cable.far) == level and cable.far != id for cable in devices[id].cables.values())
+    ]
+    if len(joined) < 3:
+        return ()
+    return (
+        f"{len(joined)} of {len(levels)} switches are cabled to others of their own level, as in a dragonfly or torus: "
+        "its groups are not read, each such switch counts as a leaf of its own; to place by groups give Slurm's "
+        "topology.conf with one switch a group",
+    )

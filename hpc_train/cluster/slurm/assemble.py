@@ -13,6 +13,11 @@ LARGEST = 1 << 20
 """Names in all lists of one text; no real cluster comes near."""
 
 
+_INSIDE_UNUSED = (
+    "which nodes of a ring or torus are neighbours is not used: each counts as one switch that all its nodes hang on"
+)
+
+
 @dataclass(frozen=True)
 class Unit:
     """One switch, block or ring as a text lists it."""
@@ -24,6 +29,8 @@ class Unit:
     switches: tuple[str, ...] = ()
     level: int = 0
     """What the text says; counts only where a switch below is not in the text."""
+    link_speed: int | None = None
+    """LinkSpeed=; None where none is given, or Slurm's default of 1."""
 
 
 def gather(units: Iterable[Unit], file: str) -> dict[str, Unit]:
@@ -48,8 +55,12 @@ def cluster(kind: str, units: Mapping[str, Unit], file: str, nodes: Iterable[str
     """
     levels = _levels(units, file)
     everything = dict.fromkeys([*nodes, *(node for unit in units.values() for node in unit.nodes)])
-    switches = tuple(Switch(unit.name, levels[unit.name], unit.nodes, unit.switches) for unit in units.values())
-    return Cluster(kind, tuple(Node(name) for name in everything), switches=switches)
+    switches = tuple(
+        Switch(unit.name, levels[unit.name], unit.nodes, unit.switches, link_speed=unit.link_speed)
+        for unit in units.values()
+    )
+    notes = (_INSIDE_UNUSED,) if kind in ("slurm_ring", "slurm_torus3d") else ()
+    return Cluster(kind, tuple(Node(name) for name in everything), switches=switches, notes=notes)
 
 
 def demand_defined(units: Mapping[str, Unit], file: str) -> None:
@@ -81,6 +92,11 @@ def bottom_up(units: Mapping[str, Unit], file: str) -> list[str]:
         circle = error.args[1]
         line = min(units[name].line for name in circle)
         raise UserError(f"{file}:{line}: {' below '.join(circle[:5])}: switches in a circle; expected a tree") from None
+
+
+def link_speed(number: int) -> int | None:
+    """As Unit.link_speed has it."""
+    return number if number > 1 else None
 
 
 def _levels(units: Mapping[str, Unit], file: str) -> dict[str, int]:

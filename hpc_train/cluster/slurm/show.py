@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hpc_train.cluster.slurm.assemble import Unit, bottom_up, cluster, demand_disjoint, gather
+from hpc_train.cluster.slurm.assemble import Unit, bottom_up, cluster, demand_disjoint, gather, link_speed
 from hpc_train.cluster.slurm.records import Grammar, Record, records
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
@@ -94,10 +94,10 @@ def _block(record: Record, nodes: tuple[str, ...]) -> Unit:
 
 def _switch(record: Record, nodes: tuple[str, ...]) -> Unit:
     level, switches = record.number("level"), record.list("switches")
-    record.number("linkspeed")
+    speed = link_speed(record.number("linkspeed"))
     if bool(level) != bool(switches):
         raise record.error(f"Level={level} {'without' if level else 'and'} Switches= (is the line cut short?)")
-    return Unit(record.name(), record.line, nodes, switches, level)
+    return Unit(record.name(), record.line, nodes, switches, level, speed)
 
 
 def _torus(record: Record, nodes: tuple[str, ...]) -> Unit | None:

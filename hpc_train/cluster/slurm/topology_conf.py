@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_train.cluster.slurm.assemble import Unit, cluster, demand_defined, demand_disjoint, gather
+from hpc_train.cluster.slurm.assemble import Unit, cluster, demand_defined, demand_disjoint, gather, link_speed
 from hpc_train.cluster.slurm.records import Grammar, Record, records
 from hpc_train.cluster.slurm.show import matches as is_shown
 from hpc_train.cluster.spec import Cluster
@@ -53,8 +53,7 @@ def _unit(record: Record) -> Unit:
     nodes, switches = record.list("nodes"), record.list("switches")
     if nodes and switches:
         raise record.error("Nodes= and Switches= in one line; expected one of them")
-    if "linkspeed" in record.values:
-        record.number("linkspeed")
+    speed = link_speed(record.number("linkspeed")) if "linkspeed" in record.values else None
     if "blocksizes" in record.values:
         raise record.error("BlockSizes= belongs on a line of its own")
-    return Unit(record.name(), record.line, nodes, switches)
+    return Unit(record.name(), record.line, nodes, switches, link_speed=speed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
 
-from hpc_train.cluster.slurm.assemble import Unit, cluster, demand_defined, demand_disjoint, gather
+from hpc_train.cluster.slurm.assemble import Unit, cluster, demand_defined, demand_disjoint, gather, link_speed
 from hpc_train.cluster.slurm.yaml_nodes import Value, parse
 from hpc_train.cluster.spec import Cluster
 
@@ -125,7 +125,8 @@ def _unit(entry: Value, fields: Mapping[str, Value], key: str) -> Unit:
         raise entry.error(f"no name; expected {key}: NAME")
     nodes = fields["nodes"].names() if "nodes" in fields else ()
     switches = fields["children"].names() if "children" in fields else ()
-    return Unit(fields[key].name(), entry.line, nodes, switches)
+    speed = link_speed(fields["link_speed"].number()) if "link_speed" in fields else None
+    return Unit(fields[key].name(), entry.line, nodes, switches, link_speed=speed)
 
 
 def _toruses(value: Value) -> Iterator[Unit]:
