@@ -37,6 +37,8 @@ class LaunchConfig:
     """Bind every rank to the processors and the memory next to its GPU (without GPUs: to its share of the node)."""
     signal_seconds: int = setting(default=120, ge=10)
     """How long before the time limit the job is told to save and stop; Slurm may be up to 60 s early."""
+    cancel_seconds: int | None = setting(default=None, ge=1)
+    """How long `hpc-train cancel` waits for the ranks to save and end before it ends them; None: signal_seconds."""
     max_attempts: int = setting(default=100, ge=1)
     """Runs of one job, counting the requeued ones, after which it is not requeued again."""
     chain: int = setting(default=1, ge=1, le=1000)

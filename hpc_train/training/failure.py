@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.errors import UserError
+from hpc_train.errors import IncompleteRun, UserError
 
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
@@ -45,7 +45,7 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         task=task,
         host=host,
         at=time.time(),
-        user_error=isinstance(error, UserError),
+        user_error=isinstance(error, (UserError, IncompleteRun)),
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
     )

@@ -20,6 +20,13 @@ _INTERRUPTED = 130
 
 def decide(facts: Facts) -> Status:
     """The state of one point."""
+    status = _decide(facts)
+    if status.state is State.CANCELLED and facts.cancel_note:
+        return replace(status, reason=": ".join(filter(None, (status.reason, facts.cancel_note))))
+    return status
+
+
+def _decide(facts: Facts) -> Status:
     newest = facts.newest
     status = Status(
         facts.point.name,

@@ -30,6 +30,8 @@ class Facts:
     """What the newest attempt's failure event says."""
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
+    cancel_note: str = ""
+    """What `hpc-train cancel` says of ranks that it had to kill; of the newest attempt."""
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
@@ -81,6 +83,7 @@ def read_files(point: Point) -> Facts:
         facts,
         failure="" if newest.result and newest.result.exit_code == 0 else _failure(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
+        cancel_note=_cancel_note(newest, events),
         alive=is_alive(begun.process, begun.started, begun.machine) if begun else None,
         seen=_seen(point.run),
     )
@@ -132,6 +135,13 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
     if jobs:
         return any(event.get("job_id") in jobs for event in cancels)
     return newest is not None and any(event["attempt"] == newest.number for event in cancels)
+
+
+def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+    notes = [
+        event.get("why", "") for event in events if event["event"] == "cancel" and event["attempt"] == newest.number
+    ]
+    return next((str(note) for note in reversed(notes) if note), "")
 
 
 def _told(facts: Facts) -> bool:
