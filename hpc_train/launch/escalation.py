@@ -59,7 +59,8 @@ def end_what_hangs(points: Sequence[Point], shared: frozenset[Path], ask: Ask) -
                 _end(facts, facts.point.run in shared, limits[facts.point.run], ask)
             if all(it.point.run in ended for it in still):
                 return _end_for_good(still, shared, ask)
-            time.sleep(min(backoff.seconds(False), max(0.1, min(limits.values()) - waited)))
+            next_end = min(limits[it.point.run] for it in still if it.point.run not in ended)
+            time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
     except KeyboardInterrupt:
         _tell("no longer waiting; it stays asked to save and end. A rank that hangs needs `hpc-train cancel --now`")
         return _INTERRUPTED

@@ -138,10 +138,8 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
 
 
 def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
-    notes = [
-        event.get("why", "") for event in events if event["event"] == "cancel" and event["attempt"] == newest.number
-    ]
-    return next((str(note) for note in reversed(notes) if note), "")
+    mine = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
+    return next((str(event["why"]) for event in reversed(mine) if event.get("why")), "")
 
 
 def _told(facts: Facts) -> bool:
