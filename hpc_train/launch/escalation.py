@@ -34,8 +34,8 @@ _DEFAULT_SECONDS = 120
 """Of runs that were frozen before there was launch.cancel_seconds, and whose job.json cannot be read."""
 _ANSWER_SECONDS = {True: 6.0, False: 3.0}
 """For the stacks of the ranks, of a job of Slurm or here."""
-_GRACE_SECONDS = {True: 20.0, False: 5.0}
-"""From the end of the ranks to that of their batch script, or of their controller."""
+_GRACE_SECONDS = {True: 45.0, False: 5.0}
+"""From there to the end of their batch script (Slurm sends TERM first, KILL after KillWait), or of their controller."""
 _JOBS_IN_ONE_CALL = 200
 _TOO_LATE = ("already completing", "already completed", "Invalid job id", "not running")
 _INTERRUPTED = 130
@@ -115,7 +115,7 @@ def _end(facts: Facts, shared: bool, waited: int, ask: Ask) -> None:
     stacks = collect_stacks(
         facts.point.run / "logs" / str(newest.number), partial(send, SIGNAL), _ANSWER_SECONDS[bool(facts.jobs)]
     )
-    why = f"it did not end within {waited} s and was killed: {describe_stacks(stacks) or 'no rank left a log'}"
+    why = f"it did not end within {waited} s and was ended: {describe_stacks(stacks) or 'no rank left a log'}"
     job = {"job_id": facts.jobs[-1]} if facts.jobs else {}
     add_event(facts.point.run / "events.jsonl", "cancel", newest.number, now=True, why=why, **job)
     print(f"{facts.point.name}: {why}", flush=True)

@@ -39,7 +39,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(
     assert processes(job.run_dir) == []
     (row,) = status(job.run_dir, capsys)
     assert row["state"] == "CANCELLED"
-    assert "did not end within 1 s and was killed: rank 1" in row["reason"]
+    assert "did not end within 1 s and was ended: rank 1" in row["reason"]
 
 
 def test_a_rank_in_an_endless_loop_is_named_by_the_line_it_is_in(
@@ -61,7 +61,7 @@ def test_a_rank_in_an_endless_loop_is_named_by_the_line_it_is_in(
     spec.write_text(spec.read_text().replace('"cancel_seconds": 60', '"cancel_seconds": 1'))
     assert main(["cancel", "--yes", str(job.run_dir)]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert "was killed: rank 0 (task 0 on " in said
+    assert "was ended: rank 0 (task 0 on " in said
     assert "faulty_model.py:" in said
     assert said.index("rank 0") < said.index("rank 1"), "the odd one first, then those that wait for it"
     job.ended()
@@ -74,7 +74,7 @@ def test_a_point_of_a_sweep_here(workshop: Workshop, capsys: pytest.CaptureFixtu
     job = workshop.start("sweep", *words, faults=faults, command=(*COMMAND, "-m"))
     workshop.wait_for_fault(faults, job)
     assert main(["cancel", "--yes", str(job.run_dir)]) == 0
-    assert "was killed: rank 0 (task 0" in capsys.readouterr().out
+    assert "was ended: rank 0 (task 0" in capsys.readouterr().out
     job.ended()
     rows = {row["state"] for row in status(job.run_dir, capsys)}
     assert rows == {"CANCELLED"}
