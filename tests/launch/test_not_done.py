@@ -17,7 +17,7 @@ from hpc_train.launch.train import finished
 
 LIMITED = ("bash", "-c", 'ulimit -f 48; exec "$@"', "limited", *COMMAND)
 """No file may be larger than 48 KiB, as on a full disk: the shards of a checkpoint are."""
-NAN = (*FAULTY, "optim.lr=1e30", "optim.max_norm=null", "train.steps=6")
+NAN = (*FAULTY, "optim.lr=1e20", "optim.max_norm=null", "train.steps=6")
 
 
 def state(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -50,19 +50,19 @@ def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = workshop.folder / "sweep"
-    words = (*FAULTY, "optim.max_norm=null", "train.steps=6", "checkpoint.every=3", "optim.lr=1e-3,1e30")
+    words = (*FAULTY, "optim.max_norm=null", "train.steps=6", "checkpoint.every=3", "optim.lr=1e-3,1e20")
     ended = workshop.start("sweep", *words, command=(*COMMAND, "-m")).ended()
     assert ended.code == EXIT_FAILED, ended.err
     assert "1 of 2 points failed" in ended.err
     assert main(["results", "--json", str(sweep)]) == 0
     rows = {row["overrides"]["optim.lr"]: row for row in json.loads(capsys.readouterr().out)}
-    assert {rate: row["state"] for rate, row in rows.items()} == {1e-3: "DONE", 1e30: "FAILED"}
+    assert {rate: row["state"] for rate, row in rows.items()} == {1e-3: "DONE", 1e20: "FAILED"}
     runs = {rate: sweep / "points" / row["point"] for rate, row in rows.items()}
-    assert "at the last step (6)" in state(runs[1e30], capsys)["reason"]
+    assert "at the last step (6)" in state(runs[1e20], capsys)["reason"]
     specs = {rate: read_spec(run / "job.json") for rate, run in runs.items()}
     said = {rate: finished(spec.run_config(), spec.folder()) for rate, spec in specs.items()}
     assert str(said[1e-3]).startswith("already done")
-    assert said[1e30] is None, "a checkpoint with NaN in it is no run that is done"
+    assert said[1e20] is None, "a checkpoint with NaN in it is no run that is done"
 
 
 def test_by_other_launchers_too(workshop: Workshop) -> None:
