@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 EXIT_DONE = 0
+EXIT_FAILED = 1
+"""The run came to its last step and is not done: its result is no good, or is not on the disk."""
 EXIT_USER_ERROR = 2
 """The user's input is wrong: one line on stderr says what, where and what to do."""
 EXIT_REQUEUE = 75
@@ -13,3 +15,7 @@ EXIT_NO_REQUEUE = 93
 
 class UserError(Exception):
     """Wrong input by the user. Its text is one line: what is wrong, where, and what to do instead."""
+
+
+class IncompleteRun(Exception):
+    """All steps are done and the run is not: its text is one line that says what is missing, and what to do."""

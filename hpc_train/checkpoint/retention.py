@@ -42,8 +42,9 @@ def prune(directory: Path, keep: int, also: Also = Also(), sole: bool = False) -
 
     For one process a run. Newest by the order of commits, not by step. Good is what is not marked bad, has neither NaN
     nor infinity, a sound manifest and files of the right size; as long as there are fewer than `keep` good ones nothing
-    committed is removed. The newest of those that have all their bytes but are no good stays, to be looked at, if it is
-    newer than all good ones; and so does what cannot be read just now. sole: see `sweep`.
+    committed is removed but steps with NaN or infinity older than another one of these, so that a run whose loss is
+    lost does not fill the disk. The newest of those that have all their bytes but are no good stays, to be looked at,
+    if it is newer than all good ones; and so does what cannot be read just now. sole: see `sweep`.
 
     Returns the steps removed. What cannot be removed is logged and left for the next time.
     """
@@ -60,7 +61,8 @@ def condemned(directory: Path, keep: int, also: Also = Also()) -> list[int]:
     in_order = sorted((it for it in looks.values() if isinstance(it, _Whole)), key=lambda it: it.manifest.sequence)
     good = [it.manifest for it in in_order if not it.poisoned]
     if len(good) < keep:
-        return []
+        not_finite = [it.manifest.step for it in in_order if not it.manifest.finite]
+        return sorted(set(not_finite[:-1]) - also.always)
     stay = {*(it.step for it in good[-keep:]), *_best(good, also.best), *also.always, in_order[-1].manifest.step}
     stay |= {it.step for it in good if also.every and it.step % also.every == 0}
     return sorted(step for step, look in looks.items() if step not in stay and look is not None)

@@ -11,11 +11,15 @@ from typing import Any
 from hpc_train.config.degrees import wanted
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
+from hpc_train.config.suggest import close
 from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
 """`<pool>` or `<file system>.<pool>`."""
+_NO_SUCH = object()
+_MOST_WHOLE, _MOST = 1 << 63, 1e30
+"""Numbers from here on are slips of the hand."""
 _SHARED = "as ranks that share a file must know where all of it lies before any of it is compressed"
 _UNCOMPRESSED = {
     "ranks_per_file": _SHARED,
@@ -37,6 +41,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_compression(config)
     _check_sharing(config)
     wanted(config.parallel)
+    _check_fixed(config)
     return config
 
 
@@ -62,10 +67,21 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
             )
     if value == "":
         raise UserError(f"{where}=: is empty; leave it out, or write {where}=null for none")
+    _check_number(value, where)
+    if isinstance(value, (str, int, float)) and allowed and (why := allowed.problem(value)):
+        near = f"; {close(value, allowed.choices)}" if isinstance(value, str) and allowed.choices else ""
+        raise UserError(f"{where}={value}: {why}{near if 'did you mean' in near else ''}")
+
+
+def _check_number(value: Any, where: str) -> None:
+    """Also those in lists; what is in the arguments of a user's model is the model's to judge."""
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_number(item, f"{where}.{index}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value}: must be a finite number")
-    if isinstance(value, (str, int, float)) and allowed and (why := allowed.problem(value)):
-        raise UserError(f"{where}={value}: {why}")
+    if isinstance(value, (int, float)) and abs(value) >= (_MOST_WHOLE if isinstance(value, int) else _MOST):
+        raise UserError(f"{where}={value}: is larger than anything that this counts; check its digits")
 
 
 def _strings(value: Any) -> list[str]:
@@ -78,13 +94,22 @@ def _strings(value: Any) -> list[str]:
 
 def _check_length(config: RunConfig) -> None:
     train, longest = config.train, getattr(config.model, "max_positions", None)
-    if train.steps is not None and train.epochs is not None:
+    if train.epochs is not None and train.steps is not None:
         raise UserError(f"train.steps={train.steps} and train.epochs={train.epochs:g}: give one of them")
     if longest is not None and train.sequence_length > longest:
         raise UserError(
             f"train.sequence_length={train.sequence_length}: longer than model.max_positions={longest} of "
             f"{config.model.name}"
         )
+
+
+def _check_fixed(config: RunConfig) -> None:
+    for key in config.parallel.fixed or ():
+        node: Any = config
+        for name in key.split("."):
+            node = getattr(node, name, _NO_SUCH) if is_dataclass(node) else _NO_SUCH
+        if node is _NO_SUCH or not (key.startswith("parallel.") or key == "train.micro_batch"):
+            raise UserError(f"parallel.fixed: {key} is no key of parallel, such as parallel.tp, nor train.micro_batch")
 
 
 def _check_optim(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from hpc_train.config.explain import COMPOSITION_ERRORS, explain
 from hpc_train.config.given import given
 from hpc_train.config.hybrid import fill_hybrid
 from hpc_train.config.options import SCHEMAS, option_files
+from hpc_train.config.overridden import check_overrides
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal
 from hpc_train.config.store import register
@@ -118,14 +119,15 @@ def typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -
     except OmegaConfBaseException as error:
         raise UserError(explain(error, _parsed(overrides), config_dir)) from error
     assert isinstance(config, RunConfig)
-    return checked(config, overrides)
+    return checked(config, overrides, config_dir)
 
 
-def checked(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+def checked(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
     """The same config, checked, with what it leaves to the cluster filled in, and sealed. Raises UserError."""
     if wrong := suggest.unknown_field(config):
         raise UserError(wrong)
     check(config)
+    check_overrides(config, overrides, config_dir)
     if config.parallel.auto and config.parallel.fixed is None:
         config.parallel.fixed = given(config, overrides)
     fill_hybrid(config)

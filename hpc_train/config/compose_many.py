@@ -45,7 +45,7 @@ class _Base:
             if name in changed or name not in self._parts:
                 node = self.config._get_node(name)
                 self._parts[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else self.config[name]
-        return checked(RunConfig(**self._parts), words)
+        return checked(RunConfig(**self._parts), words, config_dir)
 
     @cached_property
     def _apart(self) -> bool:

@@ -10,13 +10,13 @@ class LaunchConfig:
     """local starts ranks on this machine; slurm submits a batch job."""
 
     kind: str = setting(default="local", choices=("local", "slurm"))
-    ranks: int | None = setting(default=None, ge=1)
+    ranks: int | None = setting(default=None, ge=1, le=4096)
     """local: processes to start; None: one a GPU of this machine, or 2 without GPUs."""
-    threads: int | None = setting(default=None, ge=1)
+    threads: int | None = setting(default=None, ge=1, le=4096)
     """CPU threads of a rank; None: this machine's cores shared out (local), the CPUs Slurm gave a task (slurm)."""
     name: str = "hpc_train"
     """Job name."""
-    time_minutes: int = setting(default=60, ge=1)
+    time_minutes: int = setting(default=60, ge=1, le=10**7)
     """Time limit of the job."""
     partition: str | None = None
     """None: the cluster's."""
@@ -26,23 +26,25 @@ class LaunchConfig:
     """None: the cluster's."""
     reservation: str | None = None
     exclude: str | None = None
-    cpus_per_rank: int | None = setting(default=None, ge=1)
+    cpus_per_rank: int | None = setting(default=None, ge=1, le=1 << 16)
     """None: the node's cores shared out evenly over its ranks."""
-    memory_gib: float | None = setting(default=None, gt=0)
+    memory_gib: float | None = setting(default=None, gt=0, le=1e6)
     """Memory a node; None: the partition's default."""
     placement: str = setting(default="auto", choices=("auto", "launcher", "strict"))
     """auto: place ranks on nodes by the topology where that gains; the launcher's order, loudly, where facts are
     missing or disagree; strict: refuse to start then; launcher: always the launcher's order."""
     bind: bool = True
     """Bind every rank to the processors and the memory next to its GPU (without GPUs: to its share of the node)."""
-    signal_seconds: int = setting(default=120, ge=10)
+    signal_seconds: int = setting(default=120, ge=10, le=65535)
     """How long before the time limit the job is told to save and stop; Slurm may be up to 60 s early."""
-    max_attempts: int = setting(default=100, ge=1)
+    cancel_seconds: int | None = setting(default=None, ge=1, le=10**6)
+    """How long `hpc-train cancel` waits for the ranks to save and end before it ends them; None: signal_seconds."""
+    max_attempts: int = setting(default=100, ge=1, le=10**6)
     """Runs of one job, counting the requeued ones, after which it is not requeued again."""
     chain: int = setting(default=1, ge=1, le=1000)
     """slurm: jobs to submit, each of which goes on where the one before it stopped at its time limit, in place of a
     requeue; those that are left when the run is over are cancelled."""
-    parallel_points: int | None = setting(default=None, ge=1)
+    parallel_points: int | None = setting(default=None, ge=1, le=10**6)
     """Points of a sweep that run at a time; None: as many as Slurm lets (slurm), or as cores and GPUs allow (local)."""
     points_per_job: int = setting(default=1, ge=1, le=1024)
     """slurm: points of a sweep that share the nodes of one job, side by side, each with its own CPUs and GPUs."""
@@ -60,7 +62,7 @@ class LaunchConfig:
     """More files or folders of the project, such as extensions that were built in place and that git ignores."""
     snapshot_exclude: list[str] = setting(default=[])
     """Patterns of files and folders of the project that are not frozen, such as `notebooks` or `*.ipynb`."""
-    timeout_seconds: int = setting(default=1800, ge=10)
+    timeout_seconds: int = setting(default=1800, ge=10, le=10**7)
     """A collective or a rendezvous that takes longer than this ends the job."""
     extra: dict[str, str] = setting(default={})
     """More sbatch options by their long name, such as mail-type: END; with an empty value those that take none."""

@@ -21,17 +21,17 @@ class NoiseScaleConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int | None = setting(default=None, ge=1)
+    steps: int | None = setting(default=None, ge=1, le=10**12)
     """Optimizer updates of the whole run; None: as many as `epochs` take, or 200 where neither is given."""
-    epochs: float | None = setting(default=None, gt=0)
+    epochs: float | None = setting(default=None, gt=0, le=1e6)
     """Passes over the training data, parts of one too, rounded up to whole steps; None where `steps` is given."""
     seed: int = setting(default=0, ge=0, lt=1 << 63)
     """Of the initial weights, the order of samples and dropout."""
-    global_batch: int = setting(default=16, ge=1)
+    global_batch: int = setting(default=16, ge=1, le=1 << 30)
     """Sequences a step, over all ranks."""
-    micro_batch: int = setting(default=8, ge=1)
+    micro_batch: int = setting(default=8, ge=1, le=1 << 24)
     """Sequences a rank in one forward and backward."""
-    sequence_length: int = setting(default=256, ge=1)
+    sequence_length: int = setting(default=256, ge=1, le=1 << 30)
     """Tokens in a sequence; no meaning for images, of which each is one sequence."""
     eval_every: int = setting(default=50, ge=0)
     """Steps between evaluations on the validation split; 0: never. The last step is always evaluated unless 0."""

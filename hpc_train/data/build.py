@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from hpc_train.config.data import TokenDataConfig
+from hpc_train.data.content import check_text_files
 from hpc_train.data.corpus import Piece, SourceFile, batches, find_files
 from hpc_train.data.store import VERSION, Tokens, TokenStore
 from hpc_train.data.tokenizer import BYTE_VOCAB, SEPARATOR, ByteTokenizer, Tokenizer, train_bpe
@@ -99,6 +100,7 @@ def _identity(recipe: Recipe, files: Sequence[SourceFile]) -> str:
 
 
 def _build(recipe: Recipe, files: Sequence[SourceFile], out: Path) -> None:
+    check_text_files(files)
     tokenizer = _tokenizer(recipe, files)
     source = {
         "sources": recipe.sources,

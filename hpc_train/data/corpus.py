@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,11 @@ def batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
         yield batch
 
 
+def is_of_stdlib(path: Path) -> bool:
+    """Whether a file is of the running Python's standard library, by where it lies."""
+    return path.is_relative_to(Path(os.__file__).parent) and not _NOT_STDLIB & set(path.parts)
+
+
 def _expand(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     if source == STDLIB:
         root, left_out = Path(sysconfig.get_paths()["stdlib"]), _NOT_STDLIB
@@ -113,6 +119,8 @@ def _pieces(path: Path) -> Iterator[Piece]:
     try:
         with path.open("rb") as file:
             text, first = file.read(PIECE_BYTES), True
+            if text.startswith(codecs.BOM_UTF8) and not is_of_stdlib(path):
+                text = text.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, no text
             while following := file.read(PIECE_BYTES - 4):
                 cut = _character_boundary(text)
                 yield Piece(text[:cut], first, False)

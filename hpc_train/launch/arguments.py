@@ -65,11 +65,17 @@ def _add_cancel(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.launch.cancel import cancel_command
 
-        return cancel_command(arguments.target, arguments.yes, arguments.now)
+        return cancel_command(arguments.target, arguments.yes, arguments.now, not arguments.no_wait)
 
     command = _command(commands, "cancel", "let a run save, and end it; nothing of it is requeued")
     command.add_argument("--yes", action="store_true", help="do not ask")
-    command.add_argument("--now", action="store_true", help="do not wait for the ranks to save")
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="end it at once, without a save")
+    how.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="ask it to save and end, and return (default: wait launch.cancel_seconds, then end what has not ended)",
+    )
     command.set_defaults(run=run)
 
 

@@ -18,19 +18,17 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.launch.clients import Ask, ask
+from hpc_train.launch.escalation import end_what_hangs, jobs_of, scancel, steps_of
 from hpc_train.launch.state.attempts import cancel_marker
 from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import Facts, gather
 from hpc_train.launch.state.points import Point, find, points_of
-from hpc_train.launch.state.states import State, Status, ours
+from hpc_train.launch.state.states import State, Status
 from hpc_train.launch.sweep import ledger
 from hpc_train.training.records import add_event
 
 _NAMED = 4
 """From so many on they are counted."""
-_AT_ONCE = 200
-"""Job ids on one command line."""
-_TOO_LATE = ("already completing", "already completed", "Invalid job id", "not running")
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,14 @@ class _Open:
 
     def jobs(self, running: bool) -> list[str]:
         """Its jobs that run, or those that wait."""
-        states = {record.job_id: ours(record.state) for record in self.facts.records}
-        return [job for job in self.facts.jobs if job in states and (states[job] is State.RUNNING) == running]
+        return jobs_of(self.facts, running)
 
 
-def cancel_command(run: str, yes: bool, now: bool) -> int:
+def cancel_command(run: str, yes: bool, now: bool, wait: bool = True) -> int:
     """End a run, a point or all of a sweep, or a job; returns the exit code. On a terminal it asks first.
 
-    Raises UserError, one line, if it runs where it cannot be reached from here.
+    now: without a save. wait: until it has ended; what has not after launch.cancel_seconds is ended, and the ranks that
+    did not answer are named. Raises UserError, one line, if it runs where it cannot be reached from here.
     """
     points = find(run, ask)
     seen = _look(points)
@@ -65,12 +63,15 @@ def cancel_command(run: str, yes: bool, now: bool) -> int:
     if not yes and sys.stdin.isatty() and not _agreed(still):
         print("left as it is")
         return 1
+    shared = frozenset[Path]()
     if jobs := [it for it in still if it.facts.jobs]:
-        late = _cancel_jobs(jobs, now, ask)
+        late, shared = _cancel_jobs(jobs, now, ask)
         if begun := [it for it in _look(late) if it.jobs(running=True)]:
             _cancel_jobs(begun, now, ask)
     _cancel_here([it for it in still if not it.facts.jobs], now)
-    return 0
+    if now or not wait:
+        return 0
+    return end_what_hangs([it.facts.point for it in still], shared, ask)
 
 
 def _look(points: Sequence[Point]) -> list[_Open]:
@@ -105,10 +106,10 @@ def _agreed(still: Sequence[_Open]) -> bool:
     return input(f"{_counted(still)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> list[Point]:
+def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> tuple[list[Point], frozenset[Path]]:
     """First those that wait, so that none of them starts in the place of one that ends.
 
-    Returns the points that waited, which may have begun at the same moment.
+    Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
     for it in runs:
         if it.facts.silent is not None:
@@ -118,19 +119,20 @@ def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> list[Point]:
     alone = [it for it in runs if it not in shared]
     waiting = list(dict.fromkeys(job for it in alone for job in it.jobs(running=False)))
     running = list(dict.fromkeys(job for it in alone for job in it.jobs(running=True)))
-    steps = [step for it in shared for step in _steps(it, ask)]
+    steps = [step for it in shared for step in steps_of(it.facts, ask)]
     if now:
-        _scancel([], waiting + running + steps, ask)
+        scancel([], waiting + running + steps, ask)
     else:
-        _scancel(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
+        scancel(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
         # With a filter, one element that waits stands for all of its array that do (Slurm 22.05). One that begins at
         # this moment is told by SIGTERM, and has KillWait to save.
-        _scancel([], [job for job in waiting if "_" in job], ask)
-        _scancel(["--signal=USR2"], running + steps, ask)
+        scancel([], [job for job in waiting if "_" in job], ask)
+        scancel(["--signal=USR2"], running + steps, ask)
     _tell(waiting, [*running, *steps], now)
     for it in shared:
         print(f"{it.status.point}: {'will not begin' if it.status.state.waiting else 'asked to save and end'}")
-    return [it.facts.point for it in alone if it.status.state.waiting]
+    waited = [it.facts.point for it in alone if it.status.state.waiting]
+    return waited, frozenset(it.facts.point.run for it in shared)
 
 
 def _tell(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
@@ -161,16 +163,6 @@ def _shared(runs: Sequence[_Open], ask: Ask) -> list[_Open]:
     return [it for it in packed if going_on & set(it.facts.jobs)]
 
 
-def _steps(it: _Open, ask: Ask) -> list[str]:
-    """The job step of a point that runs beside others; it has the point's name."""
-    jobs = it.jobs(running=True)
-    if not jobs:
-        return []
-    said = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
-    found = (line.strip().partition("|") for line in said.out.splitlines())
-    return [step for step, _, name in found if name == it.facts.point.name]
-
-
 def _leave_word(runs: Sequence[_Open], shared: Sequence[_Open], now: bool) -> None:
     """For the batch script, which does not requeue then, and for `status`. What has not begun has no run directory."""
     waiting: dict[Path, dict[str, str]] = {}
@@ -189,13 +181,6 @@ def _leave_word(runs: Sequence[_Open], shared: Sequence[_Open], now: bool) -> No
             add_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
     for path, points in waiting.items():
         ledger.append(path, "cancel", points=points)
-
-
-def _scancel(options: Sequence[str], jobs: Sequence[str], ask: Ask) -> None:
-    for first in range(0, len(jobs), _AT_ONCE):
-        said = ask(["scancel", *options, *jobs[first : first + _AT_ONCE]])
-        if said.code and not any(word in said.err for word in _TOO_LATE):
-            raise UserError(f"scancel: {said.reason}")
 
 
 def _cancel_local(it: _Open, now: bool) -> None:

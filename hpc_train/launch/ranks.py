@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpc_train.launch.state.reading import read_text
+
 RANK_MAP = "rankmap.json"
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
     """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
     try:
-        found = json.loads((folder / RANK_MAP).read_text())["ranks"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(read_text(folder / RANK_MAP))["ranks"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return [entry for entry in found if isinstance(entry, dict)]
 

@@ -6,14 +6,15 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_train.launch.clients import Ask, ask
 from hpc_train.launch.state.backoff import Backoff
 from hpc_train.launch.state.decide import decide
-from hpc_train.launch.state.facts import gather
+from hpc_train.launch.state.facts import gather, read_files
 from hpc_train.launch.state.points import Point, find
+from hpc_train.launch.state.progress import readable_seconds, with_progress
 from hpc_train.launch.state.states import State, Status
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ _COLOURS = {
 }
 _SHOWN_NODES = 4
 _WIDE = 4096
+_LOOK_SECONDS = 2.0
 
 
 def survey(points: Sequence[Point], ask: Ask = ask) -> list[Status]:
     """The state of every point, with one poll of Slurm for all of them."""
-    return [decide(facts) for facts in gather(points, ask)]
+    return [with_progress(decide(facts), facts) for facts in gather(points, ask)]
 
 
 def status_command(run: str, as_json: bool, watch: bool) -> int:
@@ -41,7 +43,7 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
     if as_json:
         print(json.dumps([status.row() for status in survey(points)]))
     elif watch:
-        _watch(lambda: survey(points))
+        _watch(points)
     else:
         from rich.console import Console
 
@@ -50,18 +52,27 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
     return 0
 
 
-def _watch(look: Callable[[], list[Status]]) -> None:
-    """Slurm is asked rarer and rarer while nothing changes."""
+def _watch(points: Sequence[Point]) -> None:
+    """Slurm is asked rarer and rarer while nothing changes; how far runs have come is read more often."""
     from rich.live import Live
 
-    backoff, before = Backoff(), look()
-    with Live(table(before), auto_refresh=False) as live:
+    def shown() -> Group:
+        return table([with_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)])
+
+    def ask_slurm() -> list[Status]:
+        return [decide(facts) for facts in gather(points, ask)]
+
+    backoff, before = Backoff(), ask_slurm()
+    with Live(shown(), auto_refresh=False) as live:
         changed = True
         while not all(status.state.ended for status in before):
-            time.sleep(backoff.seconds(changed))
-            now = look()
+            again = time.monotonic() + backoff.seconds(changed)
+            while (left := again - time.monotonic()) > 0:
+                time.sleep(min(_LOOK_SECONDS, left))
+                live.update(shown(), refresh=True)
+            now = ask_slurm()
             changed, before = now != before, now
-            live.update(table(now), refresh=True)
+            live.update(shown(), refresh=True)
 
 
 def table(rows: Sequence[Status]) -> Group:
@@ -71,7 +82,7 @@ def table(rows: Sequence[Status]) -> Group:
     from rich.text import Text
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("point", "job", "attempt", "state", "nodes", "exit", "reason"):
+    for name in ("point", "job", "attempt", "state", "step", "loss", "last step", "nodes", "exit", "reason"):
         shown.add_column(name, no_wrap=name != "reason", overflow="fold")
     for row in rows:
         shown.add_row(
@@ -79,6 +90,9 @@ def table(rows: Sequence[Status]) -> Group:
             Text(row.job_id or "-"),
             Text("-" if row.attempt is None else str(row.attempt)),
             Text(row.state, style=_COLOURS.get(row.state, "red")),
+            Text(_step(row)),
+            Text("-" if row.loss is None else f"{row.loss:.4f}"),
+            Text("-" if row.seconds_since_step is None else readable_seconds(row.seconds_since_step)),
             Text(_nodes(row.nodes)),
             Text("-" if row.exit_code is None else str(row.exit_code)),
             Text(row.reason),
@@ -86,6 +100,12 @@ def table(rows: Sequence[Status]) -> Group:
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
     return Group(shown, *summary)
+
+
+def _step(row: Status) -> str:
+    if row.step is None:
+        return "-"
+    return f"{row.step}/{row.steps}" if row.steps else str(row.step)
 
 
 def _nodes(names: Sequence[str]) -> str:

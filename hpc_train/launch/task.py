@@ -20,11 +20,13 @@ ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 
 def main(run_dir: str) -> int:
     """Run this process's rank; returns its exit code. What went wrong is recorded for whoever tells the user."""
+    from hpc_train.launch.stacks import answer_stack_requests
     from hpc_train.runtime.identity import alone, identify
 
     me = identify(os.environ) or alone()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
     _write_to(logs / f"task-{me.process}.log")
+    answer_stack_requests()
     if me.launcher == "submitit":
         _stop_with_parent()
     try:
@@ -66,15 +68,15 @@ def _failed(error: BaseException, logs: Path, process: int, host: str) -> int:
     import traceback
 
     from hpc_train.checkpoint.errors import CheckpointError
-    from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_USER_ERROR, UserError
+    from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
     from hpc_train.training.failure import record_failure
 
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     record_failure(logs, process, host, error)
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, IncompleteRun)):
         print(f"hpc-train: {error}", flush=True)
-        return EXIT_USER_ERROR
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     traceback.print_exception(error, file=sys.stdout)
     return EXIT_NO_REQUEUE if isinstance(error, CheckpointError) else 1
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.config.compose import compose
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
 from hpc_train.launch.precheck import check_agreement, check_files
 from hpc_train.launch.spec import JobSpec, make_spec
 from hpc_train.parallel.support import check_support
@@ -166,8 +166,8 @@ def store_of(config: RunConfig, build: bool = True) -> Path | None:
 def finished(config: RunConfig, folder: RunFolder) -> str | None:
     """A line that says so if the run in this folder has all its steps; None if there is something left to do.
 
-    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged
-    is for the ranks to notice.
+    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged,
+    or has NaN in it, is for the ranks to notice.
     """
     wanted, saved = config.train.wanted_steps, folder.steps()
     if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
@@ -175,20 +175,25 @@ def finished(config: RunConfig, folder: RunFolder) -> str | None:
     from hpc_train.checkpoint import committed, verify
 
     newest = committed(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < wanted or verify(folder.checkpoints, newest) or _owes_validation(folder, newest):
+    if newest < wanted or verify(folder.checkpoints, newest) or not _is_good(folder, newest):
         return None
     return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
 
 
-def _owes_validation(folder: RunFolder, step: int) -> bool:
-    """Whether a stop left out the evaluation after this last step, and no attempt has made up for it."""
+def _is_good(folder: RunFolder, step: int) -> bool:
+    """Whether nothing speaks against this last step, and its evaluation was not left out by a stop, or made up for."""
     from hpc_train.checkpoint.catalogue import locate
     from hpc_train.checkpoint.manifest import read
+    from hpc_train.checkpoint.poison import poison_of
 
-    if not read(locate(folder.checkpoints, step), step).extra.get("owes_validation", False):
+    path = locate(folder.checkpoints, step)
+    manifest = read(path, step)
+    if poison_of(path, manifest) is not None:
         return False
+    if not manifest.extra.get("owes_validation", False):
+        return True
     told = read_metrics(folder.metrics)
-    return not (told and told[-1]["step"] == step and "validation_loss" in told[-1])
+    return bool(told) and told[-1]["step"] == step and "validation_loss" in told[-1]
 
 
 def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
@@ -234,7 +239,7 @@ def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
 
     if isinstance(error, _ToldElsewhere):
         return EXIT_USER_ERROR
-    code = EXIT_USER_ERROR if isinstance(error, UserError) else 1
+    code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     if logs is None:
         print(_before_the_run(error), file=sys.stderr)
         return code
@@ -250,7 +255,7 @@ def _before_the_run(error: BaseException) -> str:
     """What to print where no log can be written yet."""
     import traceback
 
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, IncompleteRun)):
         return f"hpc-train: {error}"
     return "".join(traceback.format_exception(error)).rstrip()
 

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpc_train.errors import UserError
+from hpc_train.errors import IncompleteRun, UserError
 from hpc_train.user_frames import LOST_PEER, describe, every_frame, place, root_cause, user_frames
 
 
@@ -53,7 +53,7 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         task=task,
         host=host,
         at=time.time(),
-        user_error=isinstance(error, UserError),
+        user_error=isinstance(error, (UserError, IncompleteRun)),
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         summary=summarise(error),

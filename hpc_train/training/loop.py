@@ -47,6 +47,14 @@ class Step:
     """A rank was asked to stop."""
 
 
+@dataclass(frozen=True)
+class SaveFailure:
+    """A save that did not become a checkpoint."""
+
+    step: int
+    why: str
+
+
 @dataclass
 class Run:
     """Everything of one run on one rank."""
@@ -75,6 +83,11 @@ class Run:
     """Step of this run's own checkpoint that it went on from; retention never removes it."""
     finite: bool = True
     """Since the last save no update was made from a loss or a gradient with NaN or infinity."""
+    lost_since: int | None = None
+    """Step since which each has had a loss, or an update from a gradient, with NaN or infinity; None: the last had not.
+    """
+    save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
+    """By whether it is of the weights alone: the last save, if it failed."""
     validated_at: int | None = None
     owes_validation: bool = False
     """A stop left out the evaluation that was due after this step."""
@@ -196,6 +209,7 @@ def train_step(run: Run) -> Step:
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
     seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
+    _note_loss(run, math.isfinite(run.last_loss) and (not updated or math.isfinite(norm)))
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,
@@ -210,6 +224,13 @@ def train_step(run: Run) -> Step:
         "noise_scale": run.noise.value,
     }
     return Step(record, sums.stop)
+
+
+def _note_loss(run: Run, finite: bool) -> None:
+    if finite:
+        run.lost_since = None
+    elif run.lost_since is None:
+        run.lost_since = run.step
 
 
 def report(run: Run, step: Step, validation: float | None) -> None:
@@ -285,7 +306,8 @@ def save_checkpoint(run: Run, pieces: Sequence[Piece]) -> None:
         "owes_validation": run.owes_validation,
     }
     validation = run.last_validation if run.validated_at == run.step else None
-    run.saver.save(run.step, pieces, extra, run.finite, validation)
+    finite = run.finite and (validation is None or math.isfinite(validation))
+    run.saver.save(run.step, pieces, extra, finite, validation)
     run.finite = True
 
 
@@ -298,13 +320,15 @@ def save_weights(run: Run, pieces: Sequence[Piece]) -> None:
 def _tell_of_saves(run: Run, ended: Iterable[Saved]) -> None:
     """A save that failed is reported and training goes on: the earlier checkpoints are untouched."""
     for saved in ended:
+        of_weights = saved.path.parent.name == WEIGHTS
+        run.save_failures.pop(of_weights, None)
         try:
             saved.wait()
         except CheckpointError as error:
+            run.save_failures[of_weights] = SaveFailure(saved.step, str(error))
             run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
-        of_weights = saved.path.parent.name == WEIGHTS
         run.saved_at = run.saved_at if of_weights else saved.step
         kind = "weights" if of_weights else "checkpoint"
         times = {} if saved.times is None else to_json(replace(saved.times, stall=saved.stall))

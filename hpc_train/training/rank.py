@@ -36,6 +36,7 @@ from hpc_train.training.frozen import frozen_names, incremental_advice
 from hpc_train.training.loop import Run, evaluate_late, train
 from hpc_train.training.optimizer import make_optimizer
 from hpc_train.training.origin import other_code
+from hpc_train.training.outcome import find_shortfall, raise_together
 from hpc_train.training.reporting import Reporter
 from hpc_train.training.seeds import be_deterministic
 
@@ -50,7 +51,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
-    model, GPUs that are not there.
+    model, GPUs that are not there; and IncompleteRun, on all ranks, if the last step is made and the run is not done.
     """
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
@@ -78,6 +79,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
                 evaluate_late(run)
                 _announce(run, count, len(data), [*rank_map.lines, *said])
                 code = train(run)
+                raise_together(find_shortfall(run) if code == EXIT_DONE else None, world)
                 _farewell(run, data)
                 if code == EXIT_DONE:
                     run.reporter.mark_done()

@@ -105,8 +105,8 @@ def test_a_step_says_what_made_it_and_how_long_it_took(tmp_path: Path, terminal:
 
 
 def test_a_resharded_step_is_of_the_same_code(tmp_path: Path, terminal: Terminal) -> None:
-    saved(tmp_path / "checkpoints", ORIGIN)
-    terminal.ok("reshard", tmp_path, tmp_path / "new", "--ranks", 2)
+    saved(tmp_path / "run/checkpoints", ORIGIN)
+    terminal.ok("reshard", tmp_path / "run", tmp_path / "new", "--ranks", 2)
     facts = terminal.ok("inspect", tmp_path / "new", "--json").json
     assert (facts["origin"]["code"], facts["times"]) == (ORIGIN.code, None)
 

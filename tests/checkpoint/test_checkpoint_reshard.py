@@ -127,7 +127,7 @@ def test_what_is_bad_stays_bad(tmp_path: Path, terminal: Terminal) -> None:
 
 def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:
     save_alone(tmp_path / "in", 1, state(0))
-    assert "has a step 1 already" in terminal.refused("reshard", tmp_path / "in", tmp_path / "in", "--ranks", 2)
+    assert "inside of what is read" in terminal.refused("reshard", tmp_path / "in", tmp_path / "in", "--ranks", 2)
     assert "at least 1" in terminal.refused("reshard", tmp_path / "in", tmp_path / "out", "--ranks", 0)
     assert "no such directory" in terminal.refused("reshard", tmp_path / "none", tmp_path / "out", "--ranks", 2)
     lock = take_lock(tmp_path / "out")
@@ -138,3 +138,28 @@ def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:
     finally:
         lock.release()
     assert names(tmp_path / "out") == []
+
+
+def test_nothing_is_written_into_a_run_or_among_other_files(tmp_path: Path, terminal: Terminal) -> None:
+    for run in ("run", "other"):
+        save_alone(tmp_path / run / "checkpoints", 1, state(0))
+        (tmp_path / run / "job.json").write_text("{}")
+    save_alone(tmp_path / "other/checkpoints", 2, state(0))
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "link-inside").symlink_to("run/checkpoints")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for source in ("run", "link", "run/checkpoints", "run/checkpoints/step-1"):
+        inside = ("run", "link", "run/checkpoints", "link-inside", "run/new", "link/new", "run/checkpoints/step-1/new")
+        for out in (*inside, "run/../run/x", "other", "other/checkpoints", "full", "file"):
+            said = terminal.refused("reshard", tmp_path / source, tmp_path / out, "--ranks", 2)
+            assert said.count("\n") <= 1
+            assert "choose a" in said, (source, out)
+    assert sorted(tmp_path.rglob("*")) == before
+    for out in ("empty", "new"):
+        terminal.ok("reshard", tmp_path / "run", tmp_path / out, "--ranks", 2)
+        terminal.ok("reshard", tmp_path / "other/checkpoints/step-2", tmp_path / out, "--ranks", 2)
+        assert "has a step 1 already" in terminal.refused("reshard", tmp_path / "run", tmp_path / out, "--ranks", 2)

@@ -71,7 +71,7 @@ def test_all_steps(directory: Path, terminal: Terminal) -> None:
 
 
 def test_several_files_each_with_its_damage(directory: Path, terminal: Terminal) -> None:
-    step = directory / "resharded"
+    step = directory.parent / "resharded"
     terminal.ok("reshard", directory, step, "--ranks", 3)
     flip(step / "step-2/shards/000/000000.h5", 300_000)
     with (step / "step-2/shards/000/000002.h5").open("ab") as file:
@@ -84,9 +84,9 @@ def test_several_files_each_with_its_damage(directory: Path, terminal: Terminal)
 
 
 def test_an_index_of_another_step_is_a_problem_and_none_is_not(directory: Path, terminal: Terminal) -> None:
-    terminal.ok("reshard", directory, directory / "other", "--ranks", 2)
+    terminal.ok("reshard", directory, directory.parent / "other", "--ranks", 2)
     index = directory / "step-2/index.h5"
-    shutil.copy(directory / "other/step-2/index.h5", index)
+    shutil.copy(directory.parent / "other/step-2/index.h5", index)
     printed = terminal.call("verify", directory, "--json")
     assert printed.code == 1
     assert [it["file"] for it in printed.json["problems"]] == ["index.h5"]

@@ -21,7 +21,8 @@ def status(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["status", "--json", str(run)]) == 0
     row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)
-    assert list(row) == ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
+    known = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
+    assert list(row) == [*known, "step", "steps", "loss", "seconds_since_step"]
     assert (row["point"], row["job_id"], len(row["nodes"])) == (run.name, None, 1)
     return row
 
@@ -40,6 +41,8 @@ def begun(workshop: Workshop, fault: str = "0:train:3:listen") -> Job:
 def test_a_run_that_is_done(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = status(uninterrupted, capsys)
     assert (row["state"], row["attempt"], row["exit_code"], row["reason"]) == ("DONE", 0, 0, "")
+    last = numbers(uninterrupted)[-1]
+    assert (row["step"], row["steps"], row["loss"], row["seconds_since_step"]) == (last[0], 12, last[1], None)
     whole = logs(capsys, str(uninterrupted))
     assert whole == (uninterrupted / "logs/0/task-0.log").read_text()
     assert "done: 12 steps" in whole

@@ -83,6 +83,10 @@ def test_a_job_that_waits(run: Run) -> None:
         "reason": "Priority",
         "nodes": [],
         "exit_code": None,
+        "step": None,
+        "steps": None,
+        "loss": None,
+        "seconds_since_step": None,
     }
 
 
@@ -166,6 +170,14 @@ def test_one_that_was_killed_without_accounting_is_failed_as_soon_as_slurm_forge
     told = state(run.submitted("12").attempt(0, "12"))
     assert (told.state, told.exit_code) == ("FAILED", None)
     assert told.reason == "Slurm does not know the job any more, and it left no result: it was killed"
+
+
+def test_a_time_limit_stays_one_where_slurm_has_forgotten_the_job_and_accounting_does_not_answer(run: Run) -> None:
+    run.submitted("12").attempt(0, "12")
+    said = "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T21:33:41 DUE TO TIME LIMIT ***"
+    (run.path / "logs/job-12.log").write_text(said)
+    told = state(run)
+    assert (told.state, told.reason) == ("TIMEOUT", "TimeLimit")
 
 
 def test_one_that_never_started(run: Run) -> None:

@@ -87,7 +87,8 @@ def status(run: Path | str) -> list[dict[str, Any]]:
     said = hpc_train("status", "--json", str(run))
     assert said.returncode == 0, said.stderr
     rows: list[dict[str, Any]] = json.loads(said.stdout)
-    assert all(list(row) == ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"] for row in rows)
+    keys = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
+    assert all(list(row) == [*keys, "step", "steps", "loss", "seconds_since_step"] for row in rows)
     return rows
 
 
@@ -255,7 +256,8 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     assert rows["sets_up_badly"]["reason"] == "launch.setup failed"
     assert rows["sets_up_badly"]["exit_code"] not in (0, None)
     assert rows["is_killed"]["exit_code"] == 128 + signal.SIGKILL
-    assert rows["is_killed"]["reason"] == "killed by signal 9; it left no result"
+    assert rows["is_killed"]["reason"].startswith("killed by signal 9 (SIGKILL")
+    assert rows["is_killed"]["reason"].endswith("; it left no result")
     assert rows["waits"]["reason"] == "DependencyNeverSatisfied"
     assert rows["loses_its_node"]["reason"] == "NodeDown"
     assert rows["is_killed"]["job_id"] == killed

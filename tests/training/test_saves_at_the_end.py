@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -22,6 +23,7 @@ from hpc_train.runtime.stop import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.folder import RunFolder, open_folder, prepare
 from hpc_train.training.loop import Run, train
+from hpc_train.training.outcome import find_shortfall
 from hpc_train.training.rank import assemble, make_engine, make_model, open_data
 
 _fsync = os.fsync
@@ -116,3 +118,63 @@ def test_what_the_settings_of_retention_keep(store: Path, tmp_path: Path) -> Non
     assert losses[0] is not None
     assert losses[1] is not None
     assert losses[1] < losses[0]
+
+
+def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store: Path, tmp_path: Path) -> None:
+    """Also with fewer good ones than checkpoint.keep, and with none."""
+    run(small(store, tmp_path / "run", "checkpoint.every=1", "train.steps=2", "checkpoint.keep=3"))
+
+    def poison(it: Run) -> int:
+        with torch.no_grad():
+            next(iter(it.engine.pieces())).local.fill_(math.nan)
+        return train(it)
+
+    lost = ("checkpoint.every=1", "checkpoint.keep=3", "train.steps=9")
+    assert with_run(small(store, tmp_path / "run", *lost), poison) == [0, 0]
+    assert committed(tmp_path / "run/checkpoints") == [1, 2, 9]
+    assert with_run(small(store, tmp_path / "other", *lost), poison) == [0, 0]
+    assert committed(tmp_path / "other/checkpoints") == [9]
+
+
+def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> None:
+    def shortfall(change: Callable[[Run], Any]) -> Callable[[Run], str]:
+        def act(it: Run) -> str:
+            change(it)
+            assert train(it) == 0
+            return find_shortfall(it) or ""
+
+        return act
+
+    def spoil(value: float, index: int) -> Callable[[Run], Any]:
+        """The gradient's norm of one step, as the loop sees it."""
+
+        def change(it: Run) -> None:
+            clip = it.engine.clip
+            it.engine.clip = lambda limit: clip(limit) * value if it.step == index else clip(limit)  # type: ignore[method-assign]
+
+        return change
+
+    def case(name: str, change: Callable[[Run], Any], *overrides: str) -> set[str]:
+        return set(with_run(small(store, tmp_path / name, *overrides), shortfall(change)))
+
+    def no_room(it: Run) -> None:
+        """The disk is full from the last step on."""
+        update = it.engine.update
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def fill(lr: float) -> bool:
+            os.fsync = full if it.step == 5 else _fsync
+            return update(lr)
+
+        it.engine.update = fill  # type: ignore[method-assign]
+
+    assert case("sound", lambda it: None, "checkpoint.every=4") == {""}
+    assert case("recovered", spoil(math.inf, 2), "checkpoint.every=0") == {""}
+    (lost,) = case("lost", spoil(math.nan, 5), "checkpoint.every=0")
+    assert lost.startswith("not done: the loss or its gradient is not finite at the last step (6), and since step 6")
+    (unsaved,) = case("unsaved", no_room, "checkpoint.every=4", "checkpoint.background=false")
+    assert unsaved.startswith("not done: step 6, the last, was not saved (the newest saved is of step 4): ")
+    assert os.strerror(errno.ENOSPC) in unsaved
+    assert case("never", no_room, "checkpoint.every=0") == {""}

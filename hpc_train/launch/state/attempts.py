@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.errors import EXIT_DONE
+from hpc_train.launch.state.reading import read_text
 from hpc_train.runtime.alive import machine, start_of
 
 BEGUN, RESULT = "attempt.json", "result.json"
+_MOST_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -83,10 +85,10 @@ def read_attempt(logs: Path) -> Attempt:
 
 def _marker(path: Path, kind: type[T]) -> T | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text(errors="replace"))
+        values: dict[str, Any] = json.loads(read_text(path, _MOST_BYTES))
         known = kind.__dataclass_fields__  # type: ignore[attr-defined]
         return kind(**{name: value for name, value in values.items() if name in known})
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.state.attempts import Attempt, Result
+from hpc_train.launch.state.codes import OUT_OF_MEMORY, describe_exit
 from hpc_train.launch.state.facts import Facts
 from hpc_train.launch.state.records import Record, nodes
 from hpc_train.launch.state.states import State, Status, ours
@@ -16,10 +17,18 @@ _CANCELLED = "cancelled by hpc-train cancel"
 _SIGNS = 60.0
 """Seconds without a sign of life after which nothing is said of a run on another machine."""
 _INTERRUPTED = 130
+_OUT_OF_MEMORY_CODE = 128 + OUT_OF_MEMORY
 
 
 def decide(facts: Facts) -> Status:
     """The state of one point."""
+    status = _decide(facts)
+    if status.state is State.CANCELLED and facts.cancel_note:
+        return replace(status, reason=": ".join(filter(None, (status.reason, facts.cancel_note))))
+    return status
+
+
+def _decide(facts: Facts) -> Status:
     newest = facts.newest
     status = Status(
         facts.point.name,
@@ -101,6 +110,8 @@ def _over(facts: Facts, status: Status, record: Record, result: Result | None) -
         return replace(status, exit_code=0)
     if state is State.FAILED and result is not None:
         return _ended(facts, status, result)
+    if state is State.FAILED and code == _OUT_OF_MEMORY_CODE:
+        return replace(status, state=State.OUT_OF_MEMORY, reason=facts.failure or describe_exit(code))
     return replace(status, reason=_reason(facts, result, record))
 
 
@@ -109,13 +120,13 @@ def _reason(facts: Facts, result: Result | None, record: Record) -> str:
     state = ours(record.state)
     if state is not State.FAILED:
         reason = record.reason or ("TimeLimit" if record.state == "TIMEOUT" else "")  # accounting may keep none
+        if reason.startswith("RaisedSignal") and record.exit_code:
+            reason = describe_exit(record.exit_code, record.nodes)
         return ": ".join(filter(None, (reason, said))) or state.lower()
     if said:
         return said
     code = record.exit_code
-    if code is not None and code > 128:
-        return f"killed by signal {code - 128}; it left no result"
-    return f"exit code {code}; it left no result" if code else record.reason
+    return f"{describe_exit(code, record.nodes)}; it left no result" if code else record.reason
 
 
 def _unrecorded(facts: Facts, status: Status) -> Status:
@@ -131,6 +142,9 @@ def _unrecorded(facts: Facts, status: Status) -> Status:
         return replace(status, state=State.FAILED, reason=f"{_FORGOTTEN}, and it never started")
     if result is not None:
         return replace(status, state=State.FAILED, exit_code=result.exit_code, reason=f"{_FORGOTTEN}: {result.why}")
+    if facts.ending is not None:
+        why = "TimeLimit" if facts.ending is State.TIMEOUT else facts.ending.lower()
+        return replace(status, state=facts.ending, reason=": ".join(filter(None, (why, facts.failure))))
     return replace(status, state=State.FAILED, reason=f"{_FORGOTTEN}, and it left no result: it was killed")
 
 
@@ -154,7 +168,7 @@ def _why(result: Result) -> str:
         return f"the chain of jobs came to its end before the run did ({result.why})"
     if result.then == "requeue":
         return f"it was to be requeued and was not ({result.why})"
-    return result.why or f"exit code {result.exit_code}"
+    return result.why or describe_exit(result.exit_code)
 
 
 def _by_slurm(word: str, reason: str) -> State:
@@ -201,7 +215,7 @@ def _local_end(facts: Facts, status: Status, result: Result) -> Status:
         return replace(status, state=State.CANCELLED, reason=why)
     if facts.cancelled or result.exit_code == _INTERRUPTED:
         return replace(status, state=State.CANCELLED, reason=_CANCELLED if facts.cancelled else "killed by Ctrl-C")
-    return replace(status, state=State.FAILED, reason=facts.failure or result.why or f"exit code {result.exit_code}")
+    return replace(status, state=State.FAILED, reason=facts.failure or result.why or describe_exit(result.exit_code))
 
 
 def _nodes(newest: Attempt | None) -> tuple[str, ...]:

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.clients import Ask
-from hpc_train.launch.failures import first_error
+from hpc_train.launch.failures import SRUN_ERRORS, first_error
 from hpc_train.launch.state.attempts import Attempt, read_attempts
+from hpc_train.launch.state.codes import parse_ending
 from hpc_train.launch.state.points import Point
 from hpc_train.launch.state.polling import poll
+from hpc_train.launch.state.reading import read_text
 from hpc_train.launch.state.records import Record
+from hpc_train.launch.state.states import State
 from hpc_train.runtime.alive import is_alive
+
+_LOG_TAIL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,12 @@ class Facts:
     """What the newest attempt's failure event says."""
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
+    steps: int | None = None
+    """Of the whole run, as its newest attempt that began has said."""
+    ending: State | None = None
+    """What slurmstepd wrote into the log of the last job of how it ended it."""
+    cancel_note: str = ""
+    """What `hpc-train cancel` says of ranks that it had to kill; of the newest attempt."""
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
@@ -79,8 +90,11 @@ def read_files(point: Point) -> Facts:
     begun = newest.begun
     return replace(
         facts,
+        steps=_steps(events),
+        ending=_ending(facts),
         failure="" if newest.result and newest.result.exit_code == 0 else _failure(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
+        cancel_note=_cancel_note(newest, events),
         alive=is_alive(begun.process, begun.started, begun.machine) if begun else None,
         seen=_seen(point.run),
     )
@@ -103,15 +117,19 @@ def _seen(run: Path) -> float | None:
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """Whole lines of events.jsonl."""
-    path, found = run / "events.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    found = []
+    for line in read_text(run / "events.jsonl").splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys():
+        if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
             found.append(event)
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
@@ -132,6 +150,26 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
     if jobs:
         return any(event.get("job_id") in jobs for event in cancels)
     return newest is not None and any(event["attempt"] == newest.number for event in cancels)
+
+
+def _steps(events: Sequence[dict[str, Any]]) -> int | None:
+    found = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
+    return found[-1] if found and type(found[-1]) is int else None
+
+
+def _ending(facts: Facts) -> State | None:
+    """Where Slurm keeps no accounts, or they do not answer, this is all that is left of a time limit."""
+    newest = facts.newest
+    if newest is None or newest.result is not None or newest.begun is None or not newest.begun.job_id:
+        return None
+    job_log = facts.point.job_logs / f"job-{newest.begun.job_id}.log"
+    srun_errors = facts.point.run / "logs" / str(newest.number) / SRUN_ERRORS
+    return parse_ending(read_text(srun_errors, _LOG_TAIL)) or parse_ending(read_text(job_log, _LOG_TAIL))
+
+
+def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+    mine = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
+    return next((str(event["why"]) for event in reversed(mine) if event.get("why")), "")
 
 
 def _told(facts: Facts) -> bool:

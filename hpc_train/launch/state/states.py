@@ -47,6 +47,14 @@ class Status:
     nodes: tuple[str, ...] = ()
     exit_code: int | None = None
     """None until it ended; 128 + n where signal n ended it."""
+    step: int | None = None
+    """The last one; None before the first."""
+    steps: int | None = None
+    """Of the whole run; None until its ranks have said."""
+    loss: float | None = None
+    """Of the last step; None also where it is not finite."""
+    seconds_since_step: float | None = None
+    """Since the last step of a run that runs, or since its attempt began."""
 
     def row(self) -> dict[str, Any]:
         """As `hpc-train status --json` prints it."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_train.launch.state.reading import open_regular
+
 _BLOCK = 1 << 15
 _MOST = 1 << 20
 """Bytes from the end in which a value is looked for that only some steps have."""
@@ -27,10 +29,11 @@ def final_values(path: Path) -> dict[str, Any]:
 
 def best_value(path: Path, metric: str) -> float | None:
     """The lowest value of all steps (the highest of what is better when it is high); None if no step has it."""
-    if not path.exists():
+    opened = open_regular(path)
+    if opened is None:
         return None
     values = []
-    with path.open("rb") as file:
+    with opened as file:
         for line in file:
             value = _record(line).get(metric)
             if isinstance(value, (int, float)):
@@ -46,9 +49,10 @@ def is_higher_better(metric: str) -> bool:
 
 def _from_the_end(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines, the last one first."""
-    if not path.exists():
+    opened = open_regular(path)
+    if opened is None:
         return
-    with path.open("rb") as file:
+    with opened as file:
         at = size = file.seek(0, 2)
         rest = b""
         while at > 0 and size - at < _MOST:
@@ -66,6 +70,6 @@ def _record(line: bytes) -> dict[str, Any]:
     """{} for a line that a crash has torn off."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and "step" in found else {}

@@ -1,0 +1,190 @@
+"""Whether a file is text: by its name where that says it is a table or an archive, else by what is in it.
+
+A file of something else would train without an error on what looks like noise. Samples are read, not whole files: the
+beginning, and windows at even distances.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from hpc_train.data.corpus import SourceFile, is_of_stdlib
+from hpc_train.errors import UserError
+
+_HEAD_BYTES = 1 << 16
+_WINDOW_BYTES = 1 << 14
+_WINDOWS = 8
+_FEW, _MOST_INVALID = 8, 0.1
+"""Bytes, and share of them, that may be no UTF-8: source code has a few lines in older encodings."""
+_SHOWN = 4
+_TABLE_ROWS, _TABLE_COLUMNS = 5, 3
+"""Text whose lines all have so many equal columns is a table, whatever its name."""
+_MAY_BE_TABLES = frozenset({"", ".txt", ".text", ".dat", ".data", ".tab", ".json", ".log"})
+"""Source code and markup may look like columns."""
+_UNPACK = "unpack it first"
+_COLUMN = "write the text that is in it to .txt files, one a document"
+_MAGIC = (
+    (b"\x1f\x8b", f"is compressed (gzip): {_UNPACK}"),
+    (b"\x28\xb5\x2f\xfd", f"is compressed (zstd): {_UNPACK}"),
+    (b"\xfd7zXZ\0", f"is compressed (xz): {_UNPACK}"),
+    (b"BZh", f"is compressed (bzip2): {_UNPACK}"),
+    (b"\x04\x22\x4d\x18", f"is compressed (lz4): {_UNPACK}"),
+    (b"7z\xbc\xaf\x27\x1c", f"is an archive (7z): {_UNPACK}"),
+    (b"Rar!\x1a\x07", f"is an archive (rar): {_UNPACK}"),
+    (b"PK\x03\x04", f"is an archive (zip; .npz, .pt and office files are, too): {_UNPACK}"),
+    (b"PK\x05\x06", "is an empty archive (zip)"),
+    (b"PAR1", f"is a table (Parquet): {_COLUMN}"),
+    (b"ARROW1", f"is a table (Arrow): {_COLUMN}"),
+    (b"FEA1", f"is a table (Feather): {_COLUMN}"),
+    (b"ORC", f"is a table (ORC): {_COLUMN}"),
+    (b"Obj\x01", f"is a table (Avro): {_COLUMN}"),
+    (b"SQLite format 3\0", f"is a database (SQLite): {_COLUMN}"),
+    (b"\x89HDF\r\n\x1a\n", "is HDF5: a token store is given as data.path=FILE"),
+    (b"\x93NUMPY", "is a NumPy array"),
+    (b"MMIDIDX\0", "is a Megatron token index"),
+    (b"%PDF-", "is a PDF: take its text out first (pdftotext)"),
+    (b"\x7fELF", "is a program"),
+    (b"\x89PNG", "is an image (PNG)"),
+    (b"\xff\xd8\xff", "is an image (JPEG)"),
+    (b"GIF8", "is an image (GIF)"),
+    (b"RIFF", "is sound, video or an image (RIFF)"),
+    (b"OggS", "is sound (Ogg)"),
+    (b"fLaC", "is sound (FLAC)"),
+    (b"ID3", "is sound (MP3)"),
+    (b"{\\rtf", "is RTF: save it as plain text first"),
+)
+_BINARY_START = frozenset({b"ORC", b"RIFF", b"BZh", b"GIF8", b"ID3", b"FEA1", b"PAR1"})
+"""Letters that text may begin with, too: they count where the rest is no text."""
+_ENDINGS = {
+    **dict.fromkeys((".csv", ".tsv", ".psv", ".xls", ".xlsx", ".ods"), f"is a table: {_COLUMN}"),
+    **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro"), f"is a table: {_COLUMN}"),
+    **dict.fromkeys((".jsonl", ".ndjson"), f"is JSON Lines: {_COLUMN}"),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"is a database: {_COLUMN}"),
+    **dict.fromkeys((".pkl", ".pickle", ".joblib"), "is a Python pickle"),
+    **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".ckpt", ".safetensors"), "is an array or a checkpoint"),
+    **dict.fromkeys(
+        (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".7z", ".rar", ".tar", ".tgz"), f"is packed: {_UNPACK}"
+    ),
+}
+_WIDE = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+
+def check_text_files(files: Iterable[SourceFile]) -> None:
+    """Raise UserError, in one line that names the first few, if any of the files is no text in UTF-8.
+
+    Python's own library is taken as it is: some files there are in other encodings on purpose.
+    """
+    files = [file for file in files if not is_of_stdlib(file.path)]
+    problems = [(file.path, problem) for file in files if (problem := find_problem(file.path))]
+    if not problems:
+        return
+    said = "; ".join(f"{path} {problem}" for path, problem in problems[:_SHOWN])
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    count = f"{len(problems)} of {len(files)} files are no text that can be read: " if len(files) > 1 else ""
+    raise UserError(f"{count}{said}{more}")
+
+
+def find_problem(path: Path) -> str | None:
+    """Why a file is no text in UTF-8, and what to do, as the end of a sentence; None if it is. Raises UserError."""
+    if (ending := _ENDINGS.get(path.suffix.lower())) is not None:
+        return ending
+    head, windows = _samples(path)
+    table = _table(head) if path.suffix.lower() in _MAY_BE_TABLES else None
+    return _packed(head, windows) or _wide(head) or _undecodable([head, *windows]) or table
+
+
+def _samples(path: Path) -> tuple[bytes, list[bytes]]:
+    """The beginning, and what is at even distances after it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            size = file.seek(0, io.SEEK_END)
+            places = [size * index // _WINDOWS for index in range(1, _WINDOWS)] if size > len(head) else []
+            windows = []
+            for place in (*places, max(0, size - _WINDOW_BYTES)) if places else ():
+                file.seek(place)
+                windows.append(file.read(_WINDOW_BYTES))
+            return head, windows
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _packed(head: bytes, windows: list[bytes]) -> str | None:
+    for magic, problem in _MAGIC:
+        if head.startswith(magic) and (magic not in _BINARY_START or _undecodable([head, *windows])):
+            return problem
+    if head[257:262] == b"ustar":
+        return f"is an archive (tar): {_UNPACK}"
+    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "is a Python pickle"
+    return None
+
+
+def _wide(head: bytes) -> str | None:
+    """Encodings of two and four bytes, with and without a mark."""
+    name = next((name for mark, name in _WIDE if head.startswith(mark)), None)
+    if name is None and len(head) >= 8:
+        even, odd = head[0::2].count(0) / len(head[0::2]), head[1::2].count(0) / len(head[1::2])
+        name = "UTF-16" if max(even, odd) > 0.4 and min(even, odd) < 0.05 else None
+    return None if name is None else f"is {name}: convert it first (iconv -f {name} -t UTF-8)"
+
+
+def _undecodable(samples: list[bytes]) -> str | None:
+    if any(b"\0" in sample for sample in samples):
+        return "is binary: it has zero bytes"
+    total = sum(map(len, samples))
+    invalid = sum(map(_invalid_bytes, samples))
+    if invalid > max(_FEW, _MOST_INVALID * total):
+        return (
+            f"is not in UTF-8 ({invalid / total:.0%} of its bytes): binary, or text in another encoding, which "
+            "`iconv -f ENCODING -t UTF-8` converts"
+        )
+    return None
+
+
+_CONTINUATION = bytes(range(128, 192))
+
+
+def _invalid_bytes(sample: bytes) -> int:
+    """Bytes that are no UTF-8, but for a character that the sample cuts at either end."""
+    if sample.isascii():
+        return 0
+    decoder, last = codecs.getincrementaldecoder("utf-8")("surrogateescape"), sample.lstrip(_CONTINUATION)
+    text = decoder.decode(last)  # what is cut at the end stays in the decoder
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return sum("\udc80" <= character <= "\udcff" for character in text)
+    return 0
+
+
+def _table(head: bytes) -> str | None:
+    """Comma- and tab-separated columns, and JSON records, by whatever name."""
+    lines = head.decode("utf-8", errors="replace").splitlines()
+    whole = [line for line in (lines if len(head) < _HEAD_BYTES else lines[:-1]) if line.strip()]
+    if len(whole) >= 2 and all(map(_is_record, whole[:3])):
+        return f"is JSON Lines: {_COLUMN}"
+    if len(whole) < _TABLE_ROWS:
+        return None
+    for delimiter in ",\t;|":
+        columns = {len(row) for row in csv.reader(whole[:200], delimiter=delimiter)}
+        if len(columns) == 1 and min(columns) >= _TABLE_COLUMNS:
+            return f"is a table ({min(columns)} columns by {delimiter!r}): {_COLUMN}"
+    return None
+
+
+def _is_record(line: str) -> bool:
+    try:
+        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

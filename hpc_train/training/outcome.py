@@ -1,0 +1,64 @@
+"""Whether a run that has made its last step is done: its loss is a number, and its last checkpoint is on the disk."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.api import World
+from hpc_train.errors import IncompleteRun
+
+if TYPE_CHECKING:
+    from hpc_train.training.loop import Run
+
+
+def find_shortfall(run: Run) -> str | None:
+    """Why a run that has made all its steps is not done, in one line; None if it is.
+
+    A run that had nothing to do, because it was resumed at its last step, is done.
+    """
+    if run.last_loss is None:
+        return None
+    return _not_finite(run) or _not_saved(run)
+
+
+def raise_together(why: str | None, world: World) -> None:
+    """Raise IncompleteRun on all ranks if any of them has a reason. Every rank calls it, as a barrier."""
+    found = torch.tensor(int(why is not None))
+    if world.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
+    if found.item():
+        raise IncompleteRun(why or "not done: another rank says so")
+
+
+def _not_finite(run: Run) -> str | None:
+    """The loss of the last step, of its evaluation, or its gradient."""
+    assert run.last_loss is not None
+    todo = f"lower optim.lr (now {run.config.optim.lr:g}), or look at the data of that step"
+    if run.lost_since is not None:
+        what = f"is {run.last_loss}" if not math.isfinite(run.last_loss) else "or its gradient is not finite"
+        return f"not done: the loss {what} at the last step ({run.step}), and since step {run.lost_since}; {todo}"
+    if run.validated_at == run.step and run.last_validation is not None and not math.isfinite(run.last_validation):
+        return f"not done: the validation loss is {run.last_validation} at the last step ({run.step}); {todo}"
+    return None
+
+
+def _not_saved(run: Run) -> str | None:
+    """The checkpoint of the last step; the last one of the weights where there are no others."""
+    checkpoint = run.config.checkpoint
+    if checkpoint.every and run.saved_at != run.step:
+        newest = f"the newest saved is of step {run.saved_at}" if run.saved_at is not None else "none was saved"
+        return f"not done: step {run.step}, the last, was not saved ({newest}): {_reason(run, weights=False)}"
+    if not checkpoint.every and checkpoint.weights_every and (weights := run.save_failures.get(True)):
+        return f"not done: the weights of step {weights.step} were not saved: {_reason(run, weights=True)}"
+    return None
+
+
+def _reason(run: Run, weights: bool) -> str:
+    failure = run.save_failures.get(weights)
+    why = failure.why if failure else "no save of it has ended"
+    return f"{why}; make room or mend that, and `hpc-train resume` goes on"
