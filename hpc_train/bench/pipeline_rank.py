@@ -13,8 +13,10 @@ from torch import Tensor
 from hpc_train.api import World
 from hpc_train.bench.pipeline import Options, ScheduleResult
 from hpc_train.bench.sleeping import FEATURES, SleepingStage, times
+from hpc_train.collectives import all_gather_values
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.messages import Codec
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
 from hpc_train.parallel.pipeline.timeline import Event, Timeline, bubble
@@ -67,8 +69,7 @@ class _Running:
 
     def events(self) -> Steps:
         """Of all steps and ranks; every rank calls it."""
-        ranks: list[list[Event]] = [[] for _ in self.order.rows]
-        dist.all_gather_object(ranks, self.timeline.events)
+        ranks = all_gather_values(self.timeline.events, codec=Codec((Event,)))
         return [[[e for e in events if e.step == step] for events in ranks] for step in range(self.timeline.step)]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
+from hpc_train.collectives import all_gather_values
+
 Samples = npt.NDArray[np.float64]
 WARM_UP = 2
 """Steps of a side before anything is timed; the first makes buffers and gradients, the second reuses them."""
@@ -71,9 +73,7 @@ def _timed(side: Iterator[float], steps: int) -> tuple[float, float]:
 
 def _gathered(mine: float | Samples) -> Samples:
     """Every rank's value, in rank order."""
-    values: list[float | Samples | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, mine)
-    return np.array(values)
+    return np.array(all_gather_values(mine))
 
 
 def _resident_mib() -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from hpc_train.api import World
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, ToldError, one_line
 from hpc_train.errors import UserError
+from hpc_train.messages import Codec, MessageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,16 +96,22 @@ def among(
 
 def tell(value: Any, rank: int, group: ProcessGroup | None = None) -> None:
     """Give it to a rank that calls `hear`, and wait until it has it. Raises LostRanksError."""
+    first, rest = _message(value)
     with together():
-        dist.send_object_list([value], dst=rank, group=group, device=torch.device("cpu"))
+        dist.send(first, dst=rank, group=group)
+        if len(rest):
+            dist.send(rest, dst=rank, group=group)
 
 
 def hear(rank: int, group: ProcessGroup | None = None) -> Any:
     """What a rank tells this one. Raises LostRanksError."""
-    box = [None]
+    first = torch.empty(_MESSAGE, dtype=torch.uint8)
     with together():
-        dist.recv_object_list(box, src=rank, group=group, device=torch.device("cpu"))
-    return box[0]
+        dist.recv(first, src=rank, group=group)
+        rest = torch.empty(_missing(first), dtype=torch.uint8)
+        if len(rest):
+            dist.recv(rest, src=rank, group=group)
+    return _said(first, rest)
 
 
 def attempt(work: Callable[[], T], who: str = "") -> T | Failure:
@@ -135,6 +141,23 @@ def _error_of(failure: Failure) -> Exception:
     if failure.by_user:
         return UserError(failure.text)
     return LostRanksError(failure.text) if failure.lost else ToldError(failure.text)
+
+
+@cache
+def codec() -> Codec:
+    """Of all that ranks say to one another about checkpoints."""
+    # imported here, because those modules speak through this one
+    from hpc_train.checkpoint import holdings, manifest, saving
+    from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
+    from hpc_train.checkpoint.errors import Problem
+    from hpc_train.checkpoint.image import Row
+    from hpc_train.checkpoint.origin import Origin, Times
+    from hpc_train.checkpoint.shared_file import Spot
+    from hpc_train.checkpoint.storage.policy import Behaviour
+
+    held = (holdings.Held, holdings.Within, Row, holdings.Holdings, holdings.Kind, holdings.Layout, holdings.Cut)
+    files = (manifest.Manifest, manifest.ShardFile, saving.Written, Origin, Times, Spot, Behaviour)
+    return Codec((Failure, Problem, *held, *files), {torch.dtype: (dtype_name, dtype_of)})
 
 
 def _is_first(world: World | None) -> bool:
@@ -175,7 +198,7 @@ def _from_first(world: World | None, value: Any, group: ProcessGroup | None) -> 
 
 def _message(value: Any) -> tuple[Tensor, Tensor]:
     """_MESSAGE bytes with which most is said, so that one collective does; and those that do not fit."""
-    data = pickle.dumps(value)
+    data = codec().encode(value)
     begin = _LENGTH.pack(len(data)) + data[:_ROOM]
     first, rest = (torch.from_numpy(np.frombuffer(it, np.uint8).copy()) for it in (begin, data[_ROOM:]))
     return torch.nn.functional.pad(first, (0, _MESSAGE - len(first))), rest
@@ -187,8 +210,12 @@ def _missing(first: Tensor) -> int:
 
 
 def _said(first: Tensor, rest: Tensor) -> Any:
-    """What another rank of the job has said, as torch's own collectives of objects pass it on."""
-    return pickle.loads(first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes())
+    """What another rank of the job has said. Raises LostRanksError for bytes that no rank says."""
+    data = first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes()
+    try:
+        return codec().decode(data)
+    except MessageError as error:
+        raise LostRanksError(str(error)) from None
 
 
 @contextmanager

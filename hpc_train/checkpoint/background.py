@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +45,7 @@ class _UnderWay:
 
     step: int
     thread: threading.Thread
+    future: Future[Saved]
     since: float = field(default_factory=time.monotonic)
 
     def join(self, limit: timedelta) -> bool:
@@ -105,29 +108,34 @@ class Saver:
         extra: dict[str, Any],
         finite: bool = True,
         validation_loss: float | None = None,
-    ) -> None:
+    ) -> Future[Saved]:
         """Begin a save; the pieces may change when this returns, but for `overlap`. Waits for the one before, with a
         warning if it must.
 
-        What becomes of it is told by `ended`, or by `wait`. It is left out, and told as failed, where the one before
+        What becomes of it is told by `ended`, by `wait`, and by the future: its `result` raises CheckpointError where
+        nothing was committed. It is left out, and told as failed, where the one before
         has not ended within `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
         finite, validation_loss: see Manifest, as far as the training knows; rank 0's count.
         """
         self.copied()
         self._wait_for_the_one_before(step)
         if not self._agree():
-            self._ended.append(self._failed(step, "the save before it has not ended, a rank or its disk hangs"))
-            return
+            return self._told(
+                Future(), self._failed(step, "the save before it has not ended, a rank or its disk hangs")
+            )
         overlap = self.overlap and self.background
         late = not (self.background or self.incremental or self.local or self.sharing.files)
         taken = take(self._stage, step, pieces, extra, finite, validation_loss, overlap, late)
         taken = replace(taken, origin=self.origin)
         self._copying = taken.staged.copying if taken.staged is not None else None
-        self._under_way = _UnderWay(step, threading.Thread(target=self._finish, args=(taken,), daemon=True))
+        future: Future[Saved] = Future()
+        thread = threading.Thread(target=self._finish, args=(taken, future), daemon=True)
+        self._under_way = _UnderWay(step, thread, future)
         self._under_way.thread.start()
         in_time = self.background or self._under_way.join(self.timeout)
         if not in_time and taken.staged is not None and taken.staged.filling is not None:
             taken.staged.filling.give_up()
+        return future
 
     def copied(self) -> float:
         """Return when the pieces of the last save may change; the seconds that this took.
@@ -156,10 +164,11 @@ class Saver:
         self.copied()
         late = self._under_way is not None and not self._under_way.join(self.timeout)
         if self._under_way is not None and late:
-            self._ended.append(self._failed(self._under_way.step, "it has not ended in time, a rank or its disk hangs"))
+            why = "it has not ended in time, a rank or its disk hangs"
+            self._told(self._under_way.future, self._failed(self._under_way.step, why))
         return self.ended()
 
-    def _finish(self, taken: Taken) -> None:
+    def _finish(self, taken: Taken, future: Future[Saved]) -> None:
         try:
             saved = self._finished(taken)
         except Exception as error:
@@ -173,7 +182,17 @@ class Saver:
                 self.after(saved)
             except Exception as error:  # the checkpoint is committed whatever became of this
                 _log.warning("checkpoint step %d: after the commit: %s", taken.step, one_line(error))
+        self._told(future, saved)
+
+    def _told(self, future: Future[Saved], saved: Saved) -> Future[Saved]:
+        """The outcome, to both who may ask for it. A save that came too late keeps the outcome that was told."""
         self._ended.append(saved)
+        with suppress(InvalidStateError):
+            if saved.error is not None:
+                future.set_exception(saved.error)
+            else:
+                future.set_result(saved)
+        return future
 
     def _finished(self, taken: Taken) -> Saved:
         taken = self._compared(completed(taken))

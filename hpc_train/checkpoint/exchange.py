@@ -68,13 +68,13 @@ class Round:
 
 
 def agree(
-    strips: Strips, bytes_of: Sequence[int], world: World, group: ProcessGroup | None = None
+    strips: Strips, bytes_of: Sequence[int], world: World | None, group: ProcessGroup | None = None
 ) -> tuple[Strips, Exchange | None]:
     """(what this rank reads for itself, what the ranks read for each other if there is any). Every rank calls it.
 
     strips: what this rank wants, cut by cells, in file order. bytes_of: the size of each file. Raises LostRanksError.
     """
-    if world.size == 1 or not len(bytes_of):
+    if world is None or world.size == 1 or not len(bytes_of):
         return strips, None
     demand, cells = _demand(strips, bytes_of, group)
     shared = demand.shared

@@ -29,11 +29,11 @@ from hpc_train.errors import UserError
 __all__ = ["load", "plan_reads", "table_of", "undamaged"]
 
 
-def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> dict[str, Any]:
+def load(directory: Path, step: int, pieces: Iterable[Piece], world: World | None) -> dict[str, Any]:
     """Fill `piece.local` of every piece in place, bit for bit, from any layout it was saved in; returns `extra`.
 
     Every rank of `world` calls it, with its own pieces, copies (replica > 0) included; tensors of the checkpoint that
-    nobody asks for are ignored. Every byte that is used is verified first. What several ranks want is read once and
+    nobody asks for are ignored. No world means a single process. Every byte that is used is verified first. What several ranks want is read once and
     passed on (checkpoint.exchange), so all ranks together read little more than what they want of the files.
 
     Raises, the same on every rank: UserError if the step is not there, or if it has no tensor of that name, shape and
@@ -44,7 +44,7 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World) -> d
         return _load(directory, step, list(pieces), world)
 
 
-def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> dict[str, Any]:
+def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | None) -> dict[str, Any]:
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
     plan: list[Strips] = []

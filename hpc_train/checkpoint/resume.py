@@ -35,7 +35,7 @@ class Resumed:
     """What made it, where that is known."""
 
 
-def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> Resumed | None:
+def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World | None) -> Resumed | None:
     """Load the pieces from the checkpoint that is meant; None to start from the beginning. Every rank calls it.
 
     directory: where this run keeps its checkpoints.
@@ -60,7 +60,7 @@ def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> 
                 raise CheckpointError(f"checkpoint step {candidate} in {where} {poison}")
             return _loaded(where, candidate, wanted, world)
         except CheckpointError as error:
-            if world.rank == 0:
+            if world is None or world.rank == 0:
                 _log.warning("%s; it is skipped", error)
     if steps:
         raise CheckpointError(
@@ -70,7 +70,7 @@ def resume(directory: Path, how: str, pieces: Iterable[Piece], world: World) -> 
     return None
 
 
-def _loaded(directory: Path, step: int, wanted: list[Piece], world: World) -> Resumed:
+def _loaded(directory: Path, step: int, wanted: list[Piece], world: World | None) -> Resumed:
     weights_only, origin = on_first(world, lambda: _about(directory, step))
     extra = load(directory, step, weights_of(wanted) if weights_only else wanted, world)
     return Resumed(directory, step, extra, weights_only, origin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -104,8 +104,10 @@ class Taken:
         return self.stall + (copying.stall if copying is not None else 0.0)
 
 
-def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, Any], world: World) -> Saved:
+def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, Any], world: World | None) -> Saved:
     """Write a checkpoint of `step` under `directory`, whole or not at all. Every rank of `world` calls it.
+
+    Raises CheckpointError, on every rank, if it is not committed. No world means a single process.
 
     pieces: of this rank; only those with replica 0 are written. Over all ranks they must cover each logical tensor
     exactly once.
@@ -114,8 +116,8 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
     The protocol: rank 0 sees that there is room for all and makes `step-<n>.tmp-<token>`; every rank writes, hashes and
     synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
     directories, renames it to `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails,
-    nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and `wait` raises the
-    same CheckpointError on every rank.
+    nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and every rank raises
+    the same CheckpointError.
     If a process dies, what is left is ignored by readers and removed by a later save or prune.
 
     A step that is already committed is replaced, and is readable, in its old or in its new form, at every moment: after
@@ -123,7 +125,9 @@ def save(directory: Path, step: int, pieces: Iterable[Piece], extra: dict[str, A
 
     Returns when the outcome is known; checkpoint.background has saves that return when the pieces are copied.
     """
-    return finish(directory, take(Stage(), step, pieces, extra, late=True), world)
+    saved = finish(directory, take(Stage(), step, pieces, extra, late=True), world)
+    saved.wait()
+    return saved
 
 
 @uncollected()
@@ -145,17 +149,27 @@ def take(
     started = time.monotonic()
     staged, failure = None, None
     try:
-        mine = [piece for piece in pieces if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)]
+        mine = [piece for piece in _checked(pieces) if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)]
         staged = stage.take(mine, overlap, late) if mine else None
     except Exception as error:
         failure = error
     return Taken(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)
 
 
+def _checked(pieces: Iterable[Piece]) -> Iterable[Piece]:
+    """The same pieces. Raises CheckpointError for what is often given in their place."""
+    if isinstance(pieces, Mapping):
+        raise CheckpointError("it was given a state dict; give one api.Piece a tensor, which tells where it belongs")
+    for piece in pieces:
+        if not isinstance(piece, Piece):
+            raise CheckpointError(f"it was given a {type(piece).__name__} in place of an api.Piece")
+        yield piece
+
+
 def finish(
     directory: Path,
     taken: Taken,
-    world: World,
+    world: World | None,
     group: dist.ProcessGroup | None = None,
     place: Place | None = None,
     lock: Lock | None = None,
@@ -171,7 +185,7 @@ def finish(
     """
     path = step_path(directory, taken.step)
     watch, taken, temporary = Watch(taken.started), completed(taken), None
-    known = described or Described()
+    known, rank = described or Described(), world.rank if world is not None else 0
     watch.lap("copy")
     try:
         token, how = on_all(
@@ -184,13 +198,13 @@ def finish(
         watch.lap("prepare")
         written = on_all(
             world,
-            lambda: _written(temporary, world.rank, taken, how, crew, known),
+            lambda: _written(temporary, rank, taken, how, crew, known),
             lambda it: _commit(temporary, path, _manifest(directory, taken, it, watch, known), lock, it, known),
             group,
         )
         known.settle()
     except (CheckpointError, LostRanksError) as error:
-        if temporary is not None and world.rank == 0:
+        if temporary is not None and rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         failed = CheckpointError(f"checkpoint step {taken.step} was not saved in {directory}: {error}")
         lost = isinstance(error, LostRanksError)

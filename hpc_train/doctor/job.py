@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_train.api import Task
 from hpc_train.cluster.machine import this_node
+from hpc_train.collectives import all_gather_values
 from hpc_train.config.degrees import AXES, Degrees, resolve
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
@@ -20,9 +21,10 @@ from hpc_train.doctor.agreement import agreement
 from hpc_train.doctor.command import node_findings
 from hpc_train.doctor.finding import Finding, bad, exit_code
 from hpc_train.doctor.measure import axis_reductions, own_speed
-from hpc_train.doctor.report import Report, own_report
+from hpc_train.doctor.report import Report, Speed, own_report
 from hpc_train.doctor.speeds import reductions, speeds
 from hpc_train.errors import UserError
+from hpc_train.messages import Codec
 from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.placement.environment import apply, socket_settings
 from hpc_train.runtime.identity import Identity
@@ -86,9 +88,7 @@ def _together(config: RunConfig, task: Task, mine: Report) -> tuple[list[Finding
 
 def everybody(mine: T) -> list[T]:
     """What each rank has, by rank."""
-    found: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    return all_gather_values(mine, codec=Codec((Report, Finding, Speed)))
 
 
 def _device(reports: list[Report], task: Task) -> torch.device:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_train.bench.collectives.definitions import bus_factor
 from hpc_train.bench.collectives.groups import WORLD, groups_of
+from hpc_train.collectives import all_gather_values
 from hpc_train.config.degrees import AXES, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.report import Speed
@@ -67,8 +68,7 @@ def axis_reductions(
     found = []
     buffer = torch.zeros(_REDUCED[device.type], dtype=torch.uint8, device=device)
     for axis in [group.axis for group in groups_of(degrees, dist.get_rank())]:
-        everywhere = [(0.0, "")] * degrees.world
-        dist.all_gather_object(everywhere, _reduction(None if axis == WORLD else mesh[axis].get_group(), buffer))
+        everywhere = all_gather_values(_reduction(None if axis == WORLD else mesh[axis].get_group(), buffer))
         slowest = max(seconds for seconds, _ in everywhere)
         why = next((reason for _, reason in everywhere if reason), "")
         ranks = degrees.world if axis == WORLD else getattr(degrees, axis)

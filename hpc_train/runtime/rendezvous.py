@@ -24,6 +24,8 @@ from hpc_train.runtime.network import own_address
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_MESSAGE = 512
+"""Bytes of an address as it is broadcast."""
 FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 """Folder, private to one attempt of one job, that our launchers name to their ranks."""
 
@@ -137,8 +139,10 @@ def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, in
             f"mpirun started {me.processes} processes but mpi4py sees {MPI.COMM_WORLD.size}: "
             "mpi4py loads another MPI library than mpirun's"
         )
-    shared: tuple[str, int] = MPI.COMM_WORLD.bcast(address, root=0)
-    return shared
+    message = bytearray(json.dumps(address).encode().ljust(_MESSAGE))  # mpi4py's own bcast would unpickle
+    MPI.COMM_WORLD.Bcast(message, root=0)
+    host, port = json.loads(message)
+    return str(host), int(port)
 
 
 def _publish(path: Path, address: tuple[str, int]) -> None:

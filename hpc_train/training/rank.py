@@ -16,6 +16,7 @@ from torch import nn
 from hpc_train.api import Engine, RankMap, Task, World
 from hpc_train.checkpoint import resume
 from hpc_train.checkpoint.lock import held
+from hpc_train.collectives import broadcast_value, gather_values
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
@@ -193,16 +194,16 @@ def _rank_0_first(world: World, action: Callable[[], T]) -> T:
     If rank 0 fails, the others fail too, in place of waiting for it.
     """
     mine = None
-    problem: list[str | None] = [None]
+    problem: str | None = None
     if world.rank == 0:
         try:
             mine = action()
         except UserError as error:
-            problem = [str(error)]
+            problem = str(error)
     if world.size > 1:
-        dist.broadcast_object_list(problem, src=0, device=torch.device("cpu"))
-    if problem[0] is not None:
-        raise UserError(problem[0])
+        problem = broadcast_value(problem)
+    if problem is not None:
+        raise UserError(problem)
     return action() if mine is None else mine
 
 
@@ -222,8 +223,7 @@ def _task_of(rank: int, rank_map: RankMap) -> int:
 def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder, attempt: int) -> None:
     """In the run directory, and beside the logs of this attempt, which another one may map differently."""
     at = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
-    everybody: list[object] | None = [None] * world.size if world.rank == 0 else None
-    dist.gather_object({**at, **rank_map.own}, everybody)
+    everybody = gather_values({**at, **rank_map.own})
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
         found = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hpc_train.bench.checkpoint.result import Samples
 from hpc_train.checkpoint.files import opened
+from hpc_train.collectives import all_gather_values
 
 Taken = tuple[float, float, float]
 """(wall seconds, CPU seconds, bytes read) of this rank."""
@@ -44,10 +45,7 @@ def bytes_read() -> int:
 
 def gathered(mine: Any) -> Samples:
     """Every rank's value, in rank order."""
-    values: list[Any] = [mine]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, mine)
+    values = all_gather_values(mine) if dist.is_initialized() else [mine]
     return np.array(values, dtype=np.float64)
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from hpc_train.api import Task, World
 from hpc_train.bench.collectives.levels import RankLevel, levels_of_ranks
+from hpc_train.collectives import all_gather_values, broadcast_value
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.messages import Codec
 from hpc_train.placement.levels import NamedLevel, levels_of
 from hpc_train.placement.locate import locate
 from hpc_train.runtime.arrange import arrange
@@ -51,7 +52,7 @@ def started(config: RunConfig) -> Iterator[Job]:
     rank_map = arrange(task, config)
     world = start(task, rank_map, config)
     try:
-        hosts = _host_of_every_rank(task.host, world.size)
+        hosts = all_gather_values(task.host)
         nodes = list(dict.fromkeys(hosts))
         levels, note = _from_rank_0(config, task, world, nodes)
         notes = tuple(it for it in (rank_map.warning, note) if it)
@@ -61,22 +62,12 @@ def started(config: RunConfig) -> Iterator[Job]:
         shut_down()
 
 
-def _host_of_every_rank(host: str, ranks: int) -> list[str]:
-    hosts = [""] * ranks
-    dist.all_gather_object(hosts, host)
-    return hosts
-
-
 def _from_rank_0(
     config: RunConfig, task: Task, world: World, nodes: Sequence[str]
 ) -> tuple[tuple[NamedLevel, ...], str | None]:
     """Its levels and note, on all ranks."""
-    found: list[tuple[tuple[NamedLevel, ...], str | None] | None] = [None]
-    if world.rank == 0:
-        found = [known_levels(config, task, nodes)]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
+    found = known_levels(config, task, nodes) if world.rank == 0 else None
+    return broadcast_value(found, codec=Codec((NamedLevel,)))
 
 
 def known_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[tuple[NamedLevel, ...], str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from hpc_train.checkpoint.catalogue import found
 from hpc_train.checkpoint.commands.show import print_json, progress, size
 from hpc_train.checkpoint.formats import dcp, family_config, pickled, safetensors_files
+from hpc_train.checkpoint.formats.bounded_files import read_json
+from hpc_train.checkpoint.formats.dcp_metadata import parse_metadata
 from hpc_train.checkpoint.formats.fit import check_fit, run_config
 from hpc_train.checkpoint.offline.cutting import cut
 from hpc_train.checkpoint.offline.rewriting import About, write_step
@@ -88,10 +89,10 @@ def _read(path: Path, options: Options) -> _Read:
     if options.format == "hf":
         return _read_family(path, options)
     if options.format == "dcp":
-        known = dcp.metadata(path)
+        known = parse_metadata(path)
         names = _chosen(list(known), options.prefix)
-        dtypes = {ours: _dtype(known[theirs].properties.dtype, options) for ours, theirs in names.items()}
-        return _Read(dcp.Stored(path, names, dtypes), None, len(known) - len(names))
+        dtypes = {ours: _dtype(known[theirs].dtype, options) for ours, theirs in names.items()}
+        return _Read(dcp.Stored(path, known, names, dtypes), None, len(known) - len(names))
     state = pickled.read(path) if options.format == "torch" else safetensors_files.read(path)
     names = _chosen(list(state), options.prefix)
     return _Read(_held({ours: state[theirs] for ours, theirs in names.items()}, options), None, len(state) - len(names))
@@ -100,11 +101,15 @@ def _read(path: Path, options: Options) -> _Read:
 def _read_family(path: Path, options: Options) -> _Read:
     file = path / "config.json"
     try:
-        body = json_module.loads(file.read_text())
+        body = read_json(file)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}); give a folder of save_pretrained") from error
     model = family_config.from_json(body, path.name)
-    state = from_huggingface(safetensors_files.read(path), model)
+    theirs = safetensors_files.read(path)
+    layers = getattr(model, "layers", 0)
+    if layers > len(theirs):  # a hostile number would take all the memory
+        raise UserError(f"{file}: has {layers} layers, and {path} has {len(theirs)} tensors")
+    state = from_huggingface(theirs, model)
     source = _held(state, options)
     check_fit(source.tensors, model, str(path))
     return _Read(source, model, 0)

@@ -1,8 +1,14 @@
-"""Formats of other libraries, each read and written by that library itself.
+"""Formats of other libraries. No code from a file runs, and no size in a file is believed before it is checked.
 
 family_config       config.json of transformers, both ways
-safetensors_files   one file, or several with an index
-dcp                 torch.distributed.checkpoint
-pickled             torch.save, read with weights_only
+safetensors_files   one file, or several with an index; by the library of that name
+dcp                 torch.distributed.checkpoint: written by torch, read by us
+dcp_metadata        its metadata, a pickle
+pickled             torch.save, read without torch.load
+torch_pickle        the tensors that the pickle within describes
+zip_records         where its records are
+pickle_values       a pickle as data
+mapped_files        tensors as views of a file
+bounded_files       regular files of a bounded size
 fit                 do these tensors make that model?
 """

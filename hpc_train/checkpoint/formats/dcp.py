@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint, by torch's own reader and writer, one tensor at a time."""
+"""torch.distributed.checkpoint: written by torch, one tensor at a time; read by us, as torch would unpickle."""
 
 from __future__ import annotations
 
-import pickle
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,23 +12,21 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
 from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.formats.bounded_files import open_regular
+from hpc_train.checkpoint.formats.dcp_metadata import METADATA, Chunk, StoredTensor
+from hpc_train.checkpoint.formats.mapped_files import FilePart, MappedFile
+from hpc_train.checkpoint.formats.pickle_values import PickleError, read_pickle
+from hpc_train.checkpoint.formats.torch_pickle import allowed_names, read_tensor, zip_storages
 from hpc_train.checkpoint.holdings import Tensor
 from hpc_train.checkpoint.offline.source import Tensors, whole
-from hpc_train.errors import UserError
+from hpc_train.checkpoint.rectangle import Rectangle
 
-_METADATA = ".metadata"
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *((module, path) for module in ("pathlib", "pathlib._local") for path in ("PosixPath", "PurePosixPath", "Path")),
-}
+_MAPPED_FILES = 256
 
 
 def write(
@@ -70,69 +68,63 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 class Stored:
-    """The tensors of such a checkpoint (a Tensors). The last ones that were read are kept."""
+    """The tensors of such a checkpoint (a Tensors). We read its files ourselves: torch's reader unpickles."""
 
-    def __init__(self, folder: Path, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
-        """names: ours, and theirs. dtypes: that ours are to have."""
-        self._folder, self._names, self._dtypes = folder, names, dtypes
-        self._known = metadata(folder)
-        self._kept: dict[str, torch.Tensor] = {}
+    def __init__(
+        self,
+        folder: Path,
+        stored: Mapping[str, StoredTensor],
+        names: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """stored: of parse_metadata. names: ours, and theirs. dtypes: that ours are to have."""
+        self._folder, self._stored, self._names, self._dtypes = folder, stored, names, dtypes
+        self._mapped: dict[str, MappedFile] = {}
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Under our names."""
         return [
-            Tensor(name, dtype_name(self._dtypes[name]), tuple(self._known[theirs].size))
+            Tensor(name, dtype_name(self._dtypes[name]), self._stored[theirs].shape)
             for name, theirs in self._names.items()
         ]
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Raises CheckpointError if torch cannot read them."""
-        wanted = {self._names[piece.name] for piece in pieces}
-        if not wanted <= self._kept.keys():
-            self._kept = self._load(wanted)
+        """Raises CheckpointError for a file that does not hold what the metadata says, OSError."""
         for piece in pieces:
-            spans = zip(piece.offset, piece.local.shape, strict=True)
-            where = tuple(slice(begin, begin + size) for begin, size in spans)
-            piece.local.copy_(self._kept[self._names[piece.name]][where])
+            wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
+            stored = self._stored[self._names[piece.name]]
+            for chunk in stored.chunks:
+                common = wanted.overlap(chunk.rectangle)
+                if common is not None:
+                    inner = _slices(common.start_in(chunk.rectangle), common.shape)
+                    outer = _slices(common.start_in(wanted), common.shape)
+                    piece.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
 
-    def _load(self, wanted: set[str]) -> dict[str, torch.Tensor]:
-        known = self._known
-        state = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in sorted(wanted)}
-        with _quiet(self._folder):
-            dcp.load(state, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
-        return state
+    def _read(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """A view of the mapped file."""
+        path = self._folder / chunk.file
+        try:
+            with open_regular(path) as file:
+                data, storages = zip_storages(FilePart(file, chunk.begin, chunk.size))
+                found = read_tensor(read_pickle(data, allowed_names()).value, storages)
+                size = os.fstat(file.fileno()).st_size
+        except PickleError as error:
+            raise CheckpointError(f"{path}: at byte {chunk.begin} there is no tensor of torch.save ({error})") from None
+        if (found.shape, found.dtype) != (chunk.rectangle.shape, dtype):
+            raise CheckpointError(
+                f"{path}: at byte {chunk.begin} is a tensor of shape {found.shape} and {found.dtype}, in {METADATA} of "
+                f"{chunk.rectangle.shape} and {dtype}"
+            )
+        if chunk.file not in self._mapped:
+            if len(self._mapped) >= _MAPPED_FILES:
+                self._mapped.clear()
+            self._mapped[chunk.file] = MappedFile(path, size)
+        return self._mapped[chunk.file].view(found, chunk.begin)
 
 
-def metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Name, size and type of every tensor. Raises UserError if it is no such checkpoint, or not a harmless one."""
-    _check_harmless(folder)
-    with _quiet(folder):
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: it for name, it in known.items() if isinstance(it, TensorStorageMetadata)}
-
-
-class _Restricted(pickle.Unpickler):
-    """Knows what torch's metadata is made of, and nothing else: torch itself reads that pickle without a look at it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        harmless = module in _MODULES or (module, name) in _CLASSES
-        if harmless or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def _check_harmless(folder: Path) -> None:
-    path = folder / _METADATA
-    try:
-        with path.open("rb") as file:
-            _Restricted(file).load()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the folder of a torch.distributed.checkpoint") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path}: needs {error}, which no metadata of torch has; it is not loaded") from error
-    except Exception as error:  # pickles fail in every way
-        raise UserError(f"{path}: is not metadata of torch.distributed.checkpoint ({type(error).__name__})") from error
+def _slices(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(begin, shape, strict=True))
 
 
 @contextmanager
@@ -147,4 +139,4 @@ def _quiet(folder: Path) -> Iterator[None]:
         if isinstance(first, (CheckpointError, OSError)):
             raise first from None
         text = " ".join(str(first).split())
-        raise CheckpointError(f"{folder}: torch's reader or writer failed ({type(first).__name__}: {text})") from error
+        raise CheckpointError(f"{folder}: torch's writer failed ({type(first).__name__}: {text})") from error

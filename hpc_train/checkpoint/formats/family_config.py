@@ -27,12 +27,12 @@ def to_json(config: ModelConfig, dtype: str) -> Json:
 def from_json(body: Mapping[str, Any], name: str) -> ModelConfig:
     """The model that a config.json describes. UserError for one that we cannot compute."""
     readers: dict[Any, Any] = {"llama": _from_llama, "gpt2": _from_gpt2, "vit": _from_vit}
-    kind = body.get("model_type")
-    if kind not in readers:
+    kind = body.get("model_type") if isinstance(body, Mapping) else None
+    if not isinstance(kind, str) or kind not in readers:
         raise UserError(f"config.json: model_type {kind!r} is not one of {', '.join(readers)}, which are those we have")
     try:
         config: ModelConfig = readers[kind](body, name)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"config.json: {type(error).__name__} {error}: is it of a {kind} model?") from error
     return config
 

@@ -50,6 +50,12 @@ def check_fit(tensors: Iterable[Tensor], config: ModelConfig, where: str) -> Non
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = build(config)
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except (RuntimeError, ArithmeticError, TypeError, ValueError, AssertionError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model={config.name}: cannot be built with these sizes ({type(error).__name__}: {text})"
+        ) from None
     return {name: tuple(it.shape) for name, it in model.state_dict().items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_train.checkpoint.dtypes import dtype_of
+from hpc_train.checkpoint.formats.bounded_files import open_regular, read_json
 from hpc_train.checkpoint.holdings import Tensor
 from hpc_train.checkpoint.offline.source import Tensors, whole
 from hpc_train.errors import UserError
@@ -62,6 +63,8 @@ def read(path: Path) -> State:
     state: State = {}
     for file in _files(path):
         try:
+            with open_regular(file):
+                pass
             with library.safe_open(file, framework="pt") as opened:
                 state |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (library.SafetensorError, OSError) as error:
@@ -118,8 +121,8 @@ def _files(path: Path) -> list[Path]:
     index = path / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
         return [path / Path(str(name)).name for name in names]
     found = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpc_train.api import Model, World
+from hpc_train.collectives import all_gather_values
 from hpc_train.errors import UserError
 from hpc_train.parallel.pipeline.stages import Costs
 from hpc_train.parallel.support.pipeline import TIMED_STEPS
@@ -88,8 +88,7 @@ class BlockTimes:
     def _write(self) -> None:
         """All stages' times, by the first rank of the job."""
         group = self._world.mesh["pp"].get_group()
-        everybody: list[dict[str, float]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everybody, self._mine(), group=group)
+        everybody = all_gather_values(self._mine(), group)
         if self._world.rank:
             return
         beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")

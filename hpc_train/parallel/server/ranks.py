@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hpc_train.api import World
 from hpc_train.errors import UserError
 from hpc_train.runtime.mpi import load_mpi
@@ -62,7 +64,9 @@ def meet(world: World, hybrid: bool) -> Ranks:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
     every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
-    nodes = _nodes(every.allgather(world.local_rank))
+    local_ranks = np.empty(world.size, dtype=np.int64)
+    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # without pickles
+    nodes = _nodes(local_ranks.tolist())
     calling = threading.Lock()
     mine = nodes[world.rank] if hybrid else world.rank
     group = MPI.Intracomm(every.Split(mine, world.rank))

@@ -1,0 +1,177 @@
+"""Python values as bytes that hold no code: what ranks send to one another, in place of pickles.
+
+A message is JSON and, behind it, the raw bytes of arrays. It names only the classes that its receiver listed, each made
+by its own constructor from its fields. Objects of a class in a row are sent as columns, so that thousands of them cost
+little more than their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+
+_HEAD = struct.Struct("<Q")
+_PLAIN = {str, int, float, bool, type(None)}
+_DTYPES = frozenset(np.dtype(it).str for it in ("?", *"bhilqBHILQfd", "<f2"))
+_FEW = 4
+"""Objects of a class that are not worth columns."""
+
+
+AsText = dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
+
+
+class MessageError(ValueError):
+    """Bytes that no rank of this job has sent."""
+
+
+class Codec:
+    """Values of Python's plain types, numpy arrays, paths, and the dataclasses and named tuples that are listed.
+
+    Tuples stay tuples and lists lists. as_text: classes that are sent as text, each with what makes its object again.
+    """
+
+    def __init__(
+        self,
+        classes: Iterable[type] = (),
+        as_text: AsText | None = None,
+    ) -> None:
+        self._classes = {it.__name__: it for it in classes}
+        self._fields = {it: _field_names(it) for it in self._classes.values()}
+        paths: AsText = {PosixPath: (str, Path)}
+        self._as_text = {**paths, **(as_text or {})}
+        self._of_text = {it.__name__: make for it, (_, make) in self._as_text.items()}
+
+    def encode(self, value: Any) -> bytes:
+        """Raises TypeError for a class that is not listed."""
+        arrays = bytearray()
+        text = json.dumps(self._plain(value, arrays), separators=(",", ":")).encode()
+        return b"".join((_HEAD.pack(len(text)), text, arrays))
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """What `encode` was given. Raises MessageError for bytes that it did not make; no code from them runs."""
+        try:
+            (length,) = _HEAD.unpack_from(data)
+            body = memoryview(data)[_HEAD.size :]
+            if length > len(body):
+                raise MessageError("a message that is cut short")
+            return self._made(json.loads(bytes(body[:length])), body[length:])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+            raise MessageError(f"a message that no rank of this job sends ({type(error).__name__}: {error})") from None
+
+    # to what JSON can hold: plain values as they are, all else a list that begins with its kind
+
+    def _plain(self, value: Any, arrays: bytearray) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind is tuple:
+            return ["list" if kind is list else "tuple", *self._row(value, arrays)]
+        if kind is dict:
+            return ["dict", *self._row(list(value), arrays), *self._row(list(value.values()), arrays)]
+        if kind in self._fields:
+            return ["object", kind.__name__, [self._plain(getattr(value, it), arrays) for it in self._fields[kind]]]
+        if kind in self._as_text:
+            return ["text", kind.__name__, self._as_text[kind][0](value)]
+        if kind is np.ndarray:
+            return ["array", value.dtype.str, list(value.shape), _put(np.ascontiguousarray(value), arrays)]
+        if kind is bytes:
+            return ["bytes", len(value), _put(value, arrays)]
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{kind.__name__} is not sent between ranks")
+
+    def _row(self, values: Sequence[Any], arrays: bytearray) -> list[Any]:
+        """[how, what] of values in a row."""
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN:
+            return ["plain", values]
+        (kind, *others) = kinds
+        if kind is tuple and not others and set(map(type, chain.from_iterable(values))) <= {int}:
+            return ["tuples of int", values]
+        if not others and len(values) > _FEW:
+            if kind in self._fields:
+                columns = [[getattr(it, name) for it in values] for name in self._fields[kind]]
+                return ["columns", [kind.__name__, [self._row(column, arrays) for column in columns]]]
+            if kind in self._as_text:
+                return ["texts", [kind.__name__, list(map(self._as_text[kind][0], values))]]
+        return ["mixed", [self._plain(it, arrays) for it in values]]
+
+    # and back
+
+    def _made(self, code: Any, data: memoryview) -> Any:
+        if type(code) is not list:
+            return code
+        kind = code[0]
+        if kind == "list":
+            return self._values(code[1], code[2], data)
+        if kind == "tuple":
+            return tuple(self._values(code[1], code[2], data))
+        if kind == "dict":
+            keys = self._values(code[1], code[2], data)
+            return dict(zip(keys, self._values(code[3], code[4], data), strict=True))
+        if kind == "object":
+            return self._classes[code[1]](*(self._made(it, data) for it in code[2]))
+        if kind == "text":
+            return self._of_text[code[1]](code[2])
+        if kind == "array":
+            return _array(code[1], code[2], code[3], data)
+        if kind == "bytes":
+            return bytes(_get(code[1], code[2], data))
+        raise MessageError("a value of no kind")
+
+    def _values(self, how: str, what: Any, data: memoryview) -> list[Any]:
+        if how == "plain":
+            if type(what) is not list or not set(map(type, what)) <= _PLAIN:
+                raise MessageError("plain values that are not")
+            return what
+        if how == "tuples of int":
+            return list(map(tuple, what))
+        if how == "columns":
+            columns = [self._values(column[0], column[1], data) for column in what[1]]
+            if not columns or len({len(column) for column in columns}) > 1:
+                raise MessageError("columns of different lengths")
+            return list(map(self._classes[what[0]], *columns))
+        if how == "texts":
+            return list(map(self._of_text[what[0]], what[1]))
+        if how == "mixed":
+            return [self._made(it, data) for it in what]
+        raise MessageError("values of no kind")
+
+
+def _field_names(kind: type) -> list[str]:
+    if is_dataclass(kind):
+        return [it.name for it in fields(kind) if it.init]
+    return list(kind._fields)  # type: ignore[attr-defined]
+
+
+def _put(data: Any, arrays: bytearray) -> int:
+    """Where it is among the raw bytes."""
+    at = len(arrays)
+    arrays += data if type(data) is bytes else data.tobytes()
+    return at
+
+
+def _get(size: Any, at: Any, data: memoryview) -> memoryview:
+    if type(size) is not int or type(at) is not int or not 0 <= at <= at + size <= len(data):
+        raise MessageError("raw bytes that are not there")
+    return data[at : at + size]
+
+
+def _array(name: Any, shape: Any, at: Any, data: memoryview) -> Any:
+    if name not in _DTYPES or not all(type(it) is int and it >= 0 for it in shape):
+        raise MessageError("an array of no shape or type")
+    dtype, count = np.dtype(name), 1
+    for it in shape:
+        count *= it
+    return np.frombuffer(_get(count * dtype.itemsize, at, data), dtype=dtype).reshape(shape).copy()
+
+
+PLAIN = Codec()
+"""For values of plain types only."""

@@ -1,0 +1,69 @@
+"""Our reader of torch.save gives what torch.load gives, whatever torch can write."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import same_bits
+
+from hpc_train.checkpoint.formats.pickled import read
+
+
+def everything() -> dict[str, Any]:
+    """Views, shared storages, parameters, every kind of dtype, and what is no tensor."""
+    base = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
+    parameter, tensor = torch.nn.Parameter(base[0].clone()), base[1].clone()
+    parameter.note, tensor.note = 3, "x"  # type: ignore[attr-defined]
+    dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint16, torch.complex64)
+    return OrderedDict(
+        base=base,
+        rows=base[2:5, 1:3],
+        columns=base.t(),
+        expanded=base[0, :1].expand(7),
+        scalar=torch.tensor(3),
+        empty=torch.zeros(0, 4),
+        flags=torch.tensor([True, False]),
+        linear=torch.nn.Linear(3, 4).state_dict(),
+        of_dtype={str(dtype): base[0].to(dtype) for dtype in dtypes},
+        parameter=parameter,
+        tensor=tensor,
+        again={"twice": base, 1: tensor},
+        others=[1, {2}, b"abc", bytearray(b"x"), torch.Size([1]), torch.float32, torch.device("cpu"), 2**70, 1j, None],
+    )
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """What is to be read."""
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{name}.{key}" if name else str(key))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("archive", [True, False])
+def test_all_that_torch_writes_is_read_bit_for_bit(tmp_path: Path, archive: bool, protocol: int) -> None:
+    state = everything()
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=archive)
+    found, expected = read(tmp_path / "a.pt"), dict(flat(state))
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert same_bits(found[name].contiguous(), tensor.contiguous()), name
+
+
+def test_one_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "a.pt")
+    assert read(tmp_path / "a.pt")["tensor"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_is_read_is_not_changed_in_the_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    read(tmp_path / "a.pt")["w"].zero_()
+    assert read(tmp_path / "a.pt")["w"].tolist() == [1.0, 1.0, 1.0]
