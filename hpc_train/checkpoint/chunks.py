@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.image import Row
+from hpc_train.checkpoint.pattern import LARGEST
 
 LENGTH = 256 << 10
 """Bytes of a chunk, at most. Larger ones code no better, and a reader of a few rows would inflate more."""
 LEAST = 4096
 """Bytes of a tensor that is worth it."""
+LEAST_STORED = 8
+"""Bytes of a file that a part takes, at the very least."""
 PART = np.dtype([(name, "<i8") for name in ("begin", "size", "at", "stored", "whole", "item")])
 """`size` bytes from `begin` of the image are `stored` bytes from `at` of the file: a stream that inflates to `whole`
 bytes of elements of `item`, of which the first are meant; if whole is 0, the bytes as they are."""
@@ -60,6 +64,38 @@ def chunks_of(row: Row, chunk: Sequence[int]) -> Iterator[Chunk]:
             size = min(chunk[dim], shape[dim] - at) * inner
             yield Chunk((*outer, at, *(0,) * (len(shape) - dim - 1)), begin, size)
             begin += size
+
+
+def check_parts(parts: Parts, size: int, inflated: int) -> None:
+    """Raise CheckpointError unless a file of `size` bytes can have these parts, and its image of `inflated` bytes too.
+
+    They lie in the order of the image, each in bytes of the image and of the file that no other has, and what a stream
+    inflates to is bounded.
+    """
+    if any(len(parts) and not 0 <= parts[name].min() <= parts[name].max() <= LARGEST for name in PART.names or ()):
+        raise CheckpointError("a part of a compressed file has a number that is negative or too large")
+    ends, stored_ends = parts["begin"] + parts["size"], parts["at"] + parts["stored"]
+    coded, order = parts["whole"] > 0, np.argsort(parts["at"], kind="stable")
+    wrong = (parts["size"] == 0) | (ends > inflated) | (stored_ends > size)
+    wrong |= ~coded & (parts["stored"] != parts["size"])
+    wrong |= coded & ((parts["whole"] > LENGTH) | (parts["size"] > parts["whole"]))
+    wrong |= coded & ((parts["item"] == 0) | (parts["whole"] % np.maximum(parts["item"], 1) != 0))
+    wrong[1:] |= ends[:-1] > parts["begin"][1:]
+    wrong[1:] |= (stored_ends[order][:-1] > parts["at"][order][1:])
+    if wrong.any():
+        raise CheckpointError("a part of a compressed file does not lie where there is room for it")
+
+
+def covers(parts: Parts, begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each pair whether the parts have all bytes [begin, end) of the image."""
+    if not len(parts):
+        return np.zeros(len(begin), dtype=np.bool_)
+    stops = parts["begin"] + parts["size"]
+    gaps = np.flatnonzero(parts["begin"][1:] != stops[:-1]) + 1
+    first, last = parts["begin"][np.concatenate([[0], gaps])], stops[np.concatenate([gaps - 1, [len(parts) - 1]])]
+    run = np.searchsorted(first, begin, "right") - 1
+    found: NDArray[np.bool_] = (run >= 0) & (end <= last[np.maximum(run, 0)])
+    return found
 
 
 def within(parts: Parts, begin: int, end: int) -> Parts:

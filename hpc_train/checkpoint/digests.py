@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpc_train.checkpoint.chunks import PART, Parts
+from hpc_train.checkpoint.chunks import LEAST_STORED, PART, Parts, check_parts
 from hpc_train.checkpoint.errors import CheckpointError
 
 BLOCK = 128 << 10
@@ -78,11 +78,25 @@ def to_bytes(size: int, digests: Sequence[int], parts: Parts | None = None) -> b
     return _HEADER.pack(_MAGIC, size, BLOCK) + np.asarray(digests, dtype="<u8").tobytes() + more
 
 
-def from_bytes(data: bytes, size: int, compressed: bool = False) -> Table:
-    """Raises CheckpointError if it is not the table of a file of `size` bytes."""
+def table_bytes(size: int, compressed: bool = False) -> int:
+    """Bytes of the table of a file of `size` bytes, at most."""
+    parts = PART.itemsize * (size // LEAST_STORED + 1) if compressed else 0
+    return _HEADER.size + 8 * blocks(size) + parts
+
+
+def from_bytes(data: bytes, size: int, inflated: int | None = None) -> Table:
+    """Raises CheckpointError if it is not the table of a file of `size` bytes.
+
+    inflated: bytes of its image, where it is compressed.
+    """
     end = _HEADER.size + 8 * blocks(size)
+    compressed = inflated is not None
     whole = (len(data) - end) % PART.itemsize == 0 if compressed else len(data) == end
     if len(data) < end or not whole or data[: _HEADER.size] != _HEADER.pack(_MAGIC, size, BLOCK):
         raise CheckpointError("it is not the table of digests of that file")
     digests = np.frombuffer(data[:end], dtype="<u8", offset=_HEADER.size).astype(np.uint64)
-    return Table(digests, np.frombuffer(data, dtype=PART, offset=end) if compressed else None)
+    if inflated is None:
+        return Table(digests, None)
+    parts = np.frombuffer(data, dtype=PART, offset=end)
+    check_parts(parts, size, inflated)
+    return Table(digests, parts)

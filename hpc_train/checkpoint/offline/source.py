@@ -12,7 +12,7 @@ import torch
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
 from hpc_train.checkpoint.holdings import Tensor
-from hpc_train.checkpoint.loading import plan_reads, undamaged
+from hpc_train.checkpoint.loading import check_reads, plan_reads, undamaged
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle
@@ -57,6 +57,7 @@ class Saved:
         plan = plan_reads(pieces, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
         targets = Targets(pieces)
+        undamaged(self._where, lambda: check_reads(plan, self._source, targets))
         undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(plan))
         targets.finish()
 
