@@ -77,7 +77,7 @@ def _volume(shape: tuple[int, ...], item: int) -> int:
 
 def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
     """Each is within its tensor, in every file."""
-    for kind, cut in _pairs(holdings, layout):
+    for kind, cut in pairs_of(holdings, layout):
         whole, of = holdings.kinds[kind].shape, layout.cuts[cut]
         fits = len(whole) == len(of.shape)
         if fits and whole and len(of.offsets):
@@ -90,8 +90,8 @@ def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
             raise CheckpointError(f"a piece of shape {of.shape} reaches outside of a tensor of shape {whole}")
 
 
-def _pairs(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:
-    """Which kinds of tensors are cut in which ways."""
+def pairs_of(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:
+    """(kind, cut): which kinds of tensors are cut in which ways; in ascending order."""
     if not len(layout.tensors):
         return []
     both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut

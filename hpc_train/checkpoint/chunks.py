@@ -7,7 +7,7 @@ it was compressed is told by a table of its parts, which lies behind the digests
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,9 +54,17 @@ def chunk_shape(row: Row) -> tuple[int, ...] | None:
     return (1,) * dim + (rows,) + shape[dim + 1 :]
 
 
+def chunk_spans(shape: Sequence[int], item: int, chunk: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of the dataset, of its chunks, in the order of memory; of `most` chunks at most."""
+    return ((it.begin, it.size) for it in islice(_chunks(tuple(shape), item, chunk), most))
+
+
 def chunks_of(row: Row, chunk: Sequence[int]) -> Iterator[Chunk]:
     """In the order of memory."""
-    shape, item = row.local_shape, row.dtype.itemsize
+    return _chunks(row.local_shape, row.dtype.itemsize, chunk)
+
+
+def _chunks(shape: tuple[int, ...], item: int, chunk: Sequence[int]) -> Iterator[Chunk]:
     dim = next((d for d, rows in enumerate(chunk) if rows > 1), len(shape) - 1)
     inner, begin = prod(shape[dim + 1 :]) * item, 0
     for outer in product(*(range(size) for size in shape[:dim])):

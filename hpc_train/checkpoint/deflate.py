@@ -45,10 +45,10 @@ def inflate(stream: memoryview, item: int, whole: int) -> _Bytes:
         data = inflating.decompress(stream, whole + 1)  # a few bytes can inflate to a thousand times as many
     except zlib.error as error:
         raise CheckpointError(f"it cannot be inflated ({error})") from error
-    if len(data) == whole and not inflating.eof:
+    if len(data) <= whole and not inflating.eof:
         raise CheckpointError("it cannot be inflated (it does not end where it should)")
     if len(data) != whole:
-        raise CheckpointError(f"it has {len(data)} or more bytes inflated, and should have {whole}")
+        raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {whole}")
     elements = np.empty((whole // item, item), np.uint8)
     for at, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
         elements[:, at] = plane  # several times as fast as the whole at once

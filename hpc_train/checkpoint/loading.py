@@ -50,7 +50,7 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> 
     plan: list[Strips] = []
     on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
     targets = Targets(wanted)
-    with Source(path, manifest.files) as source:
+    with Source(path, manifest) as source:
         on_all(world, lambda: undamaged(where, lambda: check_reads(plan[0], source, targets)), lambda _: None)
         own, shared = agree(plan[0], source.sizes, world)
         reader = Reader(source, wanted, targets)

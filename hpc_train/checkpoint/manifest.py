@@ -28,8 +28,10 @@ from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
 from hpc_train.regular_files import NotRegularError, is_plain_directory, read_regular
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Goes up when an older release could no longer read what is written."""
+WITHOUT_SEALS = 4
+"""The format before the tables of digests had seals, and else the same."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
 _NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
@@ -159,7 +161,7 @@ def _manifest(data: bytes, directory: Path | None) -> Manifest:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
     if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    known = type(version) is int and version in (*older.FORMATS, FORMAT_VERSION)
+    known = type(version) is int and version in (*older.FORMATS, WITHOUT_SEALS, FORMAT_VERSION)
     if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
         raise CheckpointError(f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it")
     files = _files(body["files"], body.get("written_at"), body.get("inflated"))

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpc_train.checkpoint.chunks import Parts, covers, stored_within, within
+from hpc_train.checkpoint.consistency import check_file
 from hpc_train.checkpoint.deflate import inflate
 from hpc_train.checkpoint.digests import BLOCK, Table, digest_blocks, digest_scattered, first_wrong, table_bytes
 from hpc_train.checkpoint.digests import from_bytes as digests_from
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import checksum_of
 from hpc_train.checkpoint.image import ALIGNMENT
-from hpc_train.checkpoint.manifest import ShardFile
+from hpc_train.checkpoint.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.shard import beside
 from hpc_train.checkpoint.strips import Strips, ends
 from hpc_train.regular_files import is_plain_directory, open_regular, read_regular
@@ -52,8 +53,9 @@ class Damaged(CheckpointError):
 class Source:
     """Open shard files of one step. Any number of threads may read."""
 
-    def __init__(self, directory: Path, files: Sequence[ShardFile]) -> None:
-        self._directory, self._files = directory, files
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        files = manifest.files
+        self._directory, self._files, self._manifest = directory, files, manifest
         self.sizes = [file.image for file in files]
         """Bytes of the image of every file."""
         self._open: dict[int, _Opened] = {}
@@ -185,8 +187,24 @@ class Source:
     def _opened(self, file: int) -> _Opened:
         with self._lock:
             if file not in self._open:
-                self._open[file] = _Opened(self._directory, self._files[file])
+                it = self._open[file] = _Opened(self._directory, self._files[file])
+                self._check(file, it)
             return self._open[file]
+
+    def _check(self, file: int, it: _Opened) -> None:
+        """Raise CheckpointError unless the file holds what the manifest says."""
+
+        def read(begin: int, end: int) -> bytes:
+            memory = memoryview(pages(end - begin))
+            self._read(it, begin, end - begin, memory, lambda first, last: None)
+            return bytes(memory[: end - begin])
+
+        try:
+            check_file(self._manifest.holdings, file, self._files[file], it.table, read, False)
+        except Damaged:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{it.name}: {error}") from error
 
 
 class _Opened:
@@ -195,8 +213,9 @@ class _Opened:
     def __init__(self, directory: Path, known: ShardFile) -> None:
         self.name, self.size = known.name, known.bytes
         check_folders(directory, known.name)
-        digests, self.parts = table_of(directory, known)
-        self.digests: list[int] = digests.tolist()
+        self.table = table_of(directory, known)
+        self.parts = self.table.parts
+        self.digests: list[int] = self.table.digests.tolist()
         try:
             self.descriptor, self.direct = _descriptor(directory / known.name)
         except OSError as error:

@@ -38,7 +38,7 @@ class Saved:
 
     def __init__(self, path: Path, manifest: Manifest, where: str) -> None:
         self._path, self._manifest, self._where = path, manifest, where
-        self._source = Source(path, manifest.files)
+        self._source = Source(path, manifest)
         self._open: set[int] = set()
 
     def __enter__(self) -> Saved:
@@ -65,7 +65,7 @@ class Saved:
         """A process may not have as many open files as a step has."""
         if len(self._open | files) > _OPEN_FILES:
             self._source.__exit__()
-            self._source, self._open = Source(self._path, self._manifest.files), set()
+            self._source, self._open = Source(self._path, self._manifest), set()
         self._open |= files
 
 
