@@ -18,6 +18,8 @@ from hpc_train.checkpoint.digests import BLOCK
 from hpc_train.checkpoint.errors import CheckpointError
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_USUAL = b"OHDR\x02\x01"
+"""How a header of more than 255 bytes, and without times, begins: its size follows, in two bytes."""
 _UNDEFINED = (1 << 64) - 1
 _BLOCKS = 32
 """Blocks of the file that are kept."""
@@ -70,11 +72,55 @@ def read_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Dat
     file = _File(read, size)
     root = _root(file)
     found: dict[str, Dataset] = {}
+    alike = _Alike(file)
     for name, address in sorted(_links(file, root), key=itemgetter(1)):  # as the file is read forwards, once
         if name in found:
             raise CheckpointError(f"its HDF5 structure has two datasets called {name[:100]!r}")
-        found[name] = _dataset(file, name, address)
+        found[name] = alike.dataset(name, address)
     return found
+
+
+class _Alike:
+    """Headers that are the same but for where the data and the name of the dtype lie, as those of most datasets are.
+
+    What one of them says need not be read from each of thousands.
+    """
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+        self._spots: dict[int, tuple[int, int]] = {}
+        self._read: dict[bytes, Dataset] = {}
+
+    def dataset(self, name: str, address: int) -> Dataset:
+        head = self._file.take(address, min(8, self._file.size - min(address, self._file.size)))
+        size = 12 + int.from_bytes(head[6:8], "little")
+        spots = self._spots.get(size)
+        if spots is None or head[:6] != _USUAL:
+            return self._learn(name, address, size if head[:6] == _USUAL else 0)
+        data = self._file.take(address, size)
+        like = self._read.get(_without(data, *spots))
+        if like is None:
+            return self._learn(name, address, size)
+        place, heap = (int.from_bytes(data[at : at + 8], "little") for at in (spots[0], spots[1] + 4))
+        dtype = self._file.text(heap, *(int.from_bytes(data[at : at + 4], "little") for at in (spots[1] + 12, spots[1])))
+        found = Dataset.__new__(Dataset)  # as `replace`, which takes longer than all else here
+        found.__dict__.update(like.__dict__)
+        found.__dict__.update(name=name, dtype=dtype, place=place if like.place is not None else None)
+        return found
+
+    def _learn(self, name: str, address: int, size: int) -> Dataset:
+        """size: of a header that may be like others."""
+        found, of_layout, of_text = _dataset(self._file, name, address)
+        spots = of_layout + 2 - address, of_text - address
+        if found.chunk is None and size and 8 <= spots[0] < spots[1] <= size - 20:
+            self._spots[size] = spots
+            self._read[_without(self._file.take(address, size), *spots)] = found
+        return found
+
+
+def _without(data: bytes, place: int, text: int) -> bytes:
+    """A header without the bytes in which it differs from others; the last four are its checksum."""
+    return data[:place] + data[place + 8 : text] + data[text + 16 : -4]
 
 
 class _File:
@@ -98,12 +144,19 @@ class _File:
         return b"".join(map(self._block, range(first, last + 1)))[inside : inside + size]
 
     def cursor(self, begin: int, size: int, signature: bytes = b"") -> _Cursor:
-        cursor = _Cursor(self.take(begin, size))
+        cursor = _Cursor(self.take(begin, size), begin)
         if cursor.bytes(len(signature)) != signature:
             raise CheckpointError(f"its HDF5 structure has no {signature.decode()} at byte {begin}")
         return cursor
 
-    def texts(self, address: int) -> dict[int, bytes]:
+    def text(self, address: int, index: int, length: int) -> str:
+        """A string of variable length, which lies in a global heap."""
+        text = self._texts(address).get(index, b"")
+        if not len(text) >= length <= 64:
+            raise CheckpointError("its HDF5 structure has a dtype without a name")
+        return text[:length].decode("utf-8", "replace")
+
+    def _texts(self, address: int) -> dict[int, bytes]:
         """The objects of a global heap, by their numbers; the last one is kept."""
         if self._heap[0] != address:
             heap = self.cursor(address, 16, b"GCOL")
@@ -131,8 +184,14 @@ class _File:
 class _Cursor:
     """Numbers of a piece of the structure, one after the other."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: bytes, begin: int = 0) -> None:
+        """begin: byte of the file at which they lie."""
+        self._data, self._at, self._begin = data, 0, begin
+
+    @property
+    def position(self) -> int:
+        """Byte of the file of what comes next."""
+        return self._begin + self._at
 
     @property
     def left(self) -> int:
@@ -183,7 +242,7 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
         while cursor.left >= head + 4 * bool(signature):
             kind, length = cursor.number(1), cursor.number(2)
             cursor.bytes(head - 3)
-            content = _Cursor(cursor.bytes(length))
+            content = _Cursor(cursor.bytes(length), cursor.position - length)
             seen += 1
             if seen > _MOST_MESSAGES:
                 raise CheckpointError("its HDF5 structure has a header without an end")
@@ -193,7 +252,8 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
                 yield kind, content
 
 
-def _dataset(file: _File, name: str, address: int) -> Dataset:
+def _dataset(file: _File, name: str, address: int) -> tuple[Dataset, int, int]:
+    """(the dataset, byte of the file of its layout message, and of the value of torch_dtype)"""
     shape: tuple[int, ...] | None = None
     itemsize, layout = 0, None
     attributes: dict[str, _Cursor] = {}
@@ -211,9 +271,11 @@ def _dataset(file: _File, name: str, address: int) -> Dataset:
     if shape is None or layout is None or not {"torch_dtype", "offset", "global_shape"} <= attributes.keys():
         raise CheckpointError(f"its HDF5 structure does not describe {name[:100]!r} as ours do")
     offset, whole = (attributes[it].numbers(len(shape), 8) for it in ("offset", "global_shape"))
-    dtype = _text(file, attributes["torch_dtype"])
+    of_layout, of_text = layout.position, attributes["torch_dtype"].position
+    length, heap, index = (attributes["torch_dtype"].number(size) for size in (4, 8, 4))
     place, chunk, chunks = _layout(file, layout, shape, itemsize)
-    return Dataset(name, dtype, itemsize, shape, offset, whole, place, chunk, chunks)
+    dtype = file.text(heap, index, length)
+    return Dataset(name, dtype, itemsize, shape, offset, whole, place, chunk, chunks), of_layout, of_text
 
 
 def _dataspace(content: _Cursor) -> tuple[int, ...]:
@@ -233,17 +295,6 @@ def _attribute(content: _Cursor) -> tuple[str, _Cursor]:
     name = content.bytes(of_name).rstrip(b"\0").decode("utf-8", "replace")
     content.bytes(of_type + of_space)
     return name, content
-
-
-def _text(file: _File, value: _Cursor) -> str:
-    """A string of variable length, which lies in a global heap."""
-    length, address, index = value.number(4), value.number(8), value.number(4)
-    if length > 64:
-        raise CheckpointError("its HDF5 structure has a dtype without a name")
-    text = file.texts(address).get(index, b"")
-    if len(text) < length:
-        raise CheckpointError("its HDF5 structure has a dtype without a name")
-    return text[:length].decode("utf-8", "replace")
 
 
 def _layout(
@@ -321,8 +372,8 @@ def _link(content: _Cursor) -> tuple[str, int]:
 
 def _dense_links(file: _File, heap: int, tree: int) -> Iterator[tuple[str, int]]:
     of_heap = _Heap(file, heap)
-    for record in _records(file, tree):
-        yield _link(_Cursor(of_heap.object(record[4:])))
+    for content in sorted(of_heap.spot(record[4:]) for record in _records(file, tree)):
+        yield _link(_Cursor(file.take(*content)))
 
 
 def _records(file: _File, address: int) -> Iterator[bytes]:
@@ -375,13 +426,19 @@ class _Heap:
         self._of_offset = -(-bits // 8)
         lengths = (self._direct.bit_length() + 6) // 8, (objects.bit_length() + 6) // 8
         self._of_length = min(lengths)
+        self._pages: dict[int, int] = {}
 
-    def object(self, identifier: bytes) -> bytes:
-        cursor = _Cursor(identifier)
-        if cursor.number(1) & 0x70:
+    def spot(self, identifier: bytes) -> tuple[int, int]:
+        """(byte of the file, bytes) of an object."""
+        middle = 1 + self._of_offset
+        if identifier[0] & 0x70 or middle + self._of_length > len(identifier):
             raise CheckpointError("its HDF5 structure has a name that is too long")
-        offset, length = cursor.number(self._of_offset), cursor.number(self._of_length)
-        return self._file.take(self._address(offset), length)
+        offset = int.from_bytes(identifier[1:middle], "little")
+        length = int.from_bytes(identifier[middle : middle + self._of_length], "little")
+        page, inside = divmod(offset, self._start)
+        if page not in self._pages:
+            self._pages[page] = self._address(page * self._start)
+        return self._pages[page] + inside, length
 
     def _address(self, offset: int) -> int:
         """Byte of the file of a byte of the heap."""
