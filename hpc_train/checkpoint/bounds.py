@@ -22,7 +22,7 @@ _ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element, of any dtype that is stored; 1, which is the least, of one that this release does not know."""
+    """Bytes of an element; 1, which is the least there is, of a dtype that this release does not know."""
     return _ITEM.get(dtype, 1)
 
 
@@ -115,9 +115,7 @@ def _check_within(layout: Layout) -> None:
             raise CheckpointError(f"a piece of shape {shape} reaches outside of a dataset of shape {within.shape}")
 
 
-def _check_places(
-    holdings: Holdings, layout: Layout, sizes: Integers, image: int, files: Sequence[ShardFile]
-) -> None:
+def _check_places(holdings: Holdings, layout: Layout, sizes: Integers, image: int, files: Sequence[ShardFile]) -> None:
     """No row lies outside of the smallest file, and no two share a byte; rows without elements lie nowhere."""
     rows = np.flatnonzero(sizes)
     begin, size = layout.places[rows], sizes[rows]

@@ -89,7 +89,7 @@ def check_parts(parts: Parts, size: int, inflated: int) -> None:
     wrong |= coded & ((parts["whole"] > LENGTH) | (parts["size"] > parts["whole"]))
     wrong |= coded & ((parts["item"] == 0) | (parts["whole"] % np.maximum(parts["item"], 1) != 0))
     wrong[1:] |= ends[:-1] > parts["begin"][1:]
-    wrong[1:] |= (stored_ends[order][:-1] > parts["at"][order][1:])
+    wrong[1:] |= stored_ends[order][:-1] > parts["at"][order][1:]
     if wrong.any():
         raise CheckpointError("a part of a compressed file does not lie where there is room for it")
 

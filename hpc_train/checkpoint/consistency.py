@@ -143,7 +143,10 @@ def _check_place(row: Expected, dataset: Dataset, parts: Parts | None) -> None:
         stored = [(it.at, it.stored, it.mask) for it in dataset.chunks]
     first = int(np.searchsorted(parts["begin"], row.place))
     mine = parts[first : first + len(spans)].tolist()
-    found = [((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED)) for begin, length, at, kept, of, _ in mine]
+    found = [
+        ((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED))
+        for begin, length, at, kept, of, _ in mine
+    ]
     items = {item for *_, of, item in mine if of}
     if found != list(zip(spans, stored, strict=True)) or items - {dataset.itemsize}:
         raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

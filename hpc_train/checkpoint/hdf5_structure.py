@@ -102,7 +102,9 @@ class _Alike:
         if like is None:
             return self._learn(name, address, size)
         place, heap = (int.from_bytes(data[at : at + 8], "little") for at in (spots[0], spots[1] + 4))
-        dtype = self._file.text(heap, *(int.from_bytes(data[at : at + 4], "little") for at in (spots[1] + 12, spots[1])))
+        dtype = self._file.text(
+            heap, *(int.from_bytes(data[at : at + 4], "little") for at in (spots[1] + 12, spots[1]))
+        )
         found = Dataset.__new__(Dataset)  # as `replace`, which takes longer than all else here
         found.__dict__.update(like.__dict__)
         found.__dict__.update(name=name, dtype=dtype, place=place if like.place is not None else None)

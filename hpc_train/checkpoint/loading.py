@@ -48,10 +48,19 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World) -> 
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
     plan: list[Strips] = []
-    on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
     targets = Targets(wanted)
     with Source(path, manifest) as source:
-        on_all(world, lambda: undamaged(where, lambda: check_reads(plan[0], source, targets)), lambda _: None)
+
+        def planned() -> None:
+            try:
+                plan.append(plan_reads(wanted, manifest, where))
+            except UserError:
+                if world.rank == 0:  # who asks for what is not there may be right, and the manifest wrong
+                    undamaged(where, source.check_all)
+                raise
+            undamaged(where, lambda: check_reads(plan[0], source, targets))
+
+        on_all(world, planned, lambda _: None)
         own, shared = agree(plan[0], source.sizes, world)
         reader = Reader(source, wanted, targets)
         on_all(world, lambda: undamaged(where, lambda: reader.run(own)), lambda _: None)

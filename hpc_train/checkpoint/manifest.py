@@ -163,7 +163,9 @@ def _manifest(data: bytes, directory: Path | None) -> Manifest:
         raise CheckpointError("its content does not match its own checksum")
     known = type(version) is int and version in (*older.FORMATS, WITHOUT_SEALS, FORMAT_VERSION)
     if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
-        raise CheckpointError(f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it")
+        raise CheckpointError(
+            f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it"
+        )
     files = _files(body["files"], body.get("written_at"), body.get("inflated"))
     budget = Budget(len(data), lambda: _bytes_on_disk(files, directory))
     listed = older.listed(body) if version in older.FORMATS else body

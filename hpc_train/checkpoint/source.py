@@ -173,6 +173,15 @@ class Source:
             if parts is None or not covers(parts, begin[mine], end[mine]).all():
                 raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
 
+    def check_all(self) -> None:
+        """Raise CheckpointError unless every file is there and holds what the manifest says, as far as it says."""
+        for file, it in enumerate(self._files):
+            opened = _Opened(self._directory, it)
+            try:
+                self._check(file, opened)
+            finally:
+                os.close(opened.descriptor)
+
     def scratch(self, size: int) -> memoryview:
         """Whole pages, of this thread; what they held is lost with the next call."""
         return self._pages("scratch", size)

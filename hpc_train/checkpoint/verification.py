@@ -59,7 +59,9 @@ def verify_alone(
     manifest, problems = _manifest(path, step)
     if manifest is None:
         return None, problems
-    return manifest, problems + file_problems(path, manifest, manifest.files, jobs, tell) + index_problems(path, manifest)
+    return manifest, problems + file_problems(path, manifest, manifest.files, jobs, tell) + index_problems(
+        path, manifest
+    )
 
 
 def index_problems(path: Path, manifest: Manifest) -> list[Problem]:
@@ -111,7 +113,9 @@ def file_problems(
             (name, [found] if isinstance(found, Problem) else [pool.submit(look, span) for span in found])
             for name, found in checked.items()
         ]
-        results = [(name, [it if isinstance(it, Problem) else it.result() for it in of_file]) for name, of_file in looks]
+        results = [
+            (name, [it if isinstance(it, Problem) else it.result() for it in of_file]) for name, of_file in looks
+        ]
     damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     for name in checked.keys() - damaged.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.commands.show import print_json, progress, size
@@ -9,7 +10,7 @@ from hpc_train.checkpoint.commands.target import Step, one_step
 from hpc_train.checkpoint.offline.cutting import cut
 from hpc_train.checkpoint.offline.rewriting import About, write_step
 from hpc_train.checkpoint.offline.source import Saved
-from hpc_train.checkpoint.poison import MARK, mark_bad
+from hpc_train.checkpoint.poison import mark_bad, mark_of
 
 
 def reshard(where: str, out: str, ranks: int, dim: int, json: bool) -> int:
@@ -33,5 +34,5 @@ def reshard(where: str, out: str, ranks: int, dim: int, json: bool) -> int:
 
 def _mark(step: Step, directory: Path) -> None:
     """A step that was marked bad stays so."""
-    if (step.path / MARK).is_file():
-        mark_bad(directory, step.manifest.step, (step.path / MARK).read_text("utf-8", errors="replace"))
+    with suppress(FileNotFoundError):
+        mark_bad(directory, step.manifest.step, mark_of(step.path))
