@@ -1,9 +1,9 @@
 """Read where the datasets of one of our shard files lie, without libhdf5: a file from elsewhere must not reach its C.
 
-It knows of the HDF5 file format (version 3.0 of the specification, The HDF Group) what our writer uses, which is all
-that HDF5 1.10 to 2.0 make of it: superblock 2 and 3, object headers of version 2, links in the header of the root group
-or in a fractal heap with a version-2 B-tree, contiguous data, and chunks in a fixed array or a single one. Whatever else
-it finds is an error. Every read is bounded, and so is how much is read together.
+It knows of the HDF5 file format (version 3.0 of the specification, The HDF Group) what our writer uses, which is the
+same in HDF5 1.10 to 2.0: superblock 2 and 3, object headers of version 2, links in the header of the root group or in a
+fractal heap with a version-2 B-tree, contiguous data, and chunks in a fixed array or a single one. Whatever else it
+finds is an error. Every read is bounded, and so is how much is read together.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def _fixed_array(file: _File, address: int, count: int) -> tuple[Chunk, ...]:
     page, at = 1 << bits, block + 14
     if count <= page:
         return _chunks(file.cursor(at, count * width), count, width)
-    at += -(-(-(-count // page)) // 8) + 4
+    pages = -(-count // page)
+    at += -(-pages // 8) + 4
     found: list[Chunk] = []
     while len(found) < count:
         size = min(page, count - len(found))

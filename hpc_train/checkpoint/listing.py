@@ -126,7 +126,7 @@ def _layout(body: dict[str, Any], tensors: int, number: int, budget: Budget) -> 
 
 def _within(body: Any) -> Within:
     number, shape, start = _list(body)
-    return Within(*sizes([number]), sizes(shape), sizes(start))
+    return Within(sizes([number])[0], sizes(shape), sizes(start))
 
 
 def _indices(code: Any, among: int, number: int | None, budget: Budget) -> Integers:

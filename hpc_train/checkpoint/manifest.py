@@ -182,7 +182,7 @@ def _manifest(data: bytes, directory: Path | None) -> Manifest:
         _bool(body.get("finite", True)),
         _score(body.get("validation_loss")),
         *told,
-        version=version,
+        version=_number(version),
     )
 
 
