@@ -38,6 +38,8 @@ def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
     of_files = [it.files for it in holdings.layouts]
     if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
         raise CheckpointError("a file has two layouts")
+    if sum(map(len, of_files)) < len(files):
+        raise CheckpointError("a file has no layout")
     images = np.array([file.image for file in files], dtype=np.int64)
     elements, about = np.zeros((2, len(holdings.names)), dtype=np.int64), np.zeros(len(holdings.names))
     volumes = np.array([_volume(it.shape, itemsize_of(it.dtype)) for it in holdings.kinds], dtype=np.int64)
