@@ -232,7 +232,9 @@ def test_a_text_that_is_no_manifest(directory: Path, what: str, caplog: pytest.L
     assert holds(directory, 3, TENSORS)
 
 
-@pytest.mark.parametrize("what", ["place 2^62", "the same bytes twice", "inflated 2^50 of a plain file", "places swapped"])
+@pytest.mark.parametrize(
+    "what", ["place 2^62", "the same bytes twice", "inflated 2^50 of a plain file", "places swapped"]
+)
 def test_the_command_says_what_the_function_says(directory: Path, what: str, terminal: Terminal) -> None:
     reseal(directory / "step-2", CHANGES[what])
     found = terminal.call("verify", directory / "step-2", "--json")
