@@ -8,6 +8,7 @@ step-<n>.trash-<token>   being deleted
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from functools import lru_cache
@@ -15,8 +16,10 @@ from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read, sequence
+from hpc_train.checkpoint.pattern import LARGEST
 from hpc_train.errors import UserError
 
+_log = logging.getLogger(__name__)
 _ROOM = 1000
 """How much later than a readable checkpoint one may be that cannot be read: as many saves are never kept."""
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.old-.+)?")
@@ -45,14 +48,30 @@ def found(directory: Path) -> dict[int, Path]:
     """
     try:
         with os.scandir(directory) as entries:
-            ours = (entry for entry in entries if _COMMITTED.fullmatch(entry.name))
-            names = sorted((entry.name for entry in ours if entry.is_dir()), reverse=True)
+            ours = [entry for entry in entries if _COMMITTED.fullmatch(entry.name)]
+            names = sorted((entry.name for entry in ours if _is_step(entry, directory)), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_dir():
             raise  # a server that forgot a handle; asked again, it knows
         return {}
     paths = [directory / name for name in names]  # step-7 comes after step-7.old-..., and so overrides it
     return {step: path for path in paths if (step := step_of(path)) is not None}
+
+
+def _is_step(entry: os.DirEntry[str], directory: Path) -> bool:
+    """Whether it is a directory of its own: what a link leads to may be anything, and may be anywhere."""
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            return True
+        _tell_once(directory / entry.name, "it is a link" if entry.is_symlink() else "it is no directory")
+    except OSError as error:
+        _tell_once(directory / entry.name, str(error.strerror))
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _tell_once(path: Path, why: str) -> None:
+    _log.warning("checkpoint: %s is passed over: %s", path, why)
 
 
 def locate(directory: Path, step: int) -> Path:
@@ -84,13 +103,13 @@ def next_sequence(directory: Path) -> int:
             hidden += 1
         except CheckpointError:
             continue
-    return max(numbers) + 1 + hidden * _ROOM
+    return min(max(numbers) + 1 + hidden * _ROOM, LARGEST)  # of equal ones the higher step is the newer
 
 
 def _identity(path: Path) -> tuple[int, ...]:
     """Another one when the file is another, or has been written to; of a file that is not there nothing."""
     try:
-        it = path.stat()
+        it = path.lstat()
     except OSError:
         return ()
     return it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns

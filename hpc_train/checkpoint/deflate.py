@@ -40,10 +40,13 @@ def deflate(data: memoryview, item: int, whole: int, level: int) -> bytes | None
 
 def inflate(stream: memoryview, item: int, whole: int) -> _Bytes:
     """The bytes of a chunk. Raises CheckpointError for what is no stream of so many."""
+    inflating = zlib.decompressobj()
     try:
-        data = zlib.decompress(stream, bufsize=whole)
+        data = inflating.decompress(stream, whole + 1)  # a few bytes can inflate to a thousand times as many
     except zlib.error as error:
         raise CheckpointError(f"it cannot be inflated ({error})") from error
+    if len(data) <= whole and not inflating.eof:
+        raise CheckpointError("it cannot be inflated (it does not end where it should)")
     if len(data) != whole:
         raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {whole}")
     elements = np.empty((whole // item, item), np.uint8)

@@ -181,7 +181,8 @@ def _write(
         return compress_shard(path.parent, path.name, staged, held_by(rows, image), begins, image.size, how)
     source = Packing(lying_in(staged.image, image, spans), image, shop.buffers)
     digests = write_stream(path, Stream(source.read, image.size), how)
-    return write_table(path.parent, path.name, image.size, digests), held_by(rows, image)
+    held = held_by(rows, image)
+    return write_table(path.parent, path.name, image.size, digests, held), held
 
 
 def _in_whole(delta: Delta, older: Older) -> dict[Key, Known]:

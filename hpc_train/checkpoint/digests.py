@@ -10,14 +10,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpc_train.checkpoint.chunks import PART, Parts
+from hpc_train.checkpoint.chunks import LEAST_STORED, PART, Parts, check_parts
 from hpc_train.checkpoint.errors import CheckpointError
 
 BLOCK = 128 << 10
 """Bytes. Smaller ones cost time, larger ones make a reader of a few rows read more than it wants."""
 ALGORITHM = "xxh3_64"
 _HEADER = struct.Struct("<8sQQ")
-_MAGIC = b"HPCTDIG1"
+_MAGIC, _OLDER_MAGIC = b"HPCTDIG2", b"HPCTDIG1"
+_SEAL = 16
+"""Bytes of the seal, which follows the header in format 5."""
 
 Digests = NDArray[np.uint64]
 
@@ -70,19 +72,38 @@ class Table(NamedTuple):
     digests: Digests
     parts: Parts | None
     """Of its image, where the file is compressed."""
+    seal: bytes | None = None
+    """Of what the file holds (see seal); None in tables of formats before 5."""
 
 
-def to_bytes(size: int, digests: Sequence[int], parts: Parts | None = None) -> bytes:
+def to_bytes(size: int, digests: Sequence[int], seal: bytes, parts: Parts | None = None) -> bytes:
     """A table as it lies beside its file of `size` bytes."""
     more = b"" if parts is None else parts.tobytes()
-    return _HEADER.pack(_MAGIC, size, BLOCK) + np.asarray(digests, dtype="<u8").tobytes() + more
+    return _HEADER.pack(_MAGIC, size, BLOCK) + seal + np.asarray(digests, dtype="<u8").tobytes() + more
 
 
-def from_bytes(data: bytes, size: int, compressed: bool = False) -> Table:
-    """Raises CheckpointError if it is not the table of a file of `size` bytes."""
-    end = _HEADER.size + 8 * blocks(size)
+def table_bytes(size: int, compressed: bool = False) -> int:
+    """Bytes of the table of a file of `size` bytes, at most."""
+    parts = PART.itemsize * (size // LEAST_STORED + 1) if compressed else 0
+    return _HEADER.size + _SEAL + 8 * blocks(size) + parts
+
+
+def from_bytes(data: bytes, size: int, inflated: int | None = None) -> Table:
+    """Raises CheckpointError if it is not the table of a file of `size` bytes.
+
+    inflated: bytes of its image, where it is compressed.
+    """
+    sealed, compressed = data[:8] == _MAGIC, inflated is not None
+    begin = _HEADER.size + _SEAL * sealed
+    end = begin + 8 * blocks(size)
     whole = (len(data) - end) % PART.itemsize == 0 if compressed else len(data) == end
-    if len(data) < end or not whole or data[: _HEADER.size] != _HEADER.pack(_MAGIC, size, BLOCK):
+    header = _HEADER.pack(_MAGIC if sealed else _OLDER_MAGIC, size, BLOCK)
+    if len(data) < end or not whole or data[: _HEADER.size] != header:
         raise CheckpointError("it is not the table of digests of that file")
-    digests = np.frombuffer(data[:end], dtype="<u8", offset=_HEADER.size).astype(np.uint64)
-    return Table(digests, np.frombuffer(data, dtype=PART, offset=end) if compressed else None)
+    digests = np.frombuffer(data[:end], dtype="<u8", offset=begin).astype(np.uint64)
+    seal = data[_HEADER.size : begin] if sealed else None
+    if inflated is None:
+        return Table(digests, None, seal)
+    parts = np.frombuffer(data, dtype=PART, offset=end)
+    check_parts(parts, size, inflated)
+    return Table(digests, parts, seal)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
 from hpc_train.checkpoint.image import Image, Row
 from hpc_train.checkpoint.rectangle import Rectangle
+from hpc_train.checkpoint.seal import seal_of_rows
 
 T = TypeVar("T")
 Integers = NDArray[np.int64]
@@ -62,6 +63,11 @@ class Held:
     """Byte of the file at which each row's data begins."""
     within: tuple[Within, ...] | None = None
     """[rows], where the rows are not all the datasets of the file, whole and in order."""
+
+    @cached_property
+    def seal(self) -> bytes:
+        """See seal; made once, as most saves are like the one before."""
+        return seal_of_rows(self.rows, self.places)
 
 
 @dataclass(frozen=True)

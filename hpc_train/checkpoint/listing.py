@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hpc_train.checkpoint.holdings import Cut, Holdings, Integers, Kind, Layout, Within
-from hpc_train.checkpoint.pattern import decode, encode
+from hpc_train.checkpoint.pattern import LARGEST, check_integers, decode, encode, length
+
+NAME = 65_535
+"""Characters of the name of a tensor, at most: HDF5 has no longer ones."""
+DIMENSIONS = 32
+"""Of a tensor, at most: HDF5 has no more."""
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FREE = 1 << 21
+"""Numbers that loops may stand for in any manifest, however few bytes it has."""
+
+
+class Budget:
+    """How many numbers the columns of a manifest may have: what a few bytes of text ask for is bounded.
+
+    Loops say in a few bytes what takes millions of numbers, as it should for a job of thousands of ranks. But each
+    number is of a dataset that takes some hundred bytes in a shard file, so more than `_FREE` are believed only where
+    the shard files are that large.
+    """
+
+    def __init__(self, text: int, stored: Callable[[], int]) -> None:
+        """text: bytes of the manifest. stored: finds out how many bytes the shard files have on the disk."""
+        self._left, self._stored = _FREE + text, stored
+        self._asked = False
+
+    def take(self, number: int) -> None:
+        """Raises ValueError where that is more than there can be."""
+        if number > self._left and not self._asked:
+            self._left, self._asked = self._left + self._stored() // 64, True
+        if number > self._left:
+            raise ValueError("columns of more numbers than there can be in files of that size")
+        self._left -= number
+
+    def column(self, code: Any, most: int) -> Integers:
+        """A column that is decoded, of at most `most` numbers."""
+        if type(code) is not list:  # that has its price in text
+            self.take(min(length(code), most))
+        return decode(code, most)
 
 
 def to_json(holdings: Holdings) -> dict[str, Any]:
@@ -29,14 +67,13 @@ def to_json(holdings: Holdings) -> dict[str, Any]:
     }
 
 
-def from_json(body: dict[str, Any]) -> Holdings:
-    """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
-    names = tuple(body["tensors"])
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError("a name that is no text")
-    kinds = tuple(Kind(str(dtype), tuple(shape)) for dtype, shape in body["kinds"]["are"])
-    kind = _indices(body["kinds"]["of"], len(kinds), len(names))
-    return Holdings(names, kinds, kind, tuple(_layout(it, len(names)) for it in body["layouts"]))
+def from_json(body: dict[str, Any], files: int, budget: Budget) -> Holdings:
+    """files: of the step. Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` did not make."""
+    names = _names(body["tensors"])
+    kinds = tuple(_kind(it) for it in _list(body["kinds"]["are"]))
+    kind = _indices(body["kinds"]["of"], len(kinds), len(names), budget)
+    layouts = tuple(_layout(it, len(names), files, budget) for it in _list(body["layouts"]))
+    return Holdings(names, kinds, kind, layouts)
 
 
 def texts(holdings: Holdings) -> dict[str, bytes]:
@@ -45,21 +82,62 @@ def texts(holdings: Holdings) -> dict[str, bytes]:
     return {key: json.dumps(value, **how).encode() for key, value in to_json(holdings).items()}
 
 
-def _layout(body: dict[str, Any], tensors: int) -> Layout:
-    files, places = decode(body["files"]), decode(body["places"])
-    cuts = tuple(_cut(it, len(files)) for it in body["cuts"]["are"])
-    of_tensor = _indices(body["tensors"], tensors, len(places))
-    within = tuple(Within(int(n), tuple(of), tuple(at)) for n, of, at in body["within"]) if "within" in body else None
+def _names(names: Any) -> tuple[str, ...]:
+    if not set(map(type, _list(names))) <= {str}:
+        raise TypeError("a name that is no text")
+    "".join(names).encode()  # raises ValueError for what is no text, as a half of a surrogate pair
+    if max(map(len, names), default=0) > NAME:
+        raise ValueError(f"a name of more than {NAME} characters")
+    return tuple(names)
+
+
+def _kind(body: Any) -> Kind:
+    dtype, shape = _list(body)
+    if type(dtype) is not str or not _DTYPE.fullmatch(dtype):
+        raise ValueError("a dtype that has no name")
+    return Kind(dtype, sizes(shape))
+
+
+def sizes(values: Any) -> tuple[int, ...]:
+    """A shape, or where something begins: none is negative or so large that a volume would overflow."""
+    check_integers(_list(values))
+    if len(values) > DIMENSIONS or any(not 0 <= it <= LARGEST for it in values):
+        raise ValueError("a shape that no tensor has")
+    return tuple(values)
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"{type(value).__name__} in place of a list")
+    return value
+
+
+def _layout(body: dict[str, Any], tensors: int, number: int, budget: Budget) -> Layout:
+    files = _indices(body["files"], number, None, budget)
+    places = budget.column(body["places"], LARGEST)
+    cuts = tuple(_cut(it, len(files), budget) for it in _list(body["cuts"]["are"]))
+    of_tensor = _indices(body["tensors"], tensors, len(places), budget)
+    of_cut = _indices(body["cuts"]["of"], len(cuts), len(places), budget)
+    within = tuple(map(_within, _list(body["within"]))) if "within" in body else None
     if within is not None and len(within) != len(places):
         raise ValueError("a layout whose columns differ in length")
-    return Layout(files, of_tensor, places, cuts, _indices(body["cuts"]["of"], len(cuts), len(places)), within)
+    return Layout(files, of_tensor, places, cuts, of_cut, within)
 
 
-def _indices(code: Any, among: int, number: int) -> Integers:
-    """So many."""
-    found = decode(code)
-    if len(found) != number or (number and not 0 <= found.min() <= found.max() < among):
+def _within(body: Any) -> Within:
+    number, shape, start = _list(body)
+    return Within(sizes([number])[0], sizes(shape), sizes(start))
+
+
+def _indices(code: Any, among: int, number: int | None, budget: Budget) -> Integers:
+    """Indices of `among` things. number: how many; None: as many as there are, each once."""
+    found = budget.column(code, among if number is None else number)
+    if number is not None and len(found) != number:
         raise ValueError("columns that do not fit each other")
+    if len(found) and not 0 <= found.min() <= found.max() < among:
+        raise ValueError("a column that counts what is not there")
+    if number is None and len(np.unique(found)) < len(found):
+        raise ValueError("the same file twice in a layout")
     return found
 
 
@@ -67,9 +145,10 @@ def _cut_to_json(cut: Cut) -> Any:
     return [cut.shape, [encode(column.tolist()) for column in cut.offsets.T]]
 
 
-def _cut(body: Any, members: int) -> Cut:
-    shape, codes = body
-    columns = [decode(code) for code in codes]
-    if len(columns) != len(shape) or any(len(column) != members for column in columns):
+def _cut(body: Any, members: int, budget: Budget) -> Cut:
+    shape, codes = _list(body)
+    columns = [budget.column(code, members) for code in _list(codes)]
+    if len(columns) != len(_list(shape)) or any(len(column) != members for column in columns):
         raise ValueError("offsets of another number of files")
-    return Cut(tuple(shape), np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64))
+    offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
+    return Cut(sizes(shape), offsets)

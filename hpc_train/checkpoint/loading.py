@@ -21,7 +21,7 @@ from hpc_train.checkpoint.manifest import MANIFEST, Manifest, read
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle, uncovered
 from hpc_train.checkpoint.source import Source, table_of
-from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, single, strips
+from hpc_train.checkpoint.strips import Numbers, Strips, between, cut, single, sizes, strips
 from hpc_train.checkpoint.targets import Targets
 from hpc_train.checkpoint.transfer import in_file_order
 from hpc_train.errors import UserError
@@ -48,9 +48,19 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | No
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
     plan: list[Strips] = []
-    on_all(world, lambda: plan.append(plan_reads(wanted, manifest, where)), lambda _: None)
     targets = Targets(wanted)
-    with Source(path, manifest.files) as source:
+    with Source(path, manifest) as source:
+
+        def planned() -> None:
+            try:
+                plan.append(plan_reads(wanted, manifest, where))
+            except UserError:
+                if world.rank == 0:  # who asks for what is not there may be right, and the manifest wrong
+                    undamaged(where, source.check_all)
+                raise
+            undamaged(where, lambda: check_reads(plan[0], source, targets))
+
+        on_all(world, planned, lambda _: None)
         own, shared = agree(plan[0], source.sizes, world)
         reader = Reader(source, wanted, targets)
         on_all(world, lambda: undamaged(where, lambda: reader.run(own)), lambda _: None)
@@ -66,6 +76,17 @@ def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
         return path, read(path, step)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST}: {error}") from error
+
+
+def check_reads(strips: Strips, source: Source, targets: Targets) -> None:
+    """Raise CheckpointError unless the files have all that is to be read, and every byte of every piece comes once."""
+    source.check(strips)
+    last = strips["at"] + (strips["count"] - 1) * strips["step"] + strips["run"]
+    outside = (strips["at"] < 0) | (last > targets.sizes[strips["piece"]])
+    coming = np.zeros(len(targets.sizes), dtype=np.int64)
+    np.add.at(coming, strips["piece"], sizes(strips))
+    if outside.any() or (coming != targets.sizes).any():
+        raise CheckpointError("what the files hold is not what the tensors need")
 
 
 def plan_reads(pieces: Sequence[Piece], manifest: Manifest, where: str) -> Strips:

@@ -62,7 +62,7 @@ class Lone:
 
 
 def lone(holdings: Holdings) -> Lone:
-    """Of a step. None of them, if two tensors have one name, which no step should have."""
+    """Of a step, no two of whose tensors have one name (see bounds.check_holdings)."""
     names, none = holdings.names, np.zeros(0, dtype=np.int64)
     forms: dict[Form, int] = {}
     times, found = np.zeros(len(names), dtype=np.int64), [(none, none, none, none)]
@@ -72,8 +72,6 @@ def lone(holdings: Holdings) -> Lone:
             found.append((it.tensors, _forms(holdings, it, forms), np.repeat(it.files, len(it.tensors)), it.places))
     tensors, form, files, places = (np.concatenate(column) for column in zip(*found, strict=True))
     alone = np.flatnonzero((times[tensors] == 1) & (form != _NONE))
-    if len(set(names)) < len(names):
-        alone = none
     of_rows = map(names.__getitem__, tensors[alone].tolist())
     rows = {name: row for row, name in enumerate(of_rows)}
     return Lone(rows, forms, form[alone], files[alone], places[alone])

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint import older, origin
+from hpc_train.checkpoint.bounds import check_holdings, named_twice
 from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
-from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
+from hpc_train.checkpoint.errors import CheckpointError, UnreadableError, one_line
 from hpc_train.checkpoint.files import checksum_of
 from hpc_train.checkpoint.holdings import Holdings
-from hpc_train.checkpoint.listing import from_json, texts
+from hpc_train.checkpoint.listing import Budget, from_json, texts
 from hpc_train.checkpoint.lone import Lone, lone
 from hpc_train.checkpoint.origin import Origin, Times
+from hpc_train.checkpoint.pattern import LARGEST, check_integers
 from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
+from hpc_train.regular_files import NotRegularError, is_plain_directory, read_regular
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Goes up when an older release could no longer read what is written."""
+WITHOUT_SEALS = 4
+"""The format before the tables of digests had seals, and else the same."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
-_NUMBERS = re.compile(rb',"sequence":(\d+),"step":(\d+),"tensors":\[')
+_NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
+_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
+LARGEST_TEXT = 1 << 30
+"""Bytes of a manifest, at most."""
+_INFLATION = 2200
+"""Bytes of an image that one byte of a compressed file can stand for: deflate's 1032, and room between tensors."""
+_PART, _DEPTH = 255, 8
+"""Bytes of a part of a file's name, and parts of it, at most."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,8 @@ class Manifest:
     """What made it, where that was told."""
     times: Times | None = None
     """Of its save; None for one that no training saved, and of earlier releases."""
+    version: int = FORMAT_VERSION
+    """Of the format that it was read from."""
 
     @property
     def size(self) -> int:
@@ -121,26 +138,52 @@ class Manifest:
 
 
 @uncollected()
-def from_bytes(data: bytes) -> Manifest:
-    """Raises CheckpointError if the text is not exactly what `to_bytes` made, or is of another format."""
+def from_bytes(data: bytes, directory: Path | None = None) -> Manifest:
+    """Read a manifest and check every number in it (docs/checkpoint_format.md).
+
+    directory: of the step, whose shard files bound how much a manifest may claim. Raises CheckpointError if the text is
+    not exactly what `to_bytes` made, is of another format, or contradicts itself.
+    """
+    try:
+        return _manifest(data, directory)
+    except KeyError as error:
+        raise CheckpointError(f"it is not a manifest (it has no {error})") from error
+    except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"it is not a manifest ({one_line(error)})") from error
+    except (RecursionError, MemoryError) as error:
+        raise CheckpointError(f"it is not a manifest ({type(error).__name__} while it was read)") from error
+
+
+def _manifest(data: bytes, directory: Path | None) -> Manifest:
     body = _parsed(data)
     version = body.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
     if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    known = version in (*older.FORMATS, FORMAT_VERSION)
+    known = type(version) is int and version in (*older.FORMATS, WITHOUT_SEALS, FORMAT_VERSION)
     if not known or (body.get("block"), body.get("algorithm")) != (BLOCK, ALGORITHM):
-        raise CheckpointError(f"format {version} is not read by this release; load it with the one that wrote it")
-    try:
-        files = _files(body["files"], body.get("written_at"), body.get("inflated"))
-        step, sequence, world_size = (int(body[key]) for key in ("step", "sequence", "world_size"))
-        holdings, score = _holdings(body, len(files)), body.get("validation_loss")
-        finite, score = bool(body.get("finite", True)), None if score is None else float(score)
-        told = origin.origin_from(body.get("origin")), origin.times_from(body.get("times"))
-        return Manifest(step, sequence, world_size, holdings, files, body["extra"], finite, score, *told)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"it is not a manifest ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it"
+        )
+    files = _files(body["files"], body.get("written_at"), body.get("inflated"))
+    budget = Budget(len(data), lambda: _bytes_on_disk(files, directory))
+    listed = older.listed(body) if version in older.FORMATS else body
+    holdings = from_json(listed, len(files), budget)
+    check_holdings(holdings, files)
+    told = origin.origin_from(body.get("origin")), origin.times_from(body.get("times"))
+    return Manifest(
+        _number(body["step"]),
+        _number(body["sequence"]),
+        _number(body["world_size"]),
+        holdings,
+        files,
+        _object(body["extra"]),
+        _bool(body.get("finite", True)),
+        _score(body.get("validation_loss")),
+        *told,
+        version=_number(version),
+    )
 
 
 def read(path: Path, step: int) -> Manifest:
@@ -148,7 +191,7 @@ def read(path: Path, step: int) -> Manifest:
 
     UnreadableError, which is one too, if the file system fails.
     """
-    manifest = from_bytes(_content(path))
+    manifest = from_bytes(_content(path), path)
     if manifest.step != step:
         raise CheckpointError(f"it is the manifest of step {manifest.step}")
     return manifest
@@ -157,14 +200,17 @@ def read(path: Path, step: int) -> Manifest:
 def sequence(path: Path, step: int) -> int:
     """Of the manifest in the directory of a step, without a look at what the step holds. Raises as `read` does."""
     data = _content(path)
-    if (told := _told(data)) is not None and told[1] == step:
+    if (told := _told(data)) is not None and told[1] == step and told[0] <= LARGEST:
         return told[0]
-    body = _parsed(data)
-    if not _is_intact(data, body.pop("checksum", None), body):
-        raise CheckpointError("its content does not match its own checksum")
-    if body.get("step") != step or not isinstance(body.get("sequence"), int):
-        raise CheckpointError("it is not the manifest of that step")
-    return int(body["sequence"])
+    try:
+        body = _parsed(data)
+        if not _is_intact(data, body.pop("checksum", None), body):
+            raise CheckpointError("its content does not match its own checksum")
+        if body.get("step") != step:
+            raise CheckpointError("it is not the manifest of that step")
+        return _number(body.get("sequence"))
+    except (TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"it is not a manifest ({type(error).__name__})") from error
 
 
 def _told(data: bytes) -> tuple[int, int] | None:
@@ -182,18 +228,23 @@ def _told(data: bytes) -> tuple[int, int] | None:
 
 def _content(path: Path) -> bytes:
     try:
-        return (path / MANIFEST).read_bytes()
+        if not is_plain_directory(path):
+            raise CheckpointError("the step is not a directory")
+        return read_regular(path / MANIFEST, LARGEST_TEXT)
     except FileNotFoundError:
         raise CheckpointError("missing") from None
+    except NotRegularError as error:
+        raise CheckpointError(str(error.strerror)) from error
+    except MemoryError as error:
+        raise CheckpointError("it is larger than the memory") from error
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from error
 
 
 def incomplete(holdings: Holdings) -> tuple[str, str] | None:
     """(tensor, why) of the first tensor whose parts disagree or do not cover it exactly once; None if all do."""
-    counted = Counter(tensor.name for tensor in holdings.tensors)
-    if len(counted) < len(holdings.tensors):
-        return counted.most_common(1)[0][0], "its pieces disagree on shape or dtype"
+    if twice := named_twice(holdings.names):
+        return twice, "its pieces disagree on shape or dtype"
     for tensor in holdings.tensors:
         if holdings.is_in_one_part(tensor):
             continue
@@ -207,13 +258,25 @@ def incomplete(holdings: Holdings) -> tuple[str, str] | None:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
+    """The JSON object. Raises CheckpointError, and RecursionError for one that is nested too deeply."""
     try:
-        body = json.loads(data)
+        body = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_number)
     except ValueError as error:  # also UnicodeDecodeError
-        raise CheckpointError("it is not JSON") from error
-    if not isinstance(body, dict):
+        raise CheckpointError(f"it is not JSON ({one_line(error)})") from error
+    if type(body) is not dict:
         raise CheckpointError("it is not a JSON object")
     return body
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
 
 
 def _is_intact(data: bytes, checksum: object, body: dict[str, Any]) -> bool:
@@ -222,28 +285,72 @@ def _is_intact(data: bytes, checksum: object, body: dict[str, Any]) -> bool:
     return checksum == checksum_of(written) or checksum == checksum_of(json.dumps(body, **_CANONICAL).encode())
 
 
-def _files(rows: list[Any], *optional: list[int | None] | None) -> tuple[ShardFile, ...]:
+def _files(rows: Any, *optional: Any) -> tuple[ShardFile, ...]:
     """optional: the columns that a manifest may lack, written_at and inflated."""
-    columns = ([None] * len(rows) if column is None else map(_integer, column) for column in optional)
-    return tuple(
-        ShardFile(_checked(str(name)), int(size), str(digests), *rest)
-        for (name, size, digests), *rest in zip(rows, *columns, strict=True)
-    )
+    columns = [[None] * len(rows) if column is None else column for column in optional]
+    if any(type(column) is not list or len(column) != len(rows) for column in (rows, *columns)):
+        raise ValueError("columns of files that do not fit each other")
+    found = tuple(_file(row, *rest) for row, *rest in zip(rows, *columns, strict=True))
+    if len({file.name for file in found}) < len(found):
+        raise ValueError("the same file twice")
+    return found
 
 
-def _integer(value: int | None) -> int | None:
-    return None if value is None else int(value)
+def _file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
+    name, size, digests = row
+    name = _checked(name)
+    if type(digests) is not str or not _CHECKSUM.fullmatch(digests):
+        raise ValueError("a table of digests without a checksum")
+    since = None if written_at is None else _number(written_at)
+    whole = None if inflated is None else _number(inflated)
+    if whole is not None and whole > _number(size) * _INFLATION + _INFLATION:
+        raise ValueError(f"a file of {size} bytes that would be {whole} bytes inflated")
+    return ShardFile(name, _number(size), digests, since, whole)
 
 
-def _checked(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or str(path) != name:
-        raise ValueError(f"{name!r} is not the name of a file of a step")
-    return name
+def _number(value: Any) -> int:
+    check_integers([value])
+    if not 0 <= value <= LARGEST:
+        raise ValueError("a number that is negative or too large")
+    return int(value)
 
 
-def _holdings(body: dict[str, Any], files: int) -> Holdings:
-    holdings = from_json(older.listed(body) if body["format_version"] in older.FORMATS else body)
-    if any(len(it.files) and not 0 <= it.files.min() <= it.files.max() < files for it in holdings.layouts):
-        raise ValueError("a layout of a file that is not there")
-    return holdings
+def _object(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise TypeError("extra that is no object")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError("neither true nor false")
+    return value
+
+
+def _score(value: Any) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not isfinite(value):
+        raise TypeError("a validation loss that is no finite number")
+    return float(value)
+
+
+def _checked(name: Any) -> str:
+    """The name of a shard file: a path below the directory of the step."""
+    parts = name.split("/") if type(name) is str else [""]
+    plain = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= _PART for part in parts)
+    if not plain or len(parts) > _DEPTH or not name.isprintable() or parts[0] in (MANIFEST, "bad", "index.h5"):
+        raise ValueError(f"{str(name)[:200]!r} is not the name of a file of a step")
+    return str(name)
+
+
+def _bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:
+    """Of the shard files that are there and are as large as they should be."""
+    if directory is None:
+        return 0
+    found = 0
+    for file in files:
+        with suppress(OSError, ValueError):
+            size = (directory / file.name).lstat().st_size
+            found += size if size == file.bytes else 0
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+LARGEST = 1 << 62
+"""No number in a manifest is greater, or the sum of two could overflow."""
+_DEPTH = 64
+"""Loops within each other, at most: each that is one at least doubles the row."""
 
 
 def encode(values: Sequence[int]) -> Any:
@@ -23,14 +28,51 @@ def encode(values: Sequence[int]) -> Any:
     return {"from": int(row[0]), "loops": [list(loop) for loop in loops]}
 
 
-def decode(code: Any) -> Integers:
-    """The values. Raises TypeError, KeyError or ValueError for what `encode` did not make."""
-    if isinstance(code, list):
-        return np.asarray(code, dtype=np.int64)
+def decode(code: Any, most: int) -> Integers:
+    """The values, of which there are at most `most`: that is seen before memory is taken for them.
+
+    Raises TypeError, KeyError, ValueError or OverflowError for what `encode` did not make.
+    """
+    number = length(code)
+    if number > most:
+        raise ValueError(f"{number} numbers where there can be {most}")
+    if type(code) is list:
+        check_integers(code)
+        return np.frombuffer(array("q", code), dtype=np.int64)  # several times as fast as asarray
     row = np.asarray([code["from"]], dtype=np.int64)
     for count, stride in code["loops"]:
         row = (row[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
     return row
+
+
+def check_integers(values: Sequence[Any]) -> None:
+    """Raise TypeError unless all are integers: true and 1.0 are none."""
+    if not set(map(type, values)) <= {int}:
+        raise TypeError("a number that is no integer")
+
+
+def length(code: Any) -> int:
+    """How many values `decode` would give, without giving them. Raises as `decode`."""
+    if type(code) is list:
+        return len(code)
+    if type(code) is not dict or code.keys() != {"from", "loops"}:
+        raise TypeError("a column that is neither a list nor loops")
+    first, loops = code["from"], code["loops"]
+    check_integers([first])
+    if type(loops) is not list or len(loops) > _DEPTH:
+        raise TypeError("loops that are none")
+    total, low, high = 1, first, first
+    for loop in loops:
+        if type(loop) is not list or len(loop) != 2:
+            raise TypeError("a loop that is no pair")
+        check_integers(loop)
+        count, stride = loop
+        if not 1 <= count <= LARGEST:
+            raise ValueError(f"a loop of {count} rounds")
+        total, low, high = total * count, low + min(0, (count - 1) * stride), high + max(0, (count - 1) * stride)
+    if low < -LARGEST or high > LARGEST:
+        raise OverflowError("a number that is too large")
+    return total
 
 
 def _loops(row: Integers) -> list[tuple[int, int]] | None:

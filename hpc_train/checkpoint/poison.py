@@ -19,10 +19,13 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import sync_directory, write_file
 from hpc_train.checkpoint.holdings import Held
 from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.regular_files import NotRegularError, read_regular
 
 MARK = "bad"
 """File in the directory of a step that is marked; its text is the reason."""
 _PADDING = 4096
+_REASON = 64 << 10
+"""Bytes of a reason, at most."""
 
 
 def mark_bad(directory: Path, step: int, why: str) -> None:
@@ -57,9 +60,17 @@ def poison_of(path: Path, manifest: Manifest | None) -> str | None:
     path: of the directory of the step. Raises OSError if it cannot be seen whether there is a mark.
     """
     try:
-        return f"is marked bad: {(path / MARK).read_text('utf-8', errors='replace').strip()}"
+        return f"is marked bad: {mark_of(path)}"
     except FileNotFoundError:
         return None if manifest is None or manifest.finite else "has NaN or infinity in it, or in the loss"
+
+
+def mark_of(path: Path) -> str:
+    """Why a step is marked bad. Raises FileNotFoundError if it is not, OSError if that cannot be seen."""
+    try:
+        return read_regular(path / MARK, _REASON).decode("utf-8", "replace").strip()
+    except NotRegularError as error:
+        return str(error.strerror)  # whatever it is, somebody has put it there
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,10 @@ def _meant(directory: Path, how: str) -> tuple[Path, int | None]:
         locate(directory, int(how))
         return directory, int(how)
     path = Path(how).expanduser().absolute()
-    step = step_of(path)
-    if step is not None and path.is_dir():
-        return path.parent, step
+    for it in (path, path.resolve()):  # a link that somebody names is followed
+        step = step_of(it)
+        if step is not None and found(it.parent).get(step) == it:
+            return it.parent, step
     for place in (path, path / "checkpoints"):
         if found(place):
             return place, None

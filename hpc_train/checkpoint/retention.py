@@ -12,12 +12,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from hpc_train.checkpoint.catalogue import beside, found, step_of
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.files import sync_directory
 from hpc_train.checkpoint.manifest import Manifest, read
 from hpc_train.checkpoint.poison import poison_of
+from hpc_train.regular_files import is_plain_directory
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"step-[0-9]+\.(tmp|trash)-(.+)")
@@ -89,7 +91,7 @@ def _look_at(path: Path, step: int) -> _Whole | str | None:
     """
     try:
         manifest = read(path, step)
-        if any((path / file.name).stat().st_size != file.bytes for file in manifest.files):
+        if any(_size(path / file.name) != file.bytes for file in manifest.files):
             return "size"
         return _Whole(manifest, poison_of(path, manifest) is not None)
     except UnreadableError:
@@ -98,6 +100,12 @@ def _look_at(path: Path, step: int) -> _Whole | str | None:
         return str(error)
     except OSError:
         return None
+
+
+def _size(path: Path) -> int:
+    """Of a regular file; -1 of anything else. Raises OSError."""
+    found = path.lstat()
+    return found.st_size if S_ISREG(found.st_mode) else -1
 
 
 def discard(path: Path) -> bool:
@@ -113,8 +121,17 @@ def discard(path: Path) -> bool:
         return False
     with suppress(OSError):  # what is left is trash, for a later sweep
         sync_directory(path.parent)
-        shutil.rmtree(trash, ignore_errors=True)
+        remove(trash)
     return True
+
+
+def remove(path: Path) -> None:
+    """Delete a directory, or whatever else has its name; a link, not what it leads to. What will not go stays."""
+    with suppress(OSError):
+        if is_plain_directory(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def sweep(directory: Path, sole: bool = False) -> None:
@@ -127,7 +144,7 @@ def sweep(directory: Path, sole: bool = False) -> None:
         for path in list(directory.iterdir()):
             step = step_of(path)
             if is_dead(path, sole):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
             elif step is not None and steps.get(step, path) != path:
                 discard(path)
 
@@ -170,6 +187,6 @@ def _is_running(process: int) -> bool:
 
 def _last_change(path: Path) -> float:
     try:
-        return max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
+        return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
     except OSError:
         return time.time()  # it is going away under our eyes: somebody else is at it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -332,7 +333,7 @@ def commit(
     sync_directory(temporary)
     if lock is not None:
         lock.check()
-    replaced = beside(path, "old", new_token()) if path.exists() else None
+    replaced = beside(path, "old", new_token()) if os.path.lexists(path) else None  # also a link to nowhere
     try:
         if replaced:
             path.rename(replaced)

@@ -139,14 +139,15 @@ def write_shard(directory: Path, name: str, staged: Staged, how: Behaviour = USU
         return compress_shard(directory, name, staged, staged.held, staged.held.places, staged.size, how)
     path, image = directory / name, staged.image
     if isinstance(image, LocalFile):
-        return write_table(directory, name, staged.size, image.copy_to(path, how)), staged.held
+        return write_table(directory, name, staged.size, image.copy_to(path, how), staged.held), staged.held
     if staged.looking is None:
-        return write_table(directory, name, staged.size, write_image(path, image, staged.size, how)), staged.held
+        digests = write_image(path, image, staged.size, how)
+        return write_table(directory, name, staged.size, digests, staged.held), staged.held
     found: list[ShardFile] = []
 
     def known(digests: list[int]) -> None:
         if not found:
-            found.append(write_table(directory, name, staged.size, digests))
+            found.append(write_table(directory, name, staged.size, digests, staged.held))
 
     write_stream(path, Stream(staged.looking.read, staged.size, True, staged.looking.digests, known), how)
     return found[0], staged.held
@@ -166,7 +167,7 @@ def compress_shard(
         for row, place, begin in zip(held.rows, held.places, begins, strict=True)
     )
     found = write_compressed(directory / name, list(lying), staged.level, how, staged.buffers)
-    return write_table(directory, name, found.size, found.digests, found.parts, size), held
+    return write_table(directory, name, found.size, found.digests, held, found.parts, size), held
 
 
 def write_table(
@@ -174,14 +175,15 @@ def write_table(
     name: str,
     size: int,
     digests: Sequence[int],
+    held: Held,
     parts: Parts | None = None,
     inflated: int | None = None,
 ) -> ShardFile:
     """Put the table of a shard file of that size beside it, and on the disk. Raises OSError.
 
-    parts, inflated: of a compressed one; see chunks and ShardFile.
+    held: what is in it. parts, inflated: of a compressed one; see chunks and ShardFile.
     """
-    table = to_bytes(size, digests, parts)
+    table = to_bytes(size, digests, held.seal, parts)
     write_file(beside(directory / name), table)
     return ShardFile(name, size, checksum_of(table), inflated=inflated)
 

@@ -80,14 +80,13 @@ class SharedFile:
         if not self._rows:
             return ()
         assert self._head is not None
-        file = write_table(directory, name, self._head.size, self._table(found).tolist())
         places = [
             begin + place if row.bytes else 0
             for begin, it in zip(self._head.begins, self.held, strict=True)
             for row, place in zip(it.rows, it.places, strict=True)
         ]
         held = Held(tuple(row for it in self.held for row in it.rows), tuple(places))
-        return ((file, held),)
+        return ((write_table(directory, name, self._head.size, self._table(found).tolist(), held), held),)
 
     @property
     def _rows(self) -> list[str]:

@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc_train.checkpoint.chunks import Parts, stored_within, within
+from hpc_train.checkpoint.chunks import Parts, covers, stored_within, within
+from hpc_train.checkpoint.consistency import check_file
 from hpc_train.checkpoint.deflate import inflate
-from hpc_train.checkpoint.digests import BLOCK, Table, digest_blocks, digest_scattered, first_wrong
+from hpc_train.checkpoint.digests import BLOCK, Table, digest_blocks, digest_scattered, first_wrong, table_bytes
 from hpc_train.checkpoint.digests import from_bytes as digests_from
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import checksum_of
 from hpc_train.checkpoint.image import ALIGNMENT
-from hpc_train.checkpoint.manifest import ShardFile
+from hpc_train.checkpoint.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.shard import beside
+from hpc_train.checkpoint.strips import Strips, ends
+from hpc_train.regular_files import is_plain_directory, open_regular, read_regular
 
 HOT = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
@@ -50,8 +53,9 @@ class Damaged(CheckpointError):
 class Source:
     """Open shard files of one step. Any number of threads may read."""
 
-    def __init__(self, directory: Path, files: Sequence[ShardFile]) -> None:
-        self._directory, self._files = directory, files
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        files = manifest.files
+        self._directory, self._files, self._manifest = directory, files, manifest
         self.sizes = [file.image for file in files]
         """Bytes of the image of every file."""
         self._open: dict[int, _Opened] = {}
@@ -156,6 +160,28 @@ class Source:
         """Whether it is read as it is, out of the page cache: then parts of a read cost no more than all at once."""
         return not self._opened(file).direct and self._opened(file).parts is None
 
+    def check(self, strips: Strips) -> None:
+        """Raise CheckpointError unless the files have every byte that the strips want."""
+        begin, end = strips["begin"], ends(strips)
+        sizes = np.array(self.sizes, dtype=np.int64)[strips["file"]]
+        if ((begin < 0) | (end < begin) | (end > sizes)).any():
+            raise CheckpointError("bytes would be read that are in no file")
+        compressed = [file for file, it in enumerate(self._files) if it.inflated is not None]
+        for file in np.intersect1d(strips["file"], compressed).tolist():
+            parts = self._opened(file).parts
+            mine = strips["file"] == file
+            if parts is None or not covers(parts, begin[mine], end[mine]).all():
+                raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
+
+    def check_all(self) -> None:
+        """Raise CheckpointError unless every file is there and holds what the manifest says, as far as it says."""
+        for file, it in enumerate(self._files):
+            opened = _Opened(self._directory, it)
+            try:
+                self._check(file, opened)
+            finally:
+                os.close(opened.descriptor)
+
     def scratch(self, size: int) -> memoryview:
         """Whole pages, of this thread; what they held is lost with the next call."""
         return self._pages("scratch", size)
@@ -170,8 +196,24 @@ class Source:
     def _opened(self, file: int) -> _Opened:
         with self._lock:
             if file not in self._open:
-                self._open[file] = _Opened(self._directory, self._files[file])
+                it = self._open[file] = _Opened(self._directory, self._files[file])
+                self._check(file, it)
             return self._open[file]
+
+    def _check(self, file: int, it: _Opened) -> None:
+        """Raise CheckpointError unless the file holds what the manifest says."""
+
+        def read(begin: int, end: int) -> bytes:
+            memory = memoryview(pages(end - begin))
+            self._read(it, begin, end - begin, memory, lambda first, last: None)
+            return bytes(memory[: end - begin])
+
+        try:
+            check_file(self._manifest.holdings, file, self._files[file], it.table, read, False)
+        except Damaged:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{it.name}: {error}") from error
 
 
 class _Opened:
@@ -179,8 +221,10 @@ class _Opened:
 
     def __init__(self, directory: Path, known: ShardFile) -> None:
         self.name, self.size = known.name, known.bytes
-        digests, self.parts = table_of(directory, known)
-        self.digests: list[int] = digests.tolist()
+        check_folders(directory, known.name)
+        self.table = table_of(directory, known)
+        self.parts = self.table.parts
+        self.digests: list[int] = self.table.digests.tolist()
         try:
             self.descriptor, self.direct = _descriptor(directory / known.name)
         except OSError as error:
@@ -236,17 +280,29 @@ def _put(it: _Opened, part: _Part, data: memoryview, low: int, memory: memoryvie
 
 def table_of(directory: Path, file: ShardFile) -> Table:
     """What lies beside a shard file. Raises CheckpointError if they are not those that were committed."""
-    name = beside(Path(file.name)).as_posix()
+    name, most = beside(Path(file.name)).as_posix(), table_bytes(file.bytes, file.inflated is not None)
     try:
-        data = beside(directory / file.name).read_bytes()
+        data = read_regular(beside(directory / file.name), most)
     except OSError as error:
         raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
     if checksum_of(data) != file.digests:
         raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
     try:
-        return digests_from(data, file.bytes, file.inflated is not None)
+        return digests_from(data, file.bytes, file.inflated)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
+
+
+def check_folders(directory: Path, name: str) -> None:
+    """Raise CheckpointError where a folder between a step and its file is a link, which could lead anywhere."""
+    folder = directory
+    for part in ("", *name.split("/")[:-1]):
+        folder = folder / part
+        try:
+            if not is_plain_directory(folder):
+                raise CheckpointError(f"{name}: it lies behind {folder.name}, which is no directory")
+        except OSError as error:
+            raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
 
 
 def pages(size: int) -> mmap.mmap:
@@ -287,12 +343,11 @@ def _fill(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
 
 def _descriptor(path: Path) -> tuple[int, bool]:
     """(descriptor, whether it passes the page cache by): it does where little of the file is in there."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    plain = os.open(path, flags)
+    plain = open_regular(path)
     if _is_cached(plain):
         return plain, False
     try:
-        direct = os.open(path, flags | os.O_DIRECT)
+        direct = open_regular(path, flags=os.O_DIRECT)
     except OSError as error:
         if error.errno not in _REFUSED:
             os.close(plain)

@@ -14,11 +14,15 @@ from hpc_train.api import World
 from hpc_train.checkpoint.agreement import on_all, on_first
 from hpc_train.checkpoint.catalogue import committed, locate
 from hpc_train.checkpoint.chunks import Parts, stored_within
+from hpc_train.checkpoint.consistency import check_file
 from hpc_train.checkpoint.digests import BLOCK, Digests, digest_blocks, first_wrong
 from hpc_train.checkpoint.errors import CheckpointError, Problem
+from hpc_train.checkpoint.index import INDEX, index_problem
 from hpc_train.checkpoint.loading import table_of
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest, ShardFile, incomplete, read
 from hpc_train.checkpoint.shard import beside
+from hpc_train.checkpoint.source import check_folders
+from hpc_train.regular_files import check_regular, open_regular
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
@@ -37,11 +41,39 @@ def verify(directory: Path, step: int, world: World | None = None) -> list[Probl
     if manifest is None:
         return problems
     rank, size = (world.rank, world.size) if world else (0, 1)
-    return problems + on_all(
-        world,
-        lambda: file_problems(path, manifest, manifest.files[rank::size]),
-        lambda found: [problem for of_rank in found for problem in of_rank],
+    mine = manifest.files[rank::size]
+
+    def found() -> list[Problem]:
+        return file_problems(path, manifest, mine) + (index_problems(path, manifest) if rank == 0 else [])
+
+    return problems + on_all(world, found, lambda ranks: [problem for of_rank in ranks for problem in of_rank])
+
+
+def verify_alone(
+    path: Path, step: int, jobs: int = 1, tell: Callable[[int], object] = lambda done: None
+) -> tuple[Manifest | None, list[Problem]]:
+    """The same in one process, of a step whose directory is known; the manifest is None where it is damaged.
+
+    jobs, tell: as `file_problems`.
+    """
+    manifest, problems = _manifest(path, step)
+    if manifest is None:
+        return None, problems
+    return manifest, problems + file_problems(path, manifest, manifest.files, jobs, tell) + index_problems(
+        path, manifest
     )
+
+
+def index_problems(path: Path, manifest: Manifest) -> list[Problem]:
+    """What is wrong with the index of a step, if it has one; only a regular file is opened."""
+    try:
+        check_regular(path / INDEX, follow=False)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [Problem(INDEX, f"it cannot be read: {error.strerror}")]
+    found = index_problem(path, manifest)
+    return [found] if found else []
 
 
 def newest(directory: Path, world: World | None = None) -> int | None:
@@ -81,8 +113,32 @@ def file_problems(
             (name, [found] if isinstance(found, Problem) else [pool.submit(look, span) for span in found])
             for name, found in checked.items()
         ]
-        results = [[it if isinstance(it, Problem) else it.result() for it in of_file] for _, of_file in looks]
-    return [wrong[0] for of_file in results if (wrong := [problem for problem in of_file if problem])]
+        results = [
+            (name, [it if isinstance(it, Problem) else it.result() for it in of_file]) for name, of_file in looks
+        ]
+    damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
+    numbers = {file.name: number for number, file in enumerate(manifest.files)}
+    for name in checked.keys() - damaged.keys():
+        if (problem := _contradiction(path, manifest, numbers[name])) is not None:
+            damaged[name] = problem
+    return [damaged[name] for name in checked if name in damaged]
+
+
+def _contradiction(path: Path, manifest: Manifest, number: int) -> Problem | None:
+    """What a file, whose bytes are those that were committed, says of itself that the manifest does not."""
+    file = manifest.files[number]
+    try:
+        with os.fdopen(open_regular(path / file.name), "rb", buffering=0) as opened:
+
+            def read(begin: int, end: int) -> bytes:
+                return os.pread(opened.fileno(), end - begin, begin)
+
+            check_file(manifest.holdings, number, file, table_of(path, file), read, thorough=True)
+    except OSError as error:
+        return Problem(file.name, f"it cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        return Problem(file.name, str(error))
+    return None
 
 
 @dataclass(frozen=True)
@@ -102,18 +158,23 @@ class _Span:
 
 def _open(directory: Path, step: int) -> tuple[Path, Manifest | None, list[Problem]]:
     path = locate(directory, step)
+    return path, *_manifest(path, step)
+
+
+def _manifest(path: Path, step: int) -> tuple[Manifest | None, list[Problem]]:
     try:
         manifest = read(path, step)
     except CheckpointError as error:
-        return path, None, [Problem(MANIFEST, str(error))]
+        return None, [Problem(MANIFEST, str(error))]
     wrong = incomplete(manifest.holdings)
-    return path, manifest, [Problem(MANIFEST, wrong[1], tensor=wrong[0])] if wrong else []
+    return manifest, [Problem(MANIFEST, wrong[1], tensor=wrong[0])] if wrong else []
 
 
 def _spans(path: Path, file: ShardFile) -> list[_Span] | Problem:
     """All blocks of a file; or what is wrong before any of them is looked at."""
     try:
-        size = (path / file.name).stat().st_size
+        check_folders(path, file.name)
+        size = (path / file.name).lstat().st_size
         if size != file.bytes:
             return Problem(file.name, f"it has {size} bytes, {file.bytes} were committed")
         table = table_of(path, file)
@@ -123,8 +184,8 @@ def _spans(path: Path, file: ShardFile) -> list[_Span] | Problem:
         return Problem(beside(Path(file.name)).as_posix(), str(error).partition(": ")[2])
     except OSError as error:
         return Problem(file.name, f"it cannot be read: {error.strerror}")
-    digests, parts = table
-    return [_Span(file, first, digests[first : first + _SPAN], parts) for first in range(0, len(digests), _SPAN)]
+    starts = range(0, len(table.digests), _SPAN)
+    return [_Span(file, first, table.digests[first : first + _SPAN], table.parts) for first in starts]
 
 
 def _look(path: Path, manifest: Manifest, span: _Span) -> Problem | None:
@@ -144,7 +205,7 @@ def _look(path: Path, manifest: Manifest, span: _Span) -> Problem | None:
 def _first_wrong_block(path: Path, first: int, table: Digests) -> int | None:
     """Its index in the file. first: index of the block that the table begins with."""
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for begin in range(0, len(table), _CHUNK // BLOCK):
             expected = table[begin : begin + _CHUNK // BLOCK].tolist()
             count = _fill(file.fileno(), buffer[: len(expected) * BLOCK], (first + begin) * BLOCK)

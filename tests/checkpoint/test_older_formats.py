@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_helpers import alone, blank, same_pieces, whole
+from test_hostile_manifests import reseal
 
-from hpc_train.checkpoint import load, verify
+from hpc_train.checkpoint import CheckpointError, load, verify
 from hpc_train.checkpoint.manifest import read
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(4, 6) + 0.5
 HALVES = {f"half.{index}": torch.full((3,), float(index)).bfloat16() for index in range(4)}
 TENSORS = {"rows": ROWS, **HALVES, "step": torch.tensor(7)}
-FORMATS = {1: (2, TENSORS), 2: (3, {**TENSORS, "zeros": torch.zeros(4, 4096)})}
-"""By step; in the second the tensors are compressed."""
+ZEROS = {**TENSORS, "zeros": torch.zeros(4, 4096)}
+COUNTED = {**ZEROS, "counted": (torch.arange(4 * 80000) % 50).reshape(4, 80000).float()}
+MOVED = {**COUNTED, "step": torch.tensor(8), "counted": COUNTED["counted"].clone()}
+MOVED["counted"][2] += 1
+FORMATS = {1: (2, TENSORS), 2: (3, ZEROS), 3: (4, TENSORS), 4: (4, COUNTED), 5: (4, COUNTED), 6: (4, MOVED)}
+"""By step; in 2 and 4 the tensors are compressed, and 6 shares a file with 5, of one rank."""
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    with tarfile.open(Path(__file__).with_name("older_formats.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+    for name in ("older_formats.tar.xz", "format_4.tar.xz"):
+        with tarfile.open(Path(__file__).with_name(name)) as archive:
+            archive.extractall(tmp_path, filter="data")
     return tmp_path / "older"
 
 
@@ -36,3 +43,16 @@ def test_it_is_sound_and_has_what_was_saved(directory: Path, step: int) -> None:
     assert same_pieces(pieces, whole(tensors))
     holdings = read(directory / f"step-{step}", step).holdings
     assert {it.name: it.shape for it in holdings.tensors} == {name: tuple(it.shape) for name, it in tensors.items()}
+
+
+def swap_two_halves(body: dict[str, Any]) -> None:
+    """Tensors that are alike but for their values and where they lie."""
+    body["tensors"][1], body["tensors"][2] = body["tensors"][2], body["tensors"][1]
+
+
+@pytest.mark.parametrize("step", FORMATS)
+def test_a_lie_is_found_without_a_seal(directory: Path, step: int) -> None:
+    reseal(directory / f"step-{step}", swap_two_halves)
+    assert "half." in verify(directory, step)[0].what
+    with pytest.raises(CheckpointError, match="half"):
+        load(directory, step, blank(whole(FORMATS[step][1])), alone())

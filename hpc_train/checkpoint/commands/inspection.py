@@ -19,6 +19,7 @@ from hpc_train.checkpoint.poison import poison_of
 from hpc_train.checkpoint.shard import writers_of
 from hpc_train.checkpoint.weights import holds_weights_only
 from hpc_train.errors import UserError
+from hpc_train.regular_files import read_text
 
 _SECONDS = ("seconds", "stall", *PARTS)
 _TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
@@ -89,7 +90,7 @@ def timeline(run: Path, step: int) -> list[dict[str, Any]]:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = read_text(path, errors="replace").splitlines()
     except OSError:
         return
     for line in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from hpc_train.checkpoint.catalogue import committed, found, readable
@@ -73,7 +74,8 @@ def bytes_of(path: Path) -> int:
     total = 0
     for entry in path.rglob("*"):
         try:
-            total += entry.stat().st_size if not entry.is_dir() else 0
+            found = entry.lstat()
+            total += found.st_size if not S_ISDIR(found.st_mode) else 0
         except OSError:
             continue
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.commands.show import print_json, progress, size
@@ -10,7 +11,7 @@ from hpc_train.checkpoint.commands.target import Step, Target, one_step
 from hpc_train.checkpoint.offline.cutting import cut
 from hpc_train.checkpoint.offline.rewriting import About, write_step
 from hpc_train.checkpoint.offline.source import Saved
-from hpc_train.checkpoint.poison import MARK, mark_bad
+from hpc_train.checkpoint.poison import mark_bad, mark_of
 from hpc_train.errors import UserError
 
 _OF_STEPS = re.compile(r"step-[0-9]+|\.?lock.*")
@@ -57,5 +58,5 @@ def _refuse_output(out: Path, directory: Path) -> None:
 
 def _mark(step: Step, directory: Path) -> None:
     """A step that was marked bad stays so."""
-    if (step.path / MARK).is_file():
-        mark_bad(directory, step.manifest.step, (step.path / MARK).read_text("utf-8", errors="replace"))
+    with suppress(FileNotFoundError):
+        mark_bad(directory, step.manifest.step, mark_of(step.path))

@@ -82,7 +82,7 @@ def leftovers(directory: Path) -> list[Leftover]:
         match, step = _UNCOMMITTED.fullmatch(path.name), step_of(path)
         if match:
             leftover.append(Leftover(path, int(match[1]), match[2]))
-        elif step is not None and path.is_dir() and steps[step] != path:
+        elif step is not None and steps.get(step, path) != path and not path.is_symlink() and path.is_dir():
             leftover.append(Leftover(path, step, "old"))
     return leftover
 

@@ -13,9 +13,8 @@ from hpc_train.checkpoint.catalogue import committed, found, locate
 from hpc_train.checkpoint.commands.show import plain, print_json, progress, size
 from hpc_train.checkpoint.commands.target import newest, target
 from hpc_train.checkpoint.errors import CheckpointError, Problem
-from hpc_train.checkpoint.index import index_problem
-from hpc_train.checkpoint.manifest import MANIFEST, Manifest, incomplete, read
-from hpc_train.checkpoint.verification import file_problems
+from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint.verification import verify_alone
 from hpc_train.errors import UserError
 
 _MOST_JOBS = 8
@@ -60,15 +59,10 @@ def verify(where: str, step: int | None, every: bool, jobs: int | None, json: bo
 
 def check(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> Verdict:
     """Everything of one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
-    try:
-        manifest = read(path, step)
-    except CheckpointError as error:
-        return Verdict(step, 0, 0, [Problem(MANIFEST, str(error))])
-    wrong = incomplete(manifest.holdings)
-    problems = [Problem(MANIFEST, wrong[1], tensor=wrong[0])] if wrong else []
-    problems += file_problems(path, manifest, manifest.files, jobs, tell)
-    of_index = index_problem(path, manifest)
-    return Verdict(step, len(manifest.holdings.tensors), manifest.size, problems + ([of_index] if of_index else []))
+    manifest, problems = verify_alone(path, step, jobs, tell)
+    if manifest is None:
+        return Verdict(step, 0, 0, problems)
+    return Verdict(step, len(manifest.holdings.names), manifest.size, problems)
 
 
 def _verdict(directory: Path, step: int, jobs: int, quiet: bool) -> Verdict:

@@ -38,8 +38,11 @@ class BlockWriter:
                 self._add(block, inside, data[at : at + size])
             at += size
 
-    def close(self) -> ShardFile:
-        """Complete the file, put it on the disk and its digests beside it. Raises OSError."""
+    def close(self, seal: bytes) -> ShardFile:
+        """Complete the file, put it on the disk and its digests beside it. Raises OSError.
+
+        seal: of what is in it (see Held).
+        """
         for block in range(blocks(self._image.size)):
             if block not in self._digests:
                 self._add(block, 0, memoryview(b""))
@@ -48,7 +51,7 @@ class BlockWriter:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.abandon()
         digests = [self._digests[block] for block in range(len(self._digests))]
-        table = to_bytes(self._image.size, digests)
+        table = to_bytes(self._image.size, digests, seal)
         write_file(beside(self._path), table)
         return ShardFile(self._name, self._image.size, checksum_of(table))
 

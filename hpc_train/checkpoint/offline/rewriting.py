@@ -136,7 +136,8 @@ def _write(
             for piece in pieces:
                 _share(piece, goals[piece.name])
             tell(sum(piece.local.nbytes for piece in pieces))
-        return [(it.writer.close(), held_by(it.rows, it.image)) for it in opened]
+        held = [held_by(it.rows, it.image) for it in opened]
+        return [(it.writer.close(of.seal), of) for it, of in zip(opened, held, strict=True)]
     finally:
         for it in opened:
             it.writer.abandon()

@@ -12,7 +12,7 @@ import torch
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
 from hpc_train.checkpoint.holdings import Tensor
-from hpc_train.checkpoint.loading import plan_reads, undamaged
+from hpc_train.checkpoint.loading import check_reads, plan_reads, undamaged
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.reading import Reader
 from hpc_train.checkpoint.rectangle import Rectangle
@@ -38,7 +38,7 @@ class Saved:
 
     def __init__(self, path: Path, manifest: Manifest, where: str) -> None:
         self._path, self._manifest, self._where = path, manifest, where
-        self._source = Source(path, manifest.files)
+        self._source = Source(path, manifest)
         self._open: set[int] = set()
 
     def __enter__(self) -> Saved:
@@ -57,6 +57,7 @@ class Saved:
         plan = plan_reads(pieces, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
         targets = Targets(pieces)
+        undamaged(self._where, lambda: check_reads(plan, self._source, targets))
         undamaged(self._where, lambda: Reader(self._source, pieces, targets).run(plan))
         targets.finish()
 
@@ -64,7 +65,7 @@ class Saved:
         """A process may not have as many open files as a step has."""
         if len(self._open | files) > _OPEN_FILES:
             self._source.__exit__()
-            self._source, self._open = Source(self._path, self._manifest.files), set()
+            self._source, self._open = Source(self._path, self._manifest), set()
         self._open |= files
 
 

@@ -1,0 +1,139 @@
+"""What a manifest says of tensors and bytes must be possible: seen for all rows of a layout at once, before any use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.holdings import Holdings, Integers, Layout
+from hpc_train.checkpoint.pattern import LARGEST
+
+if TYPE_CHECKING:
+    from hpc_train.checkpoint.manifest import ShardFile
+
+_ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
+}
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element; 1, which is the least there is, of a dtype that this release does not know."""
+    return _ITEM.get(dtype, 1)
+
+
+def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
+    """Raise CheckpointError unless every rectangle is in its tensor, and every row has bytes of its files to itself.
+
+    And unless the rectangles of every tensor have together as many elements as the tensor: whether they are the same
+    elements is for `manifest.incomplete` to say, which looks at tensors one by one.
+    """
+    twice = named_twice(holdings.names)
+    if twice is not None:
+        raise CheckpointError(f"tensor {twice!r} is listed twice")
+    of_files = [it.files for it in holdings.layouts]
+    if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
+        raise CheckpointError("a file has two layouts")
+    if sum(map(len, of_files)) < len(files):
+        raise CheckpointError("a file has no layout")
+    images = np.array([file.image for file in files], dtype=np.int64)
+    elements, about = np.zeros((2, len(holdings.names)), dtype=np.int64), np.zeros(len(holdings.names))
+    volumes = np.array([_volume(it.shape, itemsize_of(it.dtype)) for it in holdings.kinds], dtype=np.int64)
+    items = np.array([itemsize_of(it.dtype) for it in holdings.kinds], dtype=np.int64)
+    for layout in holdings.layouts:
+        _check_rectangles(holdings, layout)
+        _check_within(layout)
+        volume = np.array([_volume(it.shape, 1) for it in layout.cuts], dtype=np.int64)[layout.cut]
+        np.add.at(elements[0], layout.tensors, volume * len(layout.files))
+        about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
+        if len(layout.files):
+            sizes = volume * items[holdings.kind[layout.tensors]]  # a rectangle is within its tensor: no overflow
+            _check_places(holdings, layout, sizes, int(images[layout.files].min()), files)
+    elements[1] = volumes[holdings.kind]
+    # the first sum may have overflowed: then it is another than the second, or the third is far from both
+    wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
+    if wrong.any():
+        tensor = int(wrong.argmax())
+        least = min(int(elements[1, tensor]), LARGEST)
+        raise CheckpointError(
+            f"tensor {holdings.names[tensor]!r}: its pieces have {about[tensor]:.0f} elements together, it has {least}"
+        )
+
+
+def named_twice(names: Sequence[str]) -> str | None:
+    """A name that occurs more than once."""
+    return None if len(set(names)) == len(names) else Counter(names).most_common(1)[0][0]
+
+
+def _volume(shape: tuple[int, ...], item: int) -> int:
+    """Elements. Raises CheckpointError for more than memory can have."""
+    volume = prod(shape)
+    if volume * item > LARGEST:
+        raise CheckpointError(f"a tensor of shape {shape}")
+    return volume
+
+
+def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
+    """Each is within its tensor, in every file."""
+    for kind, cut in pairs_of(holdings, layout):
+        whole, of = holdings.kinds[kind].shape, layout.cuts[cut]
+        fits = len(whole) == len(of.shape)
+        if fits and whole and len(of.offsets):
+            least, greatest = of.offsets.min(axis=0).tolist(), of.offsets.max(axis=0).tolist()
+            fits = all(
+                low >= 0 and high + size <= length
+                for low, high, size, length in zip(least, greatest, of.shape, whole, strict=True)
+            )
+        if not fits:
+            raise CheckpointError(f"a piece of shape {of.shape} reaches outside of a tensor of shape {whole}")
+
+
+def pairs_of(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:
+    """(kind, cut): which kinds of tensors are cut in which ways; in ascending order."""
+    if not len(layout.tensors):
+        return []
+    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    number = len(holdings.kinds) * len(layout.cuts)
+    if number <= 4 * len(both):  # without sorting them
+        there = np.zeros(number, dtype=np.bool_)
+        there[both] = True
+        found = np.flatnonzero(there)
+    else:
+        found = np.unique(both)
+    return [divmod(it, len(layout.cuts)) for it in found.tolist()]
+
+
+def _check_within(layout: Layout) -> None:
+    """Each row is within the dataset that it is a part of."""
+    if layout.within is None:
+        return
+    for within, shape in zip(layout.within, layout.shapes, strict=True):
+        fits = len(within.shape) == len(within.start) == len(shape)
+        if not fits or any(at + size > of for at, size, of in zip(within.start, shape, within.shape, strict=True)):
+            raise CheckpointError(f"a piece of shape {shape} reaches outside of a dataset of shape {within.shape}")
+
+
+def _check_places(holdings: Holdings, layout: Layout, sizes: Integers, image: int, files: Sequence[ShardFile]) -> None:
+    """No row lies outside of the smallest file, and no two share a byte; rows without elements lie nowhere."""
+    rows = np.flatnonzero(sizes)
+    begin, size = layout.places[rows], sizes[rows]
+    outside = (begin < 0) | (begin > image) | (size > image - begin)
+    if outside.any():
+        row = int(rows[outside.argmax()])
+        raise CheckpointError(
+            f"tensor {holdings.names[layout.tensors[row]]!r} would be at byte {layout.places[row]} of"
+            f" {files[layout.files[0]].name}, {sizes[row]} bytes of {image}"
+        )
+    if (begin[1:] - begin[:-1] < size[:-1]).any():
+        order = np.argsort(begin, kind="stable")
+        shared = begin[order][1:] - begin[order][:-1] < size[order][:-1]
+        if shared.any():
+            at = int(shared.argmax())
+            first, second = (holdings.names[layout.tensors[rows[order[it]]]] for it in (at, at + 1))
+            raise CheckpointError(
+                f"tensors {first!r} and {second!r} have bytes of {files[layout.files[0]].name} in common"
+            )

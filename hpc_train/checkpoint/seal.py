@@ -1,0 +1,45 @@
+"""A digest of what a file holds, which lies beside the file: a manifest that says something else is not its manifest.
+
+The manifest tells where each tensor lies, and its own checksum anybody can make. The seal is made by the rank that
+wrote the file, of the same names, rectangles and places, and costs a reader next to nothing to compare. It is no
+signature either: files without one are compared with their HDF5 structure (see consistency).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hpc_train.checkpoint.dtypes import dtype_name
+from hpc_train.checkpoint.image import Row
+
+Form = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""dtype, shape of the tensor, offset and shape of the rectangle."""
+
+
+def seal_of_rows(rows: Sequence[Row], places: Sequence[int]) -> bytes:
+    """Of a file, as its writer knows it: all its datasets, in order. 16 bytes."""
+    codes: dict[Form, int] = {}
+    forms = [(dtype_name(it.dtype), it.shape, it.offset, it.local_shape) for it in rows]
+    column = [codes[it] if it in codes else codes.setdefault(it, code_of(it)) for it in forms]
+    return seal([it.name for it in rows], np.array(column, dtype=np.uint64), np.array(places, dtype=np.int64))
+
+
+def code_of(form: Form) -> int:
+    """64 bits that stand for it."""
+    return xxhash.xxh3_64_intdigest(json.dumps(form).encode())
+
+
+def seal(names: Sequence[str], codes: NDArray[np.uint64], places: NDArray[np.int64]) -> bytes:
+    """16 bytes. names, codes, places: of every row; see code_of."""
+    text = "\0".join(names)
+    if text.count("\0") != max(0, len(names) - 1):  # a name with a NUL in it
+        text = json.dumps(list(names))
+    state = xxhash.xxh3_128(codes.astype("<u8").tobytes())
+    state.update(places.astype("<i8").tobytes())
+    state.update(text.encode())
+    return state.digest()

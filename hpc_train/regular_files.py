@@ -1,0 +1,100 @@
+"""Open files that somebody else may have put there: only regular ones, of a bounded size, and without ever waiting.
+
+Opening a named pipe waits for a writer, reading a device may never end, and a link may lead anywhere. So a file is
+opened without waiting, looked at through its descriptor, and only then read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+TEXT = 1 << 30
+"""Bytes of a text file of a run (metrics, events, logs' markers), at most."""
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+class NotRegularError(OSError):
+    """Something that is no regular file, or a larger one than there can be; `strerror` says what it is."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(errno.EINVAL, what, str(path))
+
+
+def open_regular(path: Path, most: int | None = None, follow: bool = False, flags: int = 0) -> int:
+    """Open a regular file for reading; returns its descriptor.
+
+    most: bytes that it may have. follow: whether `path` may be a link to one; directories above it always may.
+    flags: more of open(2). Raises NotRegularError for anything else, OSError as open(2) does.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise NotRegularError(path, "a name with a NUL in it")
+    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(text, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            raise NotRegularError(path, f"it is {_kind(path)}, not a regular file") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotRegularError(path, f"it is {_name(found.st_mode)}, not a regular file")
+        if most is not None and found.st_size > most:
+            raise NotRegularError(path, f"it has {found.st_size} bytes, more than the {most} that it may have")
+        if not flags & os.O_DIRECT:  # with the flag some file systems do not wait for data either
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises as `open_regular`."""
+    with os.fdopen(open_regular(path, most, follow), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        found = bytearray()
+        while len(found) <= most:
+            part = file.read(max(size - len(found), 0) + 1)
+            if not part:
+                return bytes(found)
+            found += part
+    raise NotRegularError(path, f"it grew to more than the {most} bytes that it may have")
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file of a run; links are followed. Raises as `open_regular`, and UnicodeDecodeError."""
+    return read_regular(path, TEXT, follow=True).decode("utf-8", errors)
+
+
+def check_regular(path: Path, follow: bool = True) -> None:
+    """For libraries that open files by themselves. Raises as `open_regular`."""
+    os.close(open_regular(path, follow=follow))
+
+
+def is_plain_directory(path: Path) -> bool:
+    """Whether it is a directory, and not a link to one. Raises OSError where that cannot be seen."""
+    return stat.S_ISDIR(os.lstat(path).st_mode)
+
+
+def _kind(path: Path) -> str:
+    try:
+        return _name(os.lstat(path).st_mode)
+    except OSError:
+        return "something else"
+
+
+def _name(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")

@@ -1,0 +1,496 @@
+"""Damage that a person could have thought of: small steps, of which every file is changed in every way there is.
+
+Run as a program in a process of its own: whatever a case does to it, the process that started it can tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import struct
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoint_helpers import State, alone, same_bits, whole
+
+from hpc_train.api import Piece
+from hpc_train.checkpoint import CheckpointError, Saver, load, resume, save, verify
+from hpc_train.checkpoint.commands.resharding import reshard
+from hpc_train.checkpoint.digests import digest_blocks
+from hpc_train.checkpoint.files import checksum_of
+from hpc_train.checkpoint.incremental import Incremental, Limits
+from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint.source import table_of
+
+SECONDS = 2
+MEMORY = 64 << 20
+STEP = 2
+_HEADER = 24
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    7,
+    8,
+    255,
+    4096,
+    65536,
+    1 << 17,
+    1 << 31,
+    (1 << 32) - 1,
+    10**10,
+    1 << 50,
+    1 << 62,
+    (1 << 63) - 1,
+)
+HUGE = (1 << 63, 1 << 64, 10**30, -(1 << 63))
+VALUES: tuple[Any, ...] = (
+    *NUMBERS,
+    *HUGE,
+    0.5,
+    1e300,
+    True,
+    False,
+    None,
+    "",
+    "a",
+    "w",
+    "\0",
+    "..",
+    "/",
+    [],
+    {},
+    [[]],
+    [0],
+)
+DTYPES = ("float32", "float64", "int8", "bool", "bfloat16", "complex128", "nn", "float8_e4m3fn")
+
+
+def tensors(step: int) -> State:
+    """Several that are alike, so that one can be taken for another; and some that are not."""
+    draw = torch.Generator().manual_seed(step)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    return {
+        "w.0": some(8, 6),
+        "w.1": some(8, 6),
+        "b.0": some(8).bfloat16(),
+        "b.1": some(8).bfloat16(),
+        "ids": torch.arange(40) + step,
+        "step": torch.tensor(step),
+        "frozen": torch.arange(8192, dtype=torch.float32).reshape(8, 1024) % 7,
+        "none": torch.zeros(0, 3),
+    }
+
+
+@dataclass
+class Base:
+    """A sound step, its files in memory, and what it holds."""
+
+    name: str
+    directory: Path
+    tensors: State
+    files: dict[str, bytes] = field(default_factory=dict)
+    structure: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Of every shard file the spans that are no tensor's."""
+    step: int = STEP
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f"step-{self.step}"
+
+    @property
+    def shards(self) -> list[str]:
+        return [name for name in self.files if name.endswith(".h5") and name != "index.h5"]
+
+    def remember(self) -> Base:
+        self.files = {
+            it.relative_to(self.path).as_posix(): it.read_bytes() for it in self.path.rglob("*") if it.is_file()
+        }
+        for name in self.files:  # no longer the files of another step too
+            self.put(name, self.files[name])
+        manifest = read(self.path, self.step)
+        for file in manifest.files:
+            table = table_of(self.path, file)
+            if table.parts is not None:
+                taken = [(int(at), int(at + stored)) for _, _, at, stored, _, _ in table.parts.tolist()]
+            else:
+                taken = _data(manifest, file.name)
+            self.structure[file.name] = _between(sorted(taken), file.bytes)
+        return self
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+
+
+def _data(manifest: Any, name: str) -> list[tuple[int, int]]:
+    """All bytes of tensors, also of those that the step has no use for any more: those of their pages."""
+    index = [file.name for file in manifest.files].index(name)
+    sizes = {it.name: it.itemsize for it in manifest.holdings.tensors}
+    return [
+        (part.place, part.place + part.rectangle.volume * sizes[tensor])
+        for tensor, parts in manifest.holdings.parts().items()
+        for part in parts
+        if part.file == index
+    ]
+
+
+def _between(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    found, at = [], 0
+    for begin, end in [*taken, (size, size)]:
+        if begin > at:
+            found.append((at, begin))
+        at = max(at, end)
+    return found
+
+
+def make_bases(where: Path, older: Path) -> list[Base]:
+    """Plain, of two files, compressed, sharing with an earlier step, and of older formats; step 1 is sound in all."""
+    bases = []
+    for name in ("plain", "split", "compressed", "shared"):
+        directory, level = where / name, int(name == "compressed")
+        sharing = Incremental(Limits(least=0, run=1024)) if name == "shared" else None
+        saver = Saver(directory, alone(), background=False, level=level, incremental=sharing)
+        for step in (1, STEP):
+            saver.save(step, whole(tensors(step)), {"consumed": step})
+            for it in saver.wait():
+                it.wait()
+        if name == "split":
+            reshard(str(directory / f"step-{STEP}"), str(where / "other"), 2, 0, True)
+            (directory / f"step-{STEP}").rename(where / "whole")
+            (where / "other" / f"step-{STEP}").rename(directory / f"step-{STEP}")
+        bases.append(Base(name, directory, tensors(STEP)))
+    with tarfile.open(older) as archive:
+        archive.extractall(where, filter="data")
+    for step, name in ((3, "format 4"), (6, "format 4, shared")):
+        directory = where / f"older-{step}"
+        save(directory, 1, whole({"rows": torch.zeros(2)}), {}, alone()).wait()
+        (where / "older" / f"step-{step}").rename(directory / f"step-{step}")
+        bases.append(Base(name, directory, {}, step=step))
+    for base in bases:
+        base.remember()
+        if not base.tensors:
+            base.tensors = _as_it_is(base)
+    return bases
+
+
+def _as_it_is(base: Base) -> State:
+    found = {}
+    for it in read(base.path, base.step).holdings.tensors:
+        found[it.name] = torch.empty(it.shape, dtype=getattr(torch, it.dtype))
+    load(base.directory, base.step, whole_in_place(found), alone())
+    return found
+
+
+def whole_in_place(found: State) -> list[Piece]:
+    return [Piece(name, tuple(it.shape), it.dtype, (0,) * it.dim(), it) for name, it in found.items()]
+
+
+# ---- changes
+
+
+def seal(base: Base, body: dict[str, Any], draw: random.Random) -> bytes:
+    """The text of a manifest with the checksum that it should have."""
+    body.pop("checksum", None)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return text[:-1] + f',"checksum":"{checksum_of(text)}"}}\n'.encode()
+
+
+def spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to everything in a JSON value but to itself."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from spots(value, (*path, key))
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def change_tree(tree: Any, draw: random.Random) -> None:
+    """One place of a JSON value."""
+    ways = list(spots(tree))
+    path = draw.choice(ways)
+    holder, key = at(tree, path[:-1]), path[-1]
+    value = holder[key]
+    kind = draw.randrange(9)
+    if kind <= 2 and type(value) is int:
+        holder[key] = value + draw.choice((1, -1, 2, 4, -4, 8, 48, 192, 4096, -4096, 1 << 40))
+    elif kind == 3:
+        other = draw.choice(ways)
+        holder[key] = copy.deepcopy(at(tree, other))
+    elif kind == 4 and isinstance(holder, list) and len(holder) > 1:
+        other = draw.randrange(len(holder))
+        holder[key], holder[other] = holder[other], holder[key]
+    elif kind == 5 and isinstance(holder, list):
+        holder.insert(draw.randrange(len(holder) + 1), copy.deepcopy(value))
+    elif kind == 6:
+        del holder[key]
+    elif kind == 7 and isinstance(holder, dict):
+        holder[draw.choice(("within", "inflated", "written_at", "extra", "x"))] = copy.deepcopy(draw.choice(VALUES))
+    elif kind == 8 and isinstance(value, str):
+        holder[key] = draw.choice((*DTYPES, "w.0", "w.1", "b.1", value + "x", value[:-1], "a" * 70_000))
+    else:
+        holder[key] = copy.deepcopy(draw.choice(VALUES))
+
+
+def change_bytes(data: bytes, draw: random.Random, spans: list[tuple[int, int]] | None = None) -> bytes:
+    """One place of bytes. spans: where it is, and then the length stays."""
+    low, high = draw.choice(spans) if spans else (0, max(1, len(data)))
+    if spans and high - low > 4096 and draw.random() < 0.7:
+        high = low + 4096
+    begin, found = draw.randrange(low, high), bytearray(data)
+    size = min(draw.choice((1, 1, 2, 4, 8, 8, 8, 64)), high - begin)
+    kind = draw.randrange(5 if spans else 8)
+    if kind == 0:
+        found[begin] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        found[begin : begin + size] = draw.randbytes(size)
+    elif kind == 2:
+        found[begin : begin + size] = draw.choice((b"\0", b"\xff", b"\x7f")) * size
+    elif kind == 3:
+        number = draw.choice(NUMBERS) % (1 << 64)
+        found[begin : begin + size] = struct.pack("<Q", number)[:size].ljust(size, b"\0")
+    elif kind == 4:
+        other = draw.randrange(low, high)
+        found[begin : begin + size] = found[other : other + size].ljust(size, b"\0")[:size]
+    elif kind == 5:
+        del found[begin : begin + size]
+    elif kind == 6:
+        found[begin:begin] = draw.randbytes(size)
+    else:
+        del found[begin:]
+    return bytes(found)
+
+
+def manifest_tree(base: Base, draw: random.Random) -> dict[str, bytes]:
+    body = json.loads(base.files["manifest.json"])
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        change_tree(body, draw)
+    return {"manifest.json": seal(base, body, draw)}
+
+
+def manifest_bytes(base: Base, draw: random.Random) -> dict[str, bytes]:
+    data = change_bytes(base.files["manifest.json"], draw)
+    end = data.rfind(b',"checksum":')
+    if end > 0 and draw.random() < 0.8:
+        data = data[:end] + f',"checksum":"{checksum_of(data[:end] + b"}")}"}}\n'.encode()
+    return {"manifest.json": data}
+
+
+def deep(base: Base, draw: random.Random) -> dict[str, bytes]:
+    number = draw.choice((900, 5000, 200_000))
+    return {"manifest.json": draw.choice((b"[", b'{"a":', b'{"extra":[')) * number}
+
+
+def table(base: Base, draw: random.Random) -> dict[str, bytes]:
+    """Of digests, and of parts, which the manifest then names."""
+    name = draw.choice(base.shards)
+    data = base.files[name + ".digests"]
+    words = [(at, at + 8) for at in range(0, len(data) - 7, 8)]
+    data = change_bytes(data, draw, words if draw.random() < 0.7 else None)
+    return with_table(base, name, data, draw) | {name + ".digests": data}
+
+
+def with_table(base: Base, name: str, data: bytes, draw: random.Random, size: int | None = None) -> dict[str, bytes]:
+    body = json.loads(base.files["manifest.json"])
+    for row in body["files"]:
+        if row[0] == name:
+            row[2] = checksum_of(data)
+            row[1] = row[1] if size is None else size
+    return {"manifest.json": seal(base, body, draw)}
+
+
+def shard(base: Base, draw: random.Random) -> dict[str, bytes]:
+    name = draw.choice(base.shards)
+    return {name: change_bytes(base.files[name], draw)}
+
+
+def structure(base: Base, draw: random.Random) -> dict[str, bytes]:
+    """HDF5's own bytes, with all digests made again."""
+    name = draw.choice(base.shards)
+    data = base.files[name]
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        data = change_bytes(data, draw, base.structure[name])
+    return with_digests(base, name, data, draw)
+
+
+def cut_off(base: Base, draw: random.Random) -> dict[str, bytes]:
+    """The file ends earlier or later, and all else agrees with that."""
+    name = draw.choice(base.shards)
+    data = base.files[name]
+    data = data[: draw.randrange(len(data))] if draw.random() < 0.6 else data + bytes(draw.choice((1, 4096, 200_000)))
+    return with_digests(base, name, data, draw)
+
+
+def with_digests(base: Base, name: str, data: bytes, draw: random.Random) -> dict[str, bytes]:
+    old = base.files[name + ".digests"]
+    begin = _HEADER + 16 * (old[:8] == b"HPCTDIG2")
+    parts = old[begin + 8 * -(-len(base.files[name]) // (128 << 10)) :]
+    head = old[:8] + struct.pack("<Q", len(data)) + old[16:begin]
+    digests = np.asarray(digest_blocks(memoryview(data)), dtype="<u8").tobytes()
+    of_file = head + digests + parts
+    return {name: data, name + ".digests": of_file} | with_table(base, name, of_file, draw, len(data))
+
+
+def index(base: Base, draw: random.Random) -> dict[str, bytes]:
+    return {"index.h5": change_bytes(base.files["index.h5"], draw)} if "index.h5" in base.files else deep(base, draw)
+
+
+WAYS: tuple[tuple[Callable[[Base, random.Random], dict[str, bytes]], int], ...] = (
+    (manifest_tree, 50),
+    (manifest_bytes, 10),
+    (deep, 1),
+    (table, 12),
+    (shard, 6),
+    (structure, 16),
+    (cut_off, 3),
+    (index, 2),
+)
+
+
+# ---- what must hold
+
+
+class TooSlow(BaseException):
+    """Not an Exception, so that nobody on the way takes it for damage."""
+
+
+def run_case(bases: list[Base], seed: int) -> tuple[str, str]:
+    """(what was done, what became of it); raises AssertionError for what must not be."""
+    draw = random.Random(seed)
+    base = draw.choice(bases)
+    way = draw.choices([it for it, _ in WAYS], [weight for _, weight in WAYS])[0]
+    changed = way(base, draw)
+    for name, data in changed.items():
+        base.put(name, data)
+    where = f"{base.name}: {way.__name__}"
+    try:
+        size = sum(map(len, base.files.values()))
+        before = memory_now()
+        outcome = look(base, draw.random() < 0.05)
+        grown = peak() - before - size
+        assert grown <= MEMORY, f"{where}: {grown >> 20} MiB"
+        return where, outcome
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error
+    finally:
+        for name in changed:
+            base.put(name, base.files[name])
+
+
+def look(base: Base, also_resume: bool) -> str:
+    pieces = [
+        Piece(it.name, it.shape, it.dtype, it.offset, torch.full_like(it.local, 77)) for it in whole(base.tensors)
+    ]
+    found: str | None = None
+    try:
+        within_time(lambda: load(base.directory, base.step, pieces, alone()))
+    except CheckpointError as error:
+        found = str(error)
+        assert "MemoryError" not in found, found
+        assert "\n" not in found, found
+        assert len(found) < 20_000, f"a line of {len(found)} characters"
+    else:
+        for piece in pieces:
+            assert same_bits(piece.local, base.tensors[piece.name]), f"{piece.name} has other values"
+    problems = within_time(lambda: verify(base.directory, base.step))
+    if found is not None:
+        assert problems, f"verify finds nothing, and load says: {found}"
+    if also_resume and base.tensors.keys() == tensors(1).keys():
+        resumed = within_time(lambda: resume(base.directory, "auto", pieces, alone()))
+        assert resumed is not None
+        same = tensors(resumed.step)
+        assert all(same_bits(it.local, same[it.name]) for it in pieces), "resume gives other values"
+    return "refused" if found else "as saved, and found" if problems else "as saved"
+
+
+def within_time(work: Callable[[], Any]) -> Any:
+    """No longer than SECONDS of this process, whatever else the machine does."""
+
+    def late(number: int, frame: object) -> None:
+        raise TooSlow
+
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        return work()
+    except TooSlow as error:
+        raise AssertionError(f"more than {SECONDS} s") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+
+
+def memory_now() -> int:
+    """Resident bytes; the peak is counted from now on (proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) << 10
+
+
+def main() -> None:
+    """Print JSON: how many cases ended how, and the failures with their seeds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("where", type=Path)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    bases = make_bases(arguments.where, Path(__file__).with_name("format_4.tar.xz"))
+    for base in bases:
+        assert look(base, True) == "as saved", base.name
+    now = _status("VmSize") + (4 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (now, now))
+    counts: dict[str, int] = {}
+    failures, started = [], time.monotonic()
+    for seed in range(arguments.first, arguments.first + arguments.cases):
+        os.write(2, f"\r{seed} ".encode())
+        try:
+            where, outcome = run_case(bases, seed)
+            key = f"{where.partition(': ')[2]}: {outcome}"
+            counts[key] = counts.get(key, 0) + 1
+        except Exception as error:
+            failures.append([seed, f"{type(error).__name__}: {error}"[:500]])
+            if len(failures) >= 50:
+                break
+    print(json.dumps({"counts": counts, "failures": failures, "seconds": time.monotonic() - started}))
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Whatever is changed in a step, it is refused or gives what was saved: see fuzzing.py, a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("fuzzing.py")
+SHARE = 10_000
+"""Cases of one process."""
+
+
+@pytest.fixture
+def where() -> Iterator[Path]:
+    """In memory, where there is room: every case writes files anew."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        yield Path(directory)
+
+
+def run(where: Path, first: int, cases: int) -> None:
+    command = [sys.executable, PROGRAM, where, "--first", str(first), "--cases", str(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    lines = ended.stdout.splitlines()
+    assert ended.returncode in (0, 1), ended.stderr[-2000:]  # a signal: the last line tells at which case
+    result = json.loads(lines[-1])
+    assert result["failures"] == []
+    assert sum(result["counts"].values()) == cases
+    assert len([it for it in result["counts"] if it.endswith("refused")]) >= 5, result["counts"]
+
+
+def test_two_thousand_cases(where: Path) -> None:
+    run(where, 0, 2000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("share", range(10))
+def test_a_hundred_thousand_cases(where: Path, share: int) -> None:
+    run(where, 1_000_000 + share * SHARE, SHARE)
