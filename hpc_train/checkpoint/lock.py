@@ -2,7 +2,8 @@
 
 No clock is compared: those of nodes and file servers differ, and go back. Whether an owner on this machine lives, the
 kernel tells; whether an earlier attempt of a Slurm job is over, its restart count; and of any other the heartbeat, a
-number in the file that its owner changes again and again, which a newcomer watches for a while.
+number in the file that its owner changes again and again, which a newcomer watches for a while. Who takes a lock takes
+their names from the temporary directories of former owners, so that none of them can commit after it.
 Readers take no lock.
 """
 
@@ -26,6 +27,7 @@ from hpc_train.api import World
 from hpc_train.checkpoint.agreement import on_first
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import make_directory, opened, write_at
+from hpc_train.checkpoint.retention import withdraw
 from hpc_train.errors import UserError
 from hpc_train.runtime.alive import machine, start_of
 
@@ -90,9 +92,10 @@ class Lock:
     def release(self) -> None:
         """Give it back, if it is still ours."""
         self._stop.set()
-        with suppress(OSError, CheckpointError):
-            self.check()
-            self.path.unlink()
+        with suppress(OSError):
+            found = _look(self.path)
+            if found is not None and found.owner == self.owner:
+                _remove(self.path, found, self.owner)  # not just its name: it may be somebody else's by now
 
     def start_beating(self) -> None:
         """Until `release`, or the end of the process."""
@@ -136,6 +139,8 @@ def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float 
         make_directory(directory)
         _take(lock.path, lock.owner, beat)
         lock.start_beating()
+        # A former owner that was only asleep may have looked at its lock already and be about to commit.
+        withdraw(directory)
     except OSError as error:
         lock.release()
         if error.errno in _NOT_OURS:

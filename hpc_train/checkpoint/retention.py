@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from hpc_train.checkpoint.files import sync_directory
 from hpc_train.checkpoint.manifest import Manifest, read
 from hpc_train.checkpoint.poison import poison_of
 from hpc_train.regular_files import is_plain_directory
+from hpc_train.runtime.alive import machine
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"step-[0-9]+\.(tmp|trash)-(.+)")
@@ -149,6 +151,17 @@ def sweep(directory: Path, sole: bool = False) -> None:
                 discard(path)
 
 
+def withdraw(directory: Path) -> None:
+    """Take their names from all temporary directories: whoever writes there can commit none of them any more.
+
+    For one process that has just got the lock. A commit is one rename of such a directory: it came before, and is
+    there, or it fails. What loses its name is trash for a later sweep. Raises OSError.
+    """
+    for path in list(directory.glob("step-*.tmp-*")):
+        with suppress(FileNotFoundError):
+            path.rename(beside(path, "trash", new_token()))
+
+
 def is_dead(path: Path, sole: bool = False) -> bool:
     """Whether this is trash, or a temporary directory whose writer is gone. sole: see `sweep`."""
     leftover = _LEFTOVER.fullmatch(path.name)
@@ -156,18 +169,28 @@ def is_dead(path: Path, sole: bool = False) -> bool:
 
 
 def new_token() -> str:
-    """Unique, and tells whose it is: `<host>.<process id>.<random>`."""
-    return f"{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
+    """Unique, and tells whose it is: `<host>.<process id>.<random>.<machine>`; see `_is_abandoned`."""
+    return f"{_host()}.{os.getpid()}.{secrets.token_hex(4)}.{_machine()}"
 
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
+def _machine() -> str:
+    """This boot and process-id namespace, in a few digits: a process id says something only within it."""
+    return hashlib.blake2s(machine().encode(), digest_size=6).hexdigest()
+
+
 def _is_abandoned(path: Path, token: str) -> bool:
+    """Its process is gone; or, of one that cannot be seen from here, nothing in it has changed for long.
+
+    Earlier releases left out the machine: of theirs only time tells.
+    """
     host, _, rest = token.partition(".")
-    process = rest.partition(".")[0]
-    if host == _host() and process.isdecimal() and not _is_running(int(process)):
+    process, _, rest = rest.partition(".")
+    here = host == _host() and rest.partition(".")[2] == _machine()
+    if here and process.isdecimal() and not _is_running(int(process)):
         return True  # also one of this process: it saves one at a time, and not while it sweeps
     return time.time() - _last_change(path) > _LEASE_SECONDS
 

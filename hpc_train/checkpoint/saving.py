@@ -334,23 +334,32 @@ def commit(
     if lock is not None:
         lock.check()
     replaced = beside(path, "old", new_token()) if os.path.lexists(path) else None  # also a link to nowhere
+    ours = _inode(temporary)
     try:
         if replaced:
             path.rename(replaced)
         temporary.rename(path)
         sync_directory(path.parent)
     except OSError:
-        _undo(temporary, path, replaced)
+        _undo(temporary, path, replaced, ours)
         raise
     if replaced:
         discard(replaced)
     return manifest.size
 
 
-def _undo(temporary: Path, path: Path, replaced: Path | None) -> None:
-    """Give the names back, so that an error means that nothing was committed."""
+def _inode(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _undo(temporary: Path, path: Path, replaced: Path | None, ours: tuple[int, int]) -> None:
+    """Give the names back, so that an error means that nothing was committed.
+
+    ours: inode of what was to be committed. Another one of that name was committed by whoever took the lock over.
+    """
     with suppress(OSError):
-        if path.exists() and not temporary.exists():
+        if path.exists() and not temporary.exists() and _inode(path) == ours:
             path.rename(temporary)
         if replaced and replaced.exists():
             replaced.rename(path)

@@ -1,17 +1,18 @@
-"""Where the processes of a job meet: a TCP store that process 0 opens on a free port and publishes.
+"""Where the processes of a job meet: a store that process 0 opens on a free port and publishes with a secret.
 
-Published by a file in a shared folder (Slurm, local), by a broadcast (MPI), or by the agent that is already there
-(torchrun). No port is ever fixed or guessed: the kernel gives one, and the listening socket itself is handed over.
+Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI); under
+torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +25,21 @@ from hpc_train.runtime.network import own_address
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_MESSAGE = 512
-"""Bytes of an address as it is broadcast."""
+    from hpc_train.runtime.store.client import JobStore
+
 FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 """Folder, private to one attempt of one job, that our launchers name to their ranks."""
+_LARGEST_FILE = 4096
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where the job's store is, and what proves that a process is one of the job's."""
+
+    host: str
+    port: int
+    secret: str
+    """Hexadecimal digits."""
 
 
 def open_store(me: Identity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
@@ -42,44 +54,53 @@ def open_store(me: Identity, env: Mapping[str, str], interface: str | None, time
         return dist.HashStore()
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
-    hosted = _host(me, interface, timeout) if me.process == 0 else None
     if me.launcher == "mpi" and FOLDER_VARIABLE not in env:
-        address = _through_mpi((str(hosted.host), int(hosted.port)) if hosted else None, me)
-        return dist.PrefixStore(me.attempt_key, hosted or _connect(*address, timeout))
-    return _meet_at_file(hosted, Path(env.get(FOLDER_VARIABLE) or "."), me, timeout)
+        return _meet_through_mpi(me, interface, timeout)
+    return _meet_at_file(Path(env.get(FOLDER_VARIABLE) or "."), me, interface, timeout)
 
 
-def _meet_at_file(
-    hosted: dist.TCPStore | None,  # type: ignore[name-defined] # noqa: F821
-    folder: Path,
-    me: Identity,
-    timeout: timedelta,
-) -> Store:
-    import torch.distributed as dist
-
+def _meet_at_file(folder: Path, me: Identity, interface: str | None, timeout: timedelta) -> Store:
     path = folder / f".rendezvous-{me.attempt_key}.json"
-    if hosted is None:
-        store = dist.PrefixStore(me.attempt_key, _connect(*_read(path, me, timeout), timeout))
+    if me.process != 0:
+        store = _connect(_read(path, me, timeout), timeout)
         if store.add("met", 1) == me.processes - 1:
             store.set("all met", "")
         return store
-    _publish(path, (str(hosted.host), int(hosted.port)))
-    store = dist.PrefixStore(me.attempt_key, hosted)
+    store, meeting = _host(me, interface, timeout)
     try:
+        _publish(path, meeting)
         _wait_for_others(store, me, timeout)
+    except BaseException:
+        store.close()
+        raise
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
     return store
 
 
-def _connect(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # noqa: F821
+def _meet_through_mpi(me: Identity, interface: str | None, timeout: timedelta) -> Store:
+    if me.process != 0:
+        return _connect(_broadcast(None, me), timeout)
+    store, meeting = _host(me, interface, timeout)
+    _broadcast(meeting, me)
+    return store
+
+
+def _connect(meeting: _Meeting, timeout: timedelta) -> JobStore:
     import torch.distributed as dist
 
+    from hpc_train.runtime.store.client import JobStore
+
     try:
-        return dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+        return JobStore((meeting.host, meeting.port), bytes.fromhex(meeting.secret), timeout)
     except dist.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"the job's store at {host}:{port} cannot be reached: {reason}") from error
+        raise _unreachable(meeting.host, meeting.port, error) from error
+
+
+def _unreachable(host: str, port: int, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0].removeprefix(f"{host}:{port}: ")
+    return UserError(f"the job's store at {host}:{port} cannot be reached: {reason}")
 
 
 def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
@@ -95,21 +116,16 @@ def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
         ) from None
 
 
-def _host(me: Identity, interface: str | None, timeout: timedelta) -> dist.TCPStore:  # type: ignore[name-defined] # noqa: F821
+def _host(me: Identity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
     """A store served by this process, listening on the job's own interface only."""
-    import torch.distributed as dist
+    from hpc_train.runtime.store.client import JobStore
+    from hpc_train.runtime.store.server import StoreServer
+    from hpc_train.runtime.store.wire import make_secret
 
     address, _ = own_address(me.host, me.nodes, interface)
-    listener = socket.create_server((address, 0), backlog=4096)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
+    secret = make_secret()
+    server = StoreServer(address, secret, me.processes)
+    return JobStore(server.address, secret, timeout, server), _Meeting(*server.address, secret.hex())
 
 
 def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> Store:
@@ -123,13 +139,17 @@ def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> St
     port = env["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
         raise UserError(f"torchrun environment: MASTER_PORT={port[:40]!r} is not a port")
-    store = _connect(env["MASTER_ADDR"], int(port), timeout, serve)
+    host = env["MASTER_ADDR"]
+    try:
+        store = dist.TCPStore(host, int(port), is_master=serve, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        raise _unreachable(host, int(port), error) from error
     # The agent's store outlives a restart: without a prefix, new ranks would read the addresses of dead ones.
     return dist.PrefixStore(me.attempt_key, store)
 
 
-def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, int]:
-    """Process 0's address, on all of them; a collective, so process 0 calls it too."""
+def _broadcast(meeting: _Meeting | None, me: Identity) -> _Meeting:
+    """Process 0's meeting, on all of them; a collective, so process 0 calls it too."""
     try:
         MPI = load_mpi()
     except ImportError:
@@ -139,27 +159,35 @@ def _through_mpi(address: tuple[str, int] | None, me: Identity) -> tuple[str, in
             f"mpirun started {me.processes} processes but mpi4py sees {MPI.COMM_WORLD.size}: "
             "mpi4py loads another MPI library than mpirun's"
         )
-    message = bytearray(json.dumps(address).encode().ljust(_MESSAGE))  # mpi4py's own bcast would unpickle
-    MPI.COMM_WORLD.Bcast(message, root=0)
-    host, port = json.loads(message)
-    return str(host), int(port)
+    buffer = bytearray(_LARGEST_FILE)
+    if meeting is not None:
+        text = _format(meeting).encode()
+        buffer[: len(text)] = text
+    MPI.COMM_WORLD.Bcast(buffer, root=0)  # of bytes: mpi4py would unpickle an object
+    return _parse(buffer.rstrip(b"\0").decode())
 
 
-def _publish(path: Path, address: tuple[str, int]) -> None:
+def _publish(path: Path, meeting: _Meeting) -> None:
+    """Write a file that only this user can read, whole from the moment that it has its name."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
-        beside.write_text(json.dumps(address))
+        beside.unlink(missing_ok=True)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)  # whatever an access list of the folder has made of it
+            file.write(_format(meeting))
         beside.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
         raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
 
 
-def _read(path: Path, me: Identity, timeout: timedelta) -> tuple[str, int]:
+def _read(path: Path, me: Identity, timeout: timedelta) -> _Meeting:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            host, port = json.loads(path.read_text())
-            return str(host), int(port)
+            return _parse(_own_text(path))
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -167,8 +195,37 @@ def _read(path: Path, me: Identity, timeout: timedelta) -> tuple[str, int]:
                     "which process 0 writes: is that folder on a file system that all nodes share?"
                 ) from None
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path.absolute()}: is not what process 0 of this job writes ({error})") from None
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path.absolute()}: is not what process 0 of this job writes ({reason})") from None
         time.sleep(0.02)
         # An NFS client may go on believing that the file is absent until it looks at the folder again.
         with suppress(OSError):
             os.listdir(path.parent)  # noqa: PTH208
+
+
+def _own_text(path: Path) -> str:
+    """What a file of this user says that nobody else can have read. Raises ValueError for any other, and OSError."""
+    # O_NONBLOCK: opening somebody's pipe would wait for its other end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ValueError(f"it is not this user's alone: owner {status.st_uid}, mode {status.st_mode & 0o777:o}")
+        text = file.read(_LARGEST_FILE + 1)
+    if len(text) > _LARGEST_FILE:
+        raise ValueError("it is too long")
+    return text.decode("ascii")
+
+
+def _format(meeting: _Meeting) -> str:
+    return json.dumps([meeting.host, meeting.port, meeting.secret])
+
+
+def _parse(text: str) -> _Meeting:
+    """Raises ValueError or TypeError for what is no meeting."""
+    host, port, secret = json.loads(text)
+    if not isinstance(host, str) or not isinstance(port, int) or len(bytes.fromhex(secret)) < 16:
+        raise ValueError("no address and secret")
+    return _Meeting(host, port, secret)

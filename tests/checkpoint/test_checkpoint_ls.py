@@ -162,7 +162,8 @@ def test_inspect_of_a_damaged_manifest_is_the_machines_fault(run: Path, terminal
 def test_prune_keeps_the_newest_commits(run: Path, terminal: Terminal) -> None:
     directory = run / "checkpoints"
     (directory / "step-3.trash-host.1.ab").mkdir()
-    dead = f"step-4.tmp-{new_token().partition('.')[0]}.4194305.ab"  # above the largest process id
+    host, _, random, machine = new_token().split(".")
+    dead = f"step-4.tmp-{host}.4194305.{random}.{machine}"  # above the largest process id
     (directory / dead).mkdir()
     expected = {"removed": [5], "kept": [10, 7], "leftovers": ["step-3.trash-host.1.ab", dead], "dry_run": True}
     before = names(directory)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from checkpoint_helpers import holds, names, save_alone, state
 from faults import at_call, disk_full, kill
 
 from hpc_train.checkpoint import committed, newest, prune
+from hpc_train.checkpoint.retention import new_token
+from tests.other_user import need_root
 
 SMALL = {"w": torch.ones(2)}
 
@@ -74,12 +77,51 @@ def test_trash_and_what_nobody_touched_for_long_goes(tmp_path: Path, ending: str
 
 
 def test_the_temporary_directory_of_a_dead_process_goes_and_of_a_live_one_stays(tmp_path: Path) -> None:
-    host = socket.gethostname().replace(".", "_")
-    leave(tmp_path, f"step-9.tmp-{host}.{dead_process()}.ab")
-    leave(tmp_path, f"step-9.tmp-{host}.{os.getppid()}.ab")
-    leave(tmp_path, "step-9.tmp-elsewhere.1.ab")
+    host, own, random, here = new_token().split(".")
+    assert own == str(os.getpid())
+    live = f"step-9.tmp-{host}.{os.getppid()}.{random}.{here}"
+    elsewhere = f"step-9.tmp-elsewhere.1.{random}.{here}"
+    another_namespace = f"step-9.tmp-{host}.{dead_process()}.{random}.0123456789ab"
+    of_an_earlier_release = f"step-9.tmp-{host}.{dead_process()}.{random}"
+    leave(tmp_path, f"step-9.tmp-{host}.{dead_process()}.{random}.{here}")
+    for name in (live, elsewhere, another_namespace, of_an_earlier_release):
+        leave(tmp_path, name)
     prune(tmp_path, keep=1)
-    assert names(tmp_path) == sorted([f"step-9.tmp-{host}.{os.getppid()}.ab", "step-9.tmp-elsewhere.1.ab"])
+    assert names(tmp_path) == sorted([live, elsewhere, another_namespace, of_an_earlier_release])
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
+SAVE = """
+import os, sys
+sys.path.insert(0, "tests/checkpoint")
+from pathlib import Path
+from checkpoint_helpers import save_alone, state
+from faults import at_call
+def pause(call, arguments):
+    print("saving", flush=True)
+    sys.stdin.readline()
+with at_call(1, pause, ("fsync",), Path(sys.argv[1])):
+    save_alone(Path(sys.argv[1]), 2, state(2))
+"""
+PRUNE = "import sys; from pathlib import Path; from hpc_train.checkpoint import prune; prune(Path(sys.argv[1]), keep=1)"
+
+
+@pytest.mark.parametrize("mount", [(), ("--mount-proc",)], ids=["proc of the host", "proc of its own"])
+def test_a_save_is_left_alone_by_who_cannot_see_its_process(tmp_path: Path, mount: tuple[str, ...]) -> None:
+    need_root()
+    run = {"text": True, "cwd": Path(__file__).parents[2], "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*NAMESPACE, *mount, sys.executable, "-c", SAVE, tmp_path], **run) as saving:
+        try:
+            assert saving.stdout.readline() == "saving\n"
+            subprocess.run([*NAMESPACE, *mount, sys.executable, "-c", PRUNE, tmp_path], check=True, cwd=run["cwd"])
+            prune(tmp_path, keep=1)
+            assert len([name for name in names(tmp_path) if ".tmp-" in name]) == 1
+            saving.communicate("go on\n", timeout=60)
+        finally:
+            saving.kill()
+    assert saving.returncode == 0
+    assert committed(tmp_path) == [2]
+    assert holds(tmp_path, 2, state(2))
 
 
 def test_files_that_are_not_ours_stay(tmp_path: Path) -> None:

@@ -193,6 +193,69 @@ def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) ->
     assert committed(tmp_path) == []
 
 
+class Sleeper(Lock):
+    """A lock whose owner is stopped by SIGSTOP right after it has seen, before a commit, that it still has it."""
+
+    def check(self) -> None:
+        super().check()
+        if list(self.path.parent.glob("step-*.tmp-*/manifest.json")):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_before_commit(directory: Path, word: Connection) -> None:
+    """Save a step, as a process on another machine would, and say what came of it."""
+    taken = take_lock(directory)
+    taken.release()
+    owner = replace(this_process({}), host="node7", machine="another boot")
+    lock = Sleeper(directory / "lock", owner, BEAT)
+    lock.path.write_bytes(content(owner))
+    lock.start_beating()
+    saver = Saver(directory, alone(), lock=lock)
+    saver.save(3, whole(state(3)), {})
+    (saved,) = saver.wait()
+    word.send(str(saved.error))
+    lock.release()
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["a new step", "a step that is replaced"])
+@pytest.mark.parametrize("again", [False, True], ids=["and nothing else", "and the newcomer saves the same step"])
+def test_who_falls_asleep_between_look_and_commit_commits_nothing(tmp_path: Path, there: bool, again: bool) -> None:
+    if there:
+        save_alone(tmp_path, 3, state(33))
+    mine, its = FORK.Pipe()
+    process = FORK.Process(target=sleep_before_commit, args=(tmp_path, its))
+    process.start()
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    lock = take_lock(tmp_path, {}, beat=BEAT)
+    seen = committed(tmp_path)
+    if again:
+        saver = Saver(tmp_path, alone(), lock=lock)
+        saver.save(3, whole(state(4)), {})
+        assert [saved.error for saved in saver.wait()] == [None]
+    os.kill(process.pid, signal.SIGCONT)
+    assert mine.recv() != "None"
+    process.join()
+    lock.check()
+    assert committed(tmp_path) == ([3] if again else seen) == ([3] if again or there else [])
+    assert not committed(tmp_path) or holds(tmp_path, 3, state(4 if again else 33))
+    lock.release()
+    assert is_free(tmp_path)
+
+
+def test_a_lock_that_changes_hands_while_it_is_given_back_is_left(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    theirs = content(replace(lock.owner, token="another"))
+
+    def steal(call: str, args: tuple[Path, ...]) -> None:
+        beside = tmp_path / "theirs"
+        beside.write_bytes(theirs)
+        beside.replace(lock.path)
+
+    with at_call(1, steal, ("rename", "unlink"), tmp_path):
+        lock.release()
+    assert lock.path.read_bytes() == theirs
+
+
 def test_who_has_the_lock_removes_what_any_dead_job_left(tmp_path: Path) -> None:
     """Also what another machine left a moment ago."""
     (tmp_path / "step-9.tmp-elsewhere.1.ab" / "shards").mkdir(parents=True)

@@ -1,0 +1,415 @@
+"""The job's store: the same answers as torch's, to those alone who know its secret."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hpc_train.errors import UserError
+from hpc_train.runtime.identity import Identity
+from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
+from hpc_train.runtime.store.client import JobStore
+from hpc_train.runtime.store.server import STRANGERS, StoreServer
+from hpc_train.runtime.store.wire import ANSWER_BYTES, GREETING_BYTES, PROOF_BYTES, REFUSAL
+from tests.other_user import SOMEBODY, as_somebody, need_root
+
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    served = StoreServer("127.0.0.1", SECRET, 8)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def store(server: StoreServer) -> Iterator[JobStore]:
+    client = JobStore(server.address, SECRET, LONG)
+    yield client
+    client.close()
+
+
+def identity(process: int, processes: int) -> Identity:
+    return Identity(process, processes, process, 0, 1, "submitit", socket.gethostname(), "job-1")
+
+
+ATTEMPT = """
+found = {}
+def attempt(name, act):
+    try:
+        found[name] = repr(act())
+    except BaseException as error:
+        found[name] = f"refused: {type(error).__name__}"
+"""
+STRANGER = f"""{ATTEMPT}
+timeout = timedelta(seconds=0.3)
+def ours():
+    return JobStore(tuple(arguments), bytes(32), timeout)
+def torchs():
+    return dist.TCPStore(*arguments, is_master=False, timeout=timeout, wait_for_workers=False)
+attempt("our get", lambda: ours().get("secret of the job"))
+attempt("our set", lambda: ours().set("secret of the job", "changed"))
+attempt("our add", lambda: ours().add("counter", 1000))
+attempt("torch's keys", lambda: torchs().list_keys())
+attempt("torch's set", lambda: torchs().set("secret of the job", "changed"))
+print(json.dumps(found))
+"""
+THIEF = f"""{ATTEMPT}
+(path,) = arguments
+attempt("list", lambda: os.listdir(os.path.dirname(path)))
+attempt("read", lambda: open(path).read())
+attempt("write", lambda: open(path, "w"))
+attempt("replace", lambda: (open(path + "x", "w"), os.rename(path + "x", path)))
+attempt("remove", lambda: os.unlink(path))
+print(json.dumps(found))
+"""
+IMPORTS = """
+import encodings.idna
+from datetime import timedelta
+import torch.distributed as dist
+from hpc_train.runtime.store.client import JobStore
+"""
+
+
+def rank_of_a_job(process: int, folder: Path, heard: Any, over: Any) -> tuple[bytes, int]:
+    """Meet the other rank, say where the store is, and what it holds once a stranger has been there."""
+    store = open_store(identity(process, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    if process == 0:
+        store.set("secret of the job", "as it was")
+        store.add("counter", 1)
+        assert isinstance(store, JobStore)
+        heard.put(store.address)
+    over.wait(100)
+    found = store.get("secret of the job"), store.add("counter", 0)
+    if store.add("left", 1) == 2:
+        store.set("all left", "")
+    store.wait(["all left"])
+    time.sleep(0.1)
+    return found
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder in which everybody may write, as in /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+def test_another_user_can_neither_read_nor_write_the_store_of_a_job(tmp_path: Path) -> None:
+    need_root()
+    with multiprocessing.Manager() as manager, ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        heard, over = manager.Queue(), manager.Event()
+        job = [pool.submit(rank_of_a_job, process, tmp_path, heard, over) for process in range(2)]
+        try:
+            found = as_somebody(STRANGER, *heard.get(timeout=60), imports=IMPORTS)
+        finally:
+            over.set()
+        assert [rank.result() for rank in job] == [(b"as it was", 1)] * 2
+    assert len(found) == 5
+    assert all(said.startswith("refused: Dist") for said in found.values()), found
+
+
+def test_another_user_can_neither_read_nor_replace_the_secret(public_folder: Path) -> None:
+    need_root()
+    path = public_folder / ".rendezvous-job-1.json"
+    before = os.umask(0)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(open_store, identity(0, 2), {FOLDER_VARIABLE: str(public_folder)}, None, LONG)
+        while not path.exists():
+            time.sleep(0.01)
+        os.umask(before)
+        assert path.stat().st_mode & 0o777 == 0o600
+        found = as_somebody(THIEF, str(path))
+        second = open_store(identity(1, 2), {FOLDER_VARIABLE: str(public_folder)}, None, LONG)
+        for store in (second, first.result()):
+            assert isinstance(store, JobStore)
+            store.close()
+    assert found.pop("list") == f"['{path.name}']"
+    assert found == dict.fromkeys(["read", "write", "replace", "remove"], "refused: PermissionError")
+
+
+def planted(folder: Path, kind: str) -> Path:
+    """A file that process 0 did not write, where the others look for its."""
+    path = folder / ".rendezvous-job-1.json"
+    text = f'["127.0.0.1", 9, "{SECRET.hex()}"]'
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+        return path
+    path.write_text(text)
+    path.chmod(0o640 if kind == "readable by the group" else 0o600)
+    if kind == "another user's":
+        need_root()
+        os.chown(path, SOMEBODY, SOMEBODY)
+    if kind == "link":
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+    if kind == "long":
+        path.write_text(text + " " * 10_000 + "x")
+    if kind == "without a secret":
+        path.write_text('["127.0.0.1", 9, ""]')
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["another user's", "readable by the group", "pipe", "link", "long", "without a secret"]
+)
+def test_what_process_0_did_not_write_is_refused(tmp_path: Path, kind: str) -> None:
+    path = planted(tmp_path, kind)
+    with pytest.raises(UserError, match="is not what process 0 of this job writes") as refused:
+        open_store(identity(1, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, LONG)
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_link_where_the_secret_will_be_written_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".rendezvous-job-1.{os.getpid()}").symlink_to(victim)
+    with pytest.raises(UserError, match="1 of 2 processes came"):
+        open_store(identity(0, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, SHORT)
+    assert victim.read_text() == "mine"
+
+
+def random_calls(seed: int) -> list[tuple[str, tuple[Any, ...]]]:
+    draw = random.Random(seed)
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for _ in range(300):
+        key, number = f"key {draw.randrange(6)}", draw.randrange(-5, 1 << 40)
+        text, other = draw.choice(["", "a", "\0é", "b" * 3000]), draw.choice(["", "a", "b" * 3000])
+        calls.append(
+            draw.choice(
+                [
+                    ("set", (key, text)),
+                    ("check", ([key, f"key {draw.randrange(6)}"],)),
+                    ("compare_set", (key, other, text)),
+                    ("delete_key", (key,)),
+                    ("add", (f"count {draw.randrange(3)}", number)),
+                    ("multi_set", ([key, "key 0"], [text, other])),
+                    ("append", (key, other)),
+                ]
+            )
+        )
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_are_those_of_torchs_own_store(store: JobStore, seed: int) -> None:
+    oracle = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
+    for name, arguments in random_calls(seed):
+        assert getattr(store, name)(*arguments) == getattr(oracle, name)(*arguments), (name, arguments)
+    keys = [f"key {index}" for index in range(6) if oracle.check([f"key {index}"])]
+    assert store.multi_get(keys) == oracle.multi_get(keys)
+    assert [store.get(key) for key in keys] == [oracle.get(key) for key in keys]
+    through = dist.PrefixStore("inner", store)
+    through.set("k", b"\xff\x00")
+    assert (through.get("k"), store.get("inner/k")) == (b"\xff\x00", b"\xff\x00")
+
+
+def test_a_wait_ends_with_its_timeout_or_with_the_last_key(store: JobStore, server: StoreServer) -> None:
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 200ms, keys: a, b"):
+        store.wait(["a", "b"], SHORT)
+    with pytest.raises(dist.DistStoreError, match="wait timeout"):
+        dist.PrefixStore("inner", store).wait(["a"], SHORT)
+    other = JobStore(server.address, SECRET, LONG)
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(store.wait, ["a", "b"]), threads.submit(dist.PrefixStore("p", store).get, "c")]
+        both = threads.submit(store.multi_get, ["b", "a"])
+        for key in ("a", "b", "p/c"):
+            assert not all(call.done() for call in waiting)
+            other.set(key, key.upper())
+        assert [call.result() for call in waiting] == [None, b"P/C"]
+        assert both.result() == [b"B", b"A"]
+    store.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 200ms, keys: never"):
+        store.get("never")
+
+
+def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreServer) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.wait, ["never"])
+        while not server._requests:
+            time.sleep(0.01)
+        server.close()
+        with pytest.raises(dist.DistNetworkError, match="process 0, which serves it, has ended"):
+            waiting.result()
+    with pytest.raises(dist.DistNetworkError):
+        store.set("a", "b")
+
+
+def group_over(process: int, folder: Path) -> list[float]:
+    store = open_store(identity(process, 4), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=process, world_size=4, timeout=LONG)
+    del store  # the process group has it
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    total = torch.full((1,), float(process))
+    dist.all_reduce(total)
+    row = torch.full((1,), float(process))
+    dist.all_reduce(row, group=mesh.get_group("columns"))
+    half = dist.new_group([1, 3])
+    if process in (1, 3):
+        dist.all_reduce(row, group=half)
+    dist.monitored_barrier()
+    dist.destroy_process_group()
+    return [total.item(), row.item()]
+
+
+def test_process_groups_and_meshes_start_over_it(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+        found = list(pool.map(group_over, range(4), [tmp_path] * 4))
+    assert found == [[6.0, 1.0], [6.0, 6.0], [6.0, 5.0], [6.0, 6.0]]
+
+
+class Meddler:
+    """Between a client and the server: changes what goes through once both have proved themselves."""
+
+    def __init__(self, server: tuple[str, int], change: Any) -> None:
+        self.change, self._server = change, server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        client, _ = self._listener.accept()
+        with client, socket.create_connection(self._server) as server:
+            self._pass(server, client, GREETING_BYTES)
+            self._pass(client, server, ANSWER_BYTES)
+            self._pass(server, client, PROOF_BYTES)
+            threading.Thread(target=self._stream, args=(server, client), daemon=True).start()
+            with suppress(OSError):
+                while data := client.recv(1 << 16):
+                    server.sendall(self.change(data))
+
+    def _pass(self, source: socket.socket, target: socket.socket, count: int) -> None:
+        target.sendall(source.recv(count, socket.MSG_WAITALL))
+
+    def _stream(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("change", [flipped, lambda data: data + data, lambda data: data[:4] + bytes(16) + data[20:]])
+def test_what_is_changed_or_repeated_on_its_way_has_no_effect(
+    server: StoreServer, store: JobStore, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add("counter", 5)
+    meddler = Meddler(server.address, change)
+    # The client's proof names the address that it means, so that what is only passed on proves nothing: it believes
+    # here that the meddler's address is the server's.
+    monkeypatch.setattr(server, "address", meddler.address)
+    client = JobStore(meddler.address, SECRET, timedelta(seconds=5))
+    with pytest.raises(dist.DistNetworkError):
+        [client.add("counter", 1) for _ in range(2)]  # where it is repeated, the first of the two is the client's own
+    assert store.add("counter", 0) in (5, 6)
+    client.close()
+
+
+def test_a_server_that_is_elsewhere_than_published_proves_nothing(server: StoreServer) -> None:
+    meddler = Meddler(server.address, lambda data: data)
+    with pytest.raises(dist.DistNetworkError):
+        JobStore(meddler.address, SECRET, timedelta(seconds=1))
+
+
+def test_who_does_not_know_the_secret_learns_nothing_and_is_told_so_at_once(server: StoreServer) -> None:
+    with pytest.raises(dist.DistNetworkError, match="it knows another secret"):
+        JobStore(server.address, bytes(32), LONG)
+    with socket.create_connection(server.address, timeout=10) as guess:
+        guess.recv(GREETING_BYTES, socket.MSG_WAITALL)
+        guess.sendall(bytes(ANSWER_BYTES))
+        assert guess.recv(1 << 16) == REFUSAL
+        assert guess.recv(1 << 16) == b""
+
+
+def test_an_old_answer_proves_nothing(server: StoreServer) -> None:
+    seen: list[bytes] = []
+
+    def record(data: bytes) -> bytes:
+        seen.append(data)
+        return data
+
+    with socket.create_connection(server.address, timeout=10) as honest:
+        from hpc_train.runtime.store.wire import MAGIC, Handshake
+
+        nonce = honest.recv(GREETING_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
+        handshake = Handshake(SECRET, server.address, nonce, bytes(32))
+        answer = record(handshake.client_nonce + handshake.client_proof())
+        honest.sendall(answer)
+        assert honest.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.server_proof()
+    with socket.create_connection(server.address, timeout=10) as later:
+        later.recv(GREETING_BYTES, socket.MSG_WAITALL)
+        later.sendall(seen[0])
+        assert later.recv(1 << 16) == REFUSAL
+
+
+def test_strangers_who_stay_do_not_keep_the_job_out(server: StoreServer) -> None:
+    crowd = [socket.create_connection(server.address, timeout=10) for _ in range(200)]
+    for index, stranger in enumerate(crowd):
+        stranger.sendall(os.urandom(1 + index % 100))
+    store = JobStore(server.address, SECRET, LONG)
+    store.set("a", "b")
+    while len(server._strangers) > STRANGERS:
+        time.sleep(0.01)
+    assert store.get("a") == b"b"
+    for stranger in crowd:
+        stranger.close()
+
+
+CLIENTS = 512
+
+
+def many_clients(address: tuple[str, int], first: int, count: int) -> int:
+    stores = [JobStore(address, SECRET, LONG) for _ in range(count)]
+    for index, store in enumerate(stores, first):
+        store.set(f"address/{index}", b"%d" % index * 60)
+    for store in stores[:-1]:
+        store.add("here", 1)
+    if stores[-1].add("here", 1) == CLIENTS:
+        stores[-1].set("all here", "")
+    stores[0].wait(["all here"])
+    found = stores[0].multi_get([f"address/{index}" for index in range(CLIENTS)])
+    return sum(value == b"%d" % index * 60 for index, value in enumerate(found))
+
+
+def test_hundreds_of_clients_are_served(server: StoreServer) -> None:
+    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+        firsts = range(0, CLIENTS, CLIENTS // 4)
+        found = list(pool.map(many_clients, [server.address] * 4, firsts, [CLIENTS // 4] * 4))
+    assert found == [CLIENTS] * 4
+
+
+def test_a_forked_process_has_connections_of_its_own(store: JobStore) -> None:
+    assert store.add("counter", 1) == 1
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            os._exit(store.add("counter", 1))
+        children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert [*children, store.add("counter", 1)] == [2, 3, 4]
