@@ -36,7 +36,8 @@ def attend_with_dropout(
     """
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    rows = head_rows(site, q.shape[1]) if p > 0 else queries
+    keys = keys.clone() if keys is queries else keys  # torch.compile takes no tensor twice
+    rows = head_rows(site, q.shape[1]) if p > 0 else queries.new_empty(0)
     out: Tensor = _Attention.apply(q, k, v, queries, keys, rows, _Options(causal, p))  # type: ignore[no-untyped-call]
     return out
 

@@ -131,6 +131,28 @@ def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
     assert_outcome(_compile(case, graphs), _truth(case.kind))
 
 
+DROPPING = {
+    "tp-full": Case(2, ("parallel.tp=2", FULL), "dropping"),
+    "cp": Case(2, ("parallel.cp=2",), "dropping"),
+    "ulysses-full": Case(2, (*ULYSSES, FULL), "dropping"),
+    "pp": Case(2, ("parallel.pp=2",), "dropping"),
+}
+
+
+def _eager_steps(world: World, case: Case) -> Outcome:
+    return matrix.steps(matrix.fresh(case, world), case, world, matrix.STEPS)
+
+
+@pytest.mark.usefixtures("graphs_only")
+@pytest.mark.parametrize("name", _long(DROPPING, ("tp-full",)))
+def test_blocks_that_drop_are_one_graph_for_all_steps(name: str) -> None:
+    case = DROPPING[name]
+    eager = run_ranks(_eager_steps, case.ranks, case, parallel=case.config().parallel, timeout=280)
+    for compiled, plain in zip(_compile(case), eager, strict=True):
+        np.testing.assert_allclose(compiled.losses, plain.losses, rtol=1e-10)
+        np.testing.assert_allclose(compiled.norms, plain.norms, rtol=1e-10)
+
+
 def _rows() -> list[Any]:
     """The techniques that can run here: those of GPUs and of ranks that MPI starts change no block."""
     rows = [row for row in TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
