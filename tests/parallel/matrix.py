@@ -51,7 +51,6 @@ def _llama(**changes: object) -> TransformerConfig:
 MODELS: dict[str, ModelConfig] = {
     "llama": _llama(),
     "tied": _llama(tied_embeddings=True),
-    "dropping": _llama(dropout=0.2),
     "deep": _llama(layers=8),
     "grouped": _llama(hidden=36, heads=6, kv_heads=3),  # over tp=2, a key head serves query heads of both ranks
     "gpt2": _llama(

@@ -85,6 +85,10 @@ CASES = {
     "zero3-tp-full": Case(4, ("parallel=fsdp", "parallel.tp=2", FULL)),
     "pp-cp-selective": Case(4, ("parallel.pp=2", "parallel.cp=2", SELECTIVE)),
     "tp-cp-full": Case(4, ("parallel.tp=2", "parallel.cp=2", FULL)),
+    "tp-dropout-full": Case(2, ("parallel.tp=2", FULL), "grouped-dropout"),
+    "cp-dropout": Case(2, ("parallel.cp=2",), "llama-dropout"),
+    "ulysses-dropout-full": Case(2, (*ULYSSES, FULL), "tied-dropout"),
+    "pp-dropout": Case(2, ("parallel.pp=2",), "llama-dropout"),
 }
 
 
@@ -116,7 +120,7 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.clear()
 
 
-DRAWN = ("tp-full", "asynchronous-full", "ring-selective", "ulysses-full", "zero3-tp-full")
+DRAWN = ("tp-full", "asynchronous-full", "ring-selective", "ulysses-full", "zero3-tp-full", "tp-dropout-full")
 
 
 def _long(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
@@ -129,28 +133,6 @@ def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
     case = CASES[name]
     graphs = 2 if "every" in name else 1  # every second block is recomputed, which is another graph
     assert_outcome(_compile(case, graphs), _truth(case.kind))
-
-
-DROPPING = {
-    "tp-full": Case(2, ("parallel.tp=2", FULL), "dropping"),
-    "cp": Case(2, ("parallel.cp=2",), "dropping"),
-    "ulysses-full": Case(2, (*ULYSSES, FULL), "dropping"),
-    "pp": Case(2, ("parallel.pp=2",), "dropping"),
-}
-
-
-def _eager_steps(world: World, case: Case) -> Outcome:
-    return matrix.steps(matrix.fresh(case, world), case, world, matrix.STEPS)
-
-
-@pytest.mark.usefixtures("graphs_only")
-@pytest.mark.parametrize("name", _long(DROPPING, ("tp-full",)))
-def test_blocks_that_drop_are_one_graph_for_all_steps(name: str) -> None:
-    case = DROPPING[name]
-    eager = run_ranks(_eager_steps, case.ranks, case, parallel=case.config().parallel, timeout=280)
-    for compiled, plain in zip(_compile(case), eager, strict=True):
-        np.testing.assert_allclose(compiled.losses, plain.losses, rtol=1e-10)
-        np.testing.assert_allclose(compiled.norms, plain.norms, rtol=1e-10)
 
 
 def _rows() -> list[Any]:
