@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -108,19 +109,19 @@ def _seen(made: dict[int, Tensor], view: _View) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-class Deferring(TorchDispatchMode):
+class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Large tensors made inside of this are on the meta device, and `record` knows how to make them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = Record()
 
     def is_deferred(self, tensor: object) -> bool:
         """Whether a tensor's values are yet to be made."""
-        return isinstance(tensor, Tensor) and tensor.is_meta and _memory(tensor) in self.record.alive
+        return isinstance(tensor, Tensor) and tensor.layout == torch.strided and _memory(tensor) in self.record.alive
 
     def view(self, tensor: Tensor) -> _View:
         """How to find a deferred tensor in the record."""
@@ -137,7 +138,7 @@ class Deferring(TorchDispatchMode):
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise NotDeferrable("a generator of its own")
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # of a deferred tensor that was asked for its device
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
         given = _tensors((args, kwargs))
         deferred = [tensor for tensor in given if self.is_deferred(tensor)]
         if not deferred:
@@ -164,7 +165,7 @@ class Deferring(TorchDispatchMode):
     def _derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
         """An operation that changes nothing: a view, a large result that is deferred too, or real."""
         try:
-            out = func(*_on_meta(args), **_on_meta(kwargs))
+            out = func(*self._on_meta(args), **self._on_meta(kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
             return func(*self._real(args), **self._real(kwargs))
         results = _tensors(out)
@@ -180,9 +181,9 @@ class Deferring(TorchDispatchMode):
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
-            func(*_as_memory(args), **_as_memory(kwargs))  # so that the generator goes on as it would have
+            func(*self._as_memory(args), **self._as_memory(kwargs))  # so that the generator goes on as it would have
         if written:
-            out = func(*_on_meta(args), **_on_meta(kwargs))
+            out = func(*self._on_meta(args), **self._on_meta(kwargs))
         made = [] if written else _tensors(out)
         for tensor in made:
             self.record.alive[_memory(tensor)] = tensor
@@ -194,7 +195,28 @@ class Deferring(TorchDispatchMode):
 
     def _kept(self, tree: Any) -> Any:
         """Arguments for the record: views of what is deferred, copies of what is not."""
-        return tree_map_only(Tensor, lambda x: self.view(x) if self.is_deferred(x) else x.detach().clone(), tree)
+
+        def kept(x: Tensor) -> Tensor | _View:
+            if self.is_deferred(x):
+                return self.view(x)
+            if x.device.type != "cpu":
+                raise NotDeferrable("a tensor of another device")
+            return x.detach().clone()
+
+        return tree_map_only(Tensor, kept, tree)
+
+    def _on_meta(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
+
+    def _as_memory(self, tree: Any) -> Any:
+        """Real memory, zeroed, in place of what is deferred."""
+
+        def real(x: Tensor) -> Tensor:
+            if not self.is_deferred(x):
+                return x
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+
+        return tree_map_only(Tensor, real, tree)
 
     def _real(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
@@ -210,19 +232,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def _on_meta(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to("meta"), tree)
-
-
-def _as_memory(tree: Any) -> Any:
-    """Real memory, zeroed, in place of what is deferred."""
-
-    def real(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_() if x.is_meta else x
-
-    return tree_map_only(Tensor, real, tree)
-
-
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation changes in place."""
     found = []
@@ -236,6 +245,26 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _is_pure(func: Any) -> bool:
     return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+
+
+class Disguise(TorchFunctionMode):
+    """Deferred tensors say that they are on the CPU: some code, torch.nn.init's too, leaves out what is on meta."""
+
+    def __init__(self, mode: Deferring) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERS and self._mode.is_deferred(args[0]):
+            return _ANSWERS[func]
+        return func(*args, **(kwargs or {}))
+
+
+_ANSWERS = {
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    Tensor.device.__get__: torch.device("cpu"),
+}
 
 
 class DeferredValues(MutableMapping[str, Tensor]):
@@ -265,14 +294,14 @@ class DeferredValues(MutableMapping[str, Tensor]):
         return DeferredValues({name: self._entries[name] for name in names}, self._record)
 
 
-def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredValues] | None:
+def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] | None:
     """(the module that `make` returns, its parameters on the meta device; their values). Buffers are real.
 
     None where its constructor does what cannot be written down, or fails: it is then to be built as it is.
     """
     mode = Deferring()
     try:
-        with mode:
+        with mode, Disguise(mode):
             model = make()
         if not isinstance(model, nn.Module):
             return None
@@ -289,6 +318,9 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredVa
 def _settle(model: nn.Module, mode: Deferring) -> None:
     """Make what is deferred and is no parameter. Raises NotDeferrable where memory is shared, or held elsewhere."""
     parameters = dict(model.named_parameters())
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        if tensor.is_meta and not mode.is_deferred(tensor):
+            raise NotDeferrable(f"{name} is on the meta device by another way")
     owners = {_memory(parameter): parameter for parameter in parameters.values() if mode.is_deferred(parameter)}
     if any(owners.get(_memory(parameter), parameter) is not parameter for parameter in parameters.values()):
         raise NotDeferrable("parameters in the same memory")
