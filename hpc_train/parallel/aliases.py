@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
-from hpc_train.parallel.meta_buffers import plain_tensors
+from hpc_train.models.deferred import plain_tensors
 
 
 def check_aliases(model: nn.Module, splits: bool, device: torch.device) -> None:

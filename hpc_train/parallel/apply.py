@@ -13,6 +13,7 @@ from hpc_train.api import Engine, Model, World
 from hpc_train.config.degrees import Degrees, resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel import batch_norm, dropout
 from hpc_train.parallel.aliases import check_aliases
 from hpc_train.parallel.context import context_parallel
@@ -65,13 +66,19 @@ PASSES: tuple[Pass, ...] = (
 
 
 def build(
-    model: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, world: World, say: Say = log.info
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    config: RunConfig,
+    world: World,
+    say: Say = log.info,
+    values: DeferredValues | None = None,
 ) -> Engine:
     """The engine that trains `model` on this world.
 
     A model on the meta device gets its initial values here, each rank only what it holds; any other keeps its own.
     make_optimizer is called after the model has been split, so that it sees the parameters this rank keeps.
-    say: gets a line for each technique that was applied, in order.
+    say: gets a line for each technique that was applied, in order. values: of a model whose parameters are made when
+    they are asked for.
     Raises UserError for a combination or a model that no backend can do.
     """
     degrees = check_support(config, world.size)
@@ -89,8 +96,10 @@ def build(
     if degrees.pp > 1:
         from hpc_train.parallel.pipeline.build import build as build_stages  # its part of torch takes most of a second
 
-        return build_stages(part, make_optimizer, partial(prepare, files=files), config, world, degrees, say)
-    prepare(part, model, config, world, say, files)
+        return build_stages(
+            part, make_optimizer, partial(prepare, files=files, made=values), config, world, degrees, say
+        )
+    prepare(part, model, config, world, say, files, values)
     if config.parallel.server.mode != "none":
         engine, said = serve(part, make_optimizer, config, world)
         say(said)
@@ -109,7 +118,13 @@ def _updates(part: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, 
 
 
 def prepare(
-    part: nn.Module, model: nn.Module, config: RunConfig, world: World, say: Say, files: FileMemory | None = None
+    part: nn.Module,
+    model: nn.Module,
+    config: RunConfig,
+    world: World,
+    say: Say,
+    files: FileMemory | None = None,
+    made: DeferredValues | None = None,
 ) -> None:
     """Apply every pass to a part of the model, in place, and give it its values on this rank's device or in files.
 
@@ -118,9 +133,11 @@ def prepare(
     """
     values: Values = {}
     if part is not model:
-        values = {} if is_rehearsal() else values_of(part, model)
+        values = {} if is_rehearsal() else values_of(part, model, made)
         if not is_rehearsal():
             adopt_buffers(part, model)
+    elif made is not None:
+        values = made.subset(name for name, _ in part.named_parameters())
     elif not is_meta(part):
         if splits(config, resolve(config.parallel, world.size)):
             values = detach_values(part)
@@ -136,7 +153,7 @@ def prepare(
 
 def splits(config: RunConfig, degrees: Degrees) -> bool:
     """Whether ranks hold parts of parameters."""
-    return sharded(config, degrees) or degrees.tp > 1
+    return sharded(config, degrees) or degrees.tp > 1 or degrees.pp > 1
 
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:

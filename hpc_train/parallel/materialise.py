@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.compat import is_pretended, shard_offset
 from hpc_train.errors import UserError
+from hpc_train.models.deferred import DeferredValues, plain_tensors
 from hpc_train.models.init import Region, initialise, whole
-from hpc_train.parallel.meta_buffers import plain_tensors
 
 Values = MutableMapping[str, Tensor]
 """Whole parameters by name, in CPU memory."""
@@ -44,13 +44,18 @@ def detach_values(model: nn.Module) -> Values:
     return values
 
 
-def values_of(part: nn.Module, source: nn.Module) -> Values:
-    """The values of a stage's parameters in the whole model that it is a part of; empty where that has none either."""
+def values_of(part: nn.Module, source: nn.Module, made: DeferredValues | None = None) -> Values:
+    """The values of a stage's parameters in the whole model that it is a part of; empty where that has none either.
+
+    made: its values, where they are made when they are asked for.
+    """
     values = {name: parameter.detach() for name, parameter in source.named_parameters(remove_duplicate=False)}
     missing = [name for name, _ in part.named_parameters() if name not in values]
     if missing:
         kind = type(source).__name__
         raise UserError(f"{kind}.stage: its part has a parameter {missing[0]}, which {kind} has not; keep the names")
+    if made is not None:
+        return made.subset(name for name, _ in part.named_parameters())
     return {name: values[name] for name, _ in part.named_parameters() if not values[name].is_meta}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
+from hpc_train.models.deferred import plain_tensors
 
 RESETS = (
     "reset_parameters",
@@ -125,16 +126,3 @@ def _check_plain(model: nn.Module) -> None:
                     "parameter nor a buffer, so nothing gives it a value; register it as a buffer, or do not build the "
                     "model under torch.device('meta')"
                 )
-
-
-def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(attribute, tensor) of what a module holds beside its parameters and buffers, also in lists and dicts."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((name, item) for item in value if isinstance(item, Tensor))
-        elif isinstance(value, dict):
-            yield from ((name, item) for item in value.values() if isinstance(item, Tensor))

@@ -17,14 +17,16 @@ from hpc_train.api import Engine, RankMap, Task, World
 from hpc_train.checkpoint import resume
 from hpc_train.checkpoint.lock import held
 from hpc_train.collectives import broadcast_value, gather_values
+from hpc_train.config.degrees import resolve
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.init import Initialised, initialise
 from hpc_train.models.registry import build as build_model
-from hpc_train.parallel.apply import Say, build
+from hpc_train.parallel.apply import Say, build, splits
 from hpc_train.parallel.materialise import is_meta
 from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
@@ -64,11 +66,11 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     try:
         _write_rank_map(world, task, rank_map, folder, attempt)
         data = open_data(config, world)
-        model, said = make_model(config), list[str]()
+        (model, values), said = make_model_apart(config, world), list[str]()
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
         frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
-        engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info)
-        del model  # of a pipeline the whole of it, of which every stage has its own by now
+        engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info, values)
+        del model, values  # of a pipeline the whole of it, of which every stage has its own by now
         if frozen and (advice := incremental_advice(frozen, engine.pieces())):
             said.append(advice)
         with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
@@ -120,9 +122,24 @@ def make_model(config: RunConfig) -> nn.Module:
     return model
 
 
-def make_engine(config: RunConfig, world: World, model: nn.Module, say: Say = log.info) -> Engine:
-    """The engine that the config asks for, with its optimizer. say: see parallel.apply.build."""
-    return build(model, lambda split: make_optimizer(split, config.optim), config, world, say)
+def make_model_apart(config: RunConfig, world: World) -> tuple[nn.Module, DeferredValues | None]:
+    """The model and, where it is the user's own and split over ranks, its values, each made when it is asked for.
+
+    So no rank has the whole of it in memory. Where its constructor cannot be followed it is made whole.
+    """
+    if isinstance(config.model, CustomModelConfig) and splits(config, resolve(config.parallel, world.size)):
+        apart = build_deferred(partial(build_model, config.model, config.train.seed))
+        if apart is not None and not isinstance(apart[0], Initialised):
+            check_sizes(apart[0])
+            return apart
+    return make_model(config), None
+
+
+def make_engine(
+    config: RunConfig, world: World, model: nn.Module, say: Say = log.info, values: DeferredValues | None = None
+) -> Engine:
+    """The engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
+    return build(model, lambda split: make_optimizer(split, config.optim), config, world, say, values)
 
 
 def assemble(

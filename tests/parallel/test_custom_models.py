@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from hpc_train.api import IGNORED_TARGET, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models import deferred
+from hpc_train.models.deferred import build_deferred
 from hpc_train.models.init import Normal
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory.blocks import named_blocks
@@ -327,6 +329,41 @@ def test_at_the_start_a_rank_takes_its_share_and_no_more_than_a_block(layout: st
         assert peak >= size / ways
         assert peak <= size / ways + block
         assert left <= size / ways + 2**12
+
+
+def _bytes_with_its_construction(world: World, config: RunConfig) -> tuple[int, int, int, list[float]]:
+    """(whole model, one block, most bytes from before the constructor on, the rank's numbers of a parameter)."""
+    deferred.LARGE = 2**12
+    peak, found = _RealBytes(), list[float]()
+
+    def stop(split: nn.Module) -> torch.optim.Optimizer:
+        found.extend(split.parts[1].weight.to_local().flatten()[:50].tolist())
+        raise _Reached
+
+    with peak:
+        apart = build_deferred(_seeded_large)
+        assert apart is not None
+        with pytest.raises(_Reached):
+            build(apart[0], stop, config, world, values=apart[1])
+    whole = Large().double()
+    size, block = (sum(p.nbytes for p in part.parameters()) for part in (whole, whole.parts[0]))
+    return size, block, peak.peak, found
+
+
+def _seeded_large() -> Large:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(3)
+        return Large()
+
+
+@pytest.mark.parametrize("layout", ["zero3-4", "hsdp-2x2"])
+def test_no_rank_ever_has_the_whole_of_it(layout: str) -> None:
+    config, wanted = LAYOUTS[layout].config(), _seeded_large().parts[1].weight.double()
+    ways = 2 if layout.startswith("hsdp") else 4
+    ranks = run_ranks(_bytes_with_its_construction, 4, config, parallel=config.parallel)
+    for rank, (size, block, peak, found) in enumerate(ranks):
+        assert peak <= size / ways + block
+        assert found == wanted.chunk(ways)[rank % ways].flatten()[:50].tolist()
 
 
 # What is refused.

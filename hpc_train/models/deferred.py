@@ -1,0 +1,366 @@
+"""Build a user's model without memory for its large parameters, and make each of them later, alone and bit for bit.
+
+A constructor runs as ever, but large tensors are on the meta device and what happens to them is written down, with the
+state of the generator before each random operation. To make one, its own operations are run again. So a rank that holds
+a share of a model never has the whole of it, and the numbers are those that the constructor would have drawn.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+LARGE = 1 << 20
+"""Bytes; smaller tensors are real at once, so that buffers and what constructors look at are just what they were."""
+
+
+class NotDeferrable(Exception):
+    """What this constructor does cannot be written down; build the model as it is."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that was deferred: which memory, and which part of it."""
+
+    memory: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    args: Any
+    kwargs: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    """Memory that it makes, or changes."""
+    outputs: tuple[_View | None, ...]
+    """Of the memory that it makes."""
+    generator: Tensor | None
+    """State of torch's generator before it, where it is random."""
+
+
+@dataclass
+class Record:
+    """What was done to deferred memory, in order."""
+
+    operations: list[_Operation] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    """By memory: the operations that write it."""
+    alive: dict[int, Tensor] = field(default_factory=dict)
+    """A tensor of each memory, so that its number stands for no other."""
+
+    def add(self, operation: _Operation) -> None:
+        """The next one."""
+        for memory in operation.writes:
+            self.writers.setdefault(memory, []).append(len(self.operations))
+        self.operations.append(operation)
+
+    def make(self, view: _View) -> Tensor:
+        """The values that a deferred tensor has now; its memory is fresh."""
+        made: dict[int, Tensor] = {}
+        with torch.random.fork_rng([]), torch.no_grad():
+            for index in self._needed(view.memory):
+                self._run(self.operations[index], made)
+        return _seen(made, view)
+
+    def _needed(self, memory: int) -> list[int]:
+        """The operations that lead to a memory's values, in order."""
+        found: set[int] = set()
+        waiting = [(memory, len(self.operations))]
+        while waiting:
+            wanted, before = waiting.pop()
+            for index in self.writers.get(wanted, ()):
+                if index < before and index not in found:
+                    found.add(index)
+                    operation = self.operations[index]
+                    waiting += [(one, index) for one in {*operation.reads, *operation.writes} - {wanted}]
+        return sorted(found)
+
+    def _run(self, operation: _Operation, made: dict[int, Tensor]) -> None:
+        args, kwargs = (
+            tree_map_only(_View, lambda view: _seen(made, view), given) for given in (operation.args, operation.kwargs)
+        )
+        if operation.generator is not None:
+            torch.set_rng_state(operation.generator)
+        out = operation.function(*args, **kwargs)
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        for view, tensor in zip(operation.outputs, outputs, strict=False):
+            if view is not None:
+                made[view.memory] = tensor
+
+
+def _seen(made: dict[int, Tensor], view: _View) -> Tensor:
+    base = made[view.memory]
+    if base.dtype != view.dtype:
+        raise NotDeferrable("memory seen as two types")
+    return torch.as_strided(base, view.size, view.stride, view.offset)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Large tensors made inside of this are on the meta device, and `record` knows how to make them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = Record()
+
+    def is_deferred(self, tensor: object) -> bool:
+        """Whether a tensor's values are yet to be made."""
+        return isinstance(tensor, Tensor) and tensor.layout == torch.strided and _memory(tensor) in self.record.alive
+
+    def view(self, tensor: Tensor) -> _View:
+        """How to find a deferred tensor in the record."""
+        return _View(
+            _memory(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        )
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """The values of a deferred tensor now."""
+        return self.record.make(self.view(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise NotDeferrable("a generator of its own")
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
+        given = _tensors((args, kwargs))
+        deferred = [tensor for tensor in given if self.is_deferred(tensor)]
+        if not deferred:
+            return self._factory(func, args, kwargs) if not given else func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(self.is_deferred(tensor) for tensor in written):
+            return self._record(func, args, kwargs, written)
+        if written:
+            return func(*self._real(args), **self._real(kwargs))
+        return self._derived(func, args, kwargs, deferred)
+
+    def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on no tensor: deferred where its result is large."""
+        if not _is_pure(func):
+            return func(*args, **kwargs)
+        try:
+            shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
+        except (RuntimeError, TypeError, NotImplementedError):
+            return func(*args, **kwargs)
+        if not isinstance(shaped, Tensor) or shaped.untyped_storage().nbytes() < LARGE:
+            return func(*args, **kwargs)
+        return self._record(func, args, kwargs, [], shaped)
+
+    def _derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
+        """An operation that changes nothing: a view, a large result that is deferred too, or real."""
+        try:
+            out = func(*self._on_meta(args), **self._on_meta(kwargs))
+        except (RuntimeError, TypeError, NotImplementedError):
+            return func(*self._real(args), **self._real(kwargs))
+        results = _tensors(out)
+        if results and all(_memory(result) in self.record.alive for result in results):
+            return out
+        if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE for r in results):
+            return func(*self._real(args), **self._real(kwargs))
+        return self._record(func, args, kwargs, [], out)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
+        if any(not self.is_deferred(tensor) for tensor in written):
+            raise NotDeferrable(f"{func} writes what is deferred and what is not")
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = torch.get_rng_state()
+            func(*self._as_memory(args), **self._as_memory(kwargs))  # so that the generator goes on as it would have
+        if written:
+            out = func(*self._on_meta(args), **self._on_meta(kwargs))
+        made = [] if written else _tensors(out)
+        for tensor in made:
+            self.record.alive[_memory(tensor)] = tensor
+        reads = tuple(_memory(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
+        writes = tuple(_memory(tensor) for tensor in (written or made))
+        outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _listed(out)) if made else ()
+        self.record.add(_Operation(func, self._kept(args), self._kept(kwargs), reads, writes, outputs, state))
+        return out
+
+    def _kept(self, tree: Any) -> Any:
+        """Arguments for the record: views of what is deferred, copies of what is not."""
+
+        def kept(x: Tensor) -> Tensor | _View:
+            if self.is_deferred(x):
+                return self.view(x)
+            if x.device.type != "cpu":
+                raise NotDeferrable("a tensor of another device")
+            return x.detach().clone()
+
+        return tree_map_only(Tensor, kept, tree)
+
+    def _on_meta(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
+
+    def _as_memory(self, tree: Any) -> Any:
+        """Real memory, zeroed, in place of what is deferred."""
+
+        def real(x: Tensor) -> Tensor:
+            if not self.is_deferred(x):
+                return x
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+
+        return tree_map_only(Tensor, real, tree)
+
+    def _real(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
+
+
+def _listed(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, tree)
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation changes in place."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found += _tensors(value)
+    return found
+
+
+def _is_pure(func: Any) -> bool:
+    return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+
+
+class Disguise(TorchFunctionMode):
+    """Deferred tensors say that they are on the CPU: some code, torch.nn.init's too, leaves out what is on meta."""
+
+    def __init__(self, mode: Deferring) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERS and self._mode.is_deferred(args[0]):
+            return _ANSWERS[func]
+        return func(*args, **(kwargs or {}))
+
+
+_ANSWERS = {
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    Tensor.device.__get__: torch.device("cpu"),
+}
+
+
+class DeferredValues(MutableMapping[str, Tensor]):
+    """Whole parameters by name, each made when it is asked for and kept by nobody."""
+
+    def __init__(self, entries: dict[str, Tensor | _View], record: Record) -> None:
+        self._entries, self._record = entries, record
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        return entry if isinstance(entry, Tensor) else self._record.make(entry)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def subset(self, names: Iterable[str]) -> DeferredValues:
+        """Those of some names alone."""
+        return DeferredValues({name: self._entries[name] for name in names}, self._record)
+
+
+def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] | None:
+    """(the module that `make` returns, its parameters on the meta device; their values). Buffers are real.
+
+    None where its constructor does what cannot be written down, or fails: it is then to be built as it is.
+    """
+    mode = Deferring()
+    try:
+        with mode, Disguise(mode):
+            model = make()
+        if not isinstance(model, nn.Module):
+            return None
+        _settle(model, mode)
+        entries = {
+            name: mode.view(parameter) if mode.is_deferred(parameter) else parameter.detach()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+    except Exception:  # of the user's code, in an environment that it was not written for
+        return None
+    return model, DeferredValues(entries, mode.record)
+
+
+def _settle(model: nn.Module, mode: Deferring) -> None:
+    """Make what is deferred and is no parameter. Raises NotDeferrable where memory is shared, or held elsewhere."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        if tensor.is_meta and not mode.is_deferred(tensor):
+            raise NotDeferrable(f"{name} is on the meta device by another way")
+    owners = {_memory(parameter): parameter for parameter in parameters.values() if mode.is_deferred(parameter)}
+    if any(owners.get(_memory(parameter), parameter) is not parameter for parameter in parameters.values()):
+        raise NotDeferrable("parameters in the same memory")
+    real: dict[int, Tensor] = {}
+    for module in model.modules():
+        _settle_module(module, mode, owners, real)
+    _check_unheld(mode, {id(parameter) for parameter in parameters.values()})
+
+
+def _settle_module(
+    module: nn.Module, mode: Deferring, owners: dict[int, nn.Parameter], real: dict[int, Tensor]
+) -> None:
+    """real: what was made already, so that what modules share stays shared."""
+    plain = [] if isinstance(module, nn.RNNBase) else plain_tensors(module)  # it has a list of its parameters
+    for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain]:
+        if not mode.is_deferred(tensor):
+            continue
+        if getattr(module, name, None) is not tensor or _memory(tensor) in owners:
+            raise NotDeferrable("a tensor in a container, or in the memory of a parameter")
+        if id(tensor) not in real:
+            real[id(tensor)] = mode.make(tensor)
+        setattr(module, name, real[id(tensor)])
+
+
+def _check_unheld(mode: Deferring, known: set[int]) -> None:
+    """Raise NotDeferrable where anybody else holds a deferred tensor, and would find it without values."""
+    known = known | {id(tensor) for tensor in mode.record.alive.values()}
+    for held in gc.get_objects():
+        if issubclass(type(held), Tensor) and id(held) not in known and mode.is_deferred(held):
+            raise NotDeferrable("a tensor that the model does not hold itself")
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(attribute, tensor) of what a module holds beside its parameters and buffers, also in lists and dicts."""
+    for name, value in list(vars(module).items()):
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((name, item) for item in value if isinstance(item, Tensor))
+        elif isinstance(value, dict):
+            yield from ((name, item) for item in value.values() if isinstance(item, Tensor))
