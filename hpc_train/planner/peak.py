@@ -161,13 +161,15 @@ class _Held:
     def _embedding(self) -> Column:
         """[3, 1...]: parameters of the embedding, on the first rank."""
         first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
-        return first * self.table
+        embedding: Column = first * self.table
+        return embedding
 
     @property
     def _loss_kept(self) -> Column:
         """Of a micro-batch between its loss and the backward of that: probabilities, and in a pipeline the logits."""
         jobs = self.jobs
-        return self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+        kept: Column = self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+        return kept
 
     def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
         jobs, last = self.jobs, self.stages.last
