@@ -14,7 +14,6 @@ from hpc_train.api import World
 from hpc_train.bench.pipeline import Options, ScheduleResult
 from hpc_train.bench.sleeping import FEATURES, SleepingStage, times
 from hpc_train.collectives import all_gather_values
-from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.messages import Codec
 from hpc_train.parallel.dropout import StepMasks
@@ -51,7 +50,6 @@ class _Running:
             world.device,
             self.timeline,
             StepMasks((), RunConfig(), world),
-            ParallelConfig(),
         )
         inputs = torch.empty(1, FEATURES, device="meta")
         return pipeline.training(self._micro_batches, inputs, inputs.clone().requires_grad_(), _loss)

@@ -49,7 +49,8 @@ class ParallelConfig:
     sync_batchnorm: bool = False
     """Statistics of BatchNorm over all data-parallel ranks, which makes it equal to one device."""
     reshard_after_forward: bool = True
-    """zero3: free the gathered parameters after forward (less memory), or keep them (less communication)."""
+    """zero3: free the gathered parameters after forward (less memory), or keep them (less communication): until
+    backward, and where pp > 1, as several micro-batches are in flight, until the end of the step."""
     prefetch: int = setting(default=1, ge=0)
     """zero strategies: blocks whose parameters are gathered ahead of the one that computes; 1 is fully_shard's own."""
     compile: bool = False

@@ -1,7 +1,7 @@
 """The data-parallel axes: what is gathered and reduced in a step, how long it takes and how much of it shows.
 
-Bytes and numbers of uses are those of traffic.data (Rajbhandari et al. 2020, arXiv:1910.02054), vectorised; a test ties
-the two.
+Bytes and numbers of uses are those of traffic.data (Rajbhandari et al. 2020, arXiv:1910.02054), as columns; the rule is
+the same, parallel.support.sharding, and a test ties the two.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpc_train.parallel.support.sharding import block_gathers, end_gathers, reductions
 from hpc_train.planner.collectives import Group, all_gather, all_reduce, group
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.jobs import SCHEDULES, STACKS, Column, Jobs
+from hpc_train.planner.moments import SPLIT
 from hpc_train.planner.overlap import exposed
+from hpc_train.planner.stages import OURS
 
-_SPLIT = [SCHEDULES.index(name) for name in ("interleaved_zero_bubble", "zbv", "dualpipev")]
+_DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
 @dataclass(frozen=True)
@@ -32,30 +35,44 @@ class Volume:
 
 @dataclass(frozen=True)
 class Uses:
-    """How often a step gathers and reduces the parameters of layers."""
+    """How often a step gathers and reduces the parameters of layers, and gathers those of embedding and head."""
 
     gathers: Column
+    end_gathers: Column
     reductions: Column
 
 
 def uses(jobs: Jobs) -> Uses:
-    """traffic.data.block_uses, a column."""
-    m, three = jobs.micro_batches, jobs.zero == 3
-    again = three & (jobs.reshard > 0)
-    piped = jobs.pp > 1
-    split = np.isin(jobs.schedule, _SPLIT)
-    gathers = np.where(piped, np.where(again & ~split, m + 1, 1.0), np.where(three, m * (1 + jobs.reshard), 1.0))
-    return Uses(gathers, np.where(~piped & (jobs.zero >= 2), m, 1.0))
+    """Columns of what parallel.support.sharding says, of an average stage of the first rank.
+
+    Pipelines of other stacks reduce once a step and free nothing that a backward has gathered before its end, as
+    torch's do: of what each forward frees, every one of m forwards is followed by a gather, and one goes before them.
+    """
+    m, split = jobs.micro_batches, _split(jobs)
+    rule = jobs.zero, jobs.reshard, jobs.pp, m, split
+    once = (jobs.pp > 1) & (jobs.stack != OURS)
+    again = np.where((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
+    return Uses(
+        np.where(once, again, block_gathers(*rule)),
+        np.where(once, 1.0, end_gathers(*rule)),
+        np.where(once, 1.0, reductions(jobs.zero, m)),
+    )
+
+
+def _split(jobs: Jobs) -> Column:
+    """Micro-batches whose backward is split: all but in the first stage; the later half of DualPipeV's last ones."""
+    v = jobs.virtual_stages
+    split = np.where(np.isin(jobs.schedule, SPLIT), jobs.micro_batches * (v - 1) / v, 0.0)
+    split = np.where(jobs.schedule == _DUALPIPEV, (jobs.pp - 1) / 2, split)
+    return np.where(jobs.pp > 1, split, 0.0)
 
 
 def volume(jobs: Jobs, layers: Column, ends: Column) -> Volume:
     """layers, ends: parameters of a rank in layers, and in embedding and head."""
     told = uses(jobs)
     sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
-    end_reductions = told.reductions
-    end_gathers = np.where((jobs.pp == 1) & (jobs.zero == 3), jobs.micro_batches, 1.0)
-    gathered = (layers * told.gathers + ends * end_gathers) * jobs.activation_bytes
-    scattered = (layers * told.reductions + ends * end_reductions) * jobs.reduce_bytes
+    gathered = (layers * told.gathers + ends * told.end_gathers) * jobs.activation_bytes
+    scattered = (layers + ends) * told.reductions * jobs.reduce_bytes
     copies = np.where(sharded, jobs.dp_shard * jobs.cp, 1.0)
     return Volume(
         np.where(sharded, gathered, 0.0),
@@ -84,8 +101,10 @@ def seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column, wind
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers of backward run beside it, as do reductions; those of forward beside forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
-    again = np.where(both, gather / 2, 0.0) * (1 + _gathered_for_recomputation(jobs))
-    ahead, behind = np.where(both, gather / 2, gather), again + scatter
+    first = np.where(both & (told.gathers > 1), jobs.micro_batches / np.maximum(told.gathers, 1), 1.0)
+    first = np.where(both & (jobs.stack != OURS), 0.5, first)
+    again = gather * (1 - first) * (1 + _gathered_for_recomputation(jobs))
+    ahead, behind = gather * first, again + scatter
     count = np.maximum(jobs.layers / jobs.pp, 1)
     forward = exposed(ahead, windows.forward * np.minimum(told.gathers, jobs.micro_batches), share, ahead / count)
     backward = exposed(behind, windows.backward * told.reductions, share, behind / count)

@@ -1,7 +1,7 @@
 """What a rank of a pipeline holds at the moments of a step when it may hold most, counted in stages and micro-batches.
 
-Only a rank's own order decides that. Closed forms where all backwards are whole; where a schedule splits them, the rank's
-order is walked through once, for as many micro-batches as change anything, and remembered.
+Only a rank's own order decides that. Closed forms where all backwards are whole; where a schedule splits them, the
+rank's order is walked through once, for as many micro-batches as change anything, and remembered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hpc_train.schedules.requirements import REQUIREMENTS
 
 V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.v_shaped)
 """Codes of the schedules that have the last stage on the first rank."""
-_SPLIT = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
+SPLIT = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
+"""Codes of the schedules that split backwards."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
 _ENOUGH = 4
 """Micro-batches for each rank of the pipeline; more of them come only to be gone before others are there."""
@@ -50,7 +51,7 @@ class Moment:
 def moments(jobs: Jobs) -> list[Moment]:
     """Enough of them, of which one is the worst."""
     plain = _whole(jobs)
-    split = (jobs.pp > 1) & np.isin(jobs.schedule, _SPLIT)
+    split = (jobs.pp > 1) & np.isin(jobs.schedule, SPLIT)
     if not np.any(split):
         return plain
     walked = _walked(jobs, split)

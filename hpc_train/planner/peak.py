@@ -1,26 +1,25 @@
 """What a rank of hpc_train holds at the worst moment of a step, from the rule that its trainer shards by.
 
-Between its uses, parameters and gradients are whole or sharded as parallel.support.sharding says. Two kinds of moments
-can be the worst: the backward of a loss begins, when several copies of the logits are there; and the backward of a
-block, when fully_shard has gathered it and the one before it, while the gradients of the one after it are reduced. A
-test holds the sums against what a rehearsal counts of the real passes.
+Between its uses, parameters and gradients are whole or sharded as parallel.support.sharding says. Three kinds of
+moments can be the worst: the backward of a loss begins, when several copies of the logits are there; the backward of a
+block, when fully_shard has gathered it and the one before it, while the gradients of the one after it are reduced; and
+the end of a stage's backward, when those of embedding or head are. A test holds the sums against what a rehearsal
+counts of the real passes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hpc_train.parallel.support.sharding import keeps_gradients, keeps_parameters
 from hpc_train.planner.activations import last_norm, layer_activations, pending_gradients, whole_layer
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.jobs import RECOMPUTE, Column, Jobs
-from hpc_train.planner.moments import V_SHAPED, Moment, moments
+from hpc_train.planner.jobs import Column, Jobs
+from hpc_train.planner.moments import SPLIT, V_SHAPED, Moment, moments
 from hpc_train.planner.stages import layers_of
 from hpc_train.traffic.buckets import BUCKET, MIB
-
-_FULL = RECOMPUTE.index("full")
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,34 @@ class _Held:
         reduced = np.where(jobs.zero >= 1, self._group() * jobs.reduce_bytes, 0.0)
         # The second block is not there any more when the gradients of the first are reduced.
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
+        working = self.working + self.unmoved
+        # Where a backward is split, its first part has freed an embedding that the second needs; it is copied together.
+        again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLIT)
+        copied = np.maximum(again * self._embedding * jobs.activation_bytes - working, 0)
+        # The gradient of the head is there from the beginning of the backward to its end.
+        head = moment.loss * self.table * jobs.activation_bytes
         losses = np.maximum(moment.losses - moment.loss, 0)
-        return self._peak(
-            moment, self.working + self.unmoved, losses * self._loss_kept, self._whole(gathered) + behind,
-        )  # fmt: skip
+        buffers = self._whole(gathered) + np.maximum(behind, copied) + head
+        return self._peak(moment, working, losses * self._loss_kept, buffers)
+
+    def at_end(self, moment: Moment) -> Peak:
+        """At the end of the backward of a stage that has the embedding or the head."""
+        jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
+        tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
+        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes, 0.0) + jobs.activation_bytes
+        whole = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        freed = (jobs.zero == 3) & (jobs.reshard > 0)
+        whole = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, whole)
+        losses = np.maximum(moment.losses - moment.loss, 0)
+        has_last = np.minimum(moment.last, moment.loss)
+        later = replace(
+            moment,
+            stages=np.maximum(moment.stages - (1 - has_last), 0),
+            last=moment.last - has_last,
+            kept=np.maximum(moment.kept - 1, 0),
+            kept_last=np.maximum(moment.kept_last - has_last, 0),
+        )
+        return self._peak(later, np.zeros(()), losses * self._loss_kept, whole + tables * reduced)
 
     def at_loss(self, moment: Moment) -> Peak:
         """When the backward of a loss begins: gradients of the logits twice, before they are as short as these."""
@@ -132,13 +155,21 @@ class _Held:
         whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
-        return self._peak(moment, 0.0, moment.losses * self._loss_kept + twice, whole)
+        return self._peak(moment, np.zeros(()), moment.losses * self._loss_kept + twice, whole)
+
+    @property
+    def _embedding(self) -> Column:
+        """[3, 1...]: parameters of the embedding, on the first rank."""
+        first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
+        embedding: Column = first * self.table
+        return embedding
 
     @property
     def _loss_kept(self) -> Column:
         """Of a micro-batch between its loss and the backward of that: probabilities, and in a pipeline the logits."""
         jobs = self.jobs
-        return self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+        kept: Column = self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+        return kept
 
     def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
         jobs, last = self.jobs, self.stages.last
@@ -149,7 +180,7 @@ class _Held:
         pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
         return Peak(
-            self.weights * jobs.weight_bytes / self._share(1) * (jobs.offload < 2),
+            self.weights * jobs.weight_bytes / self.shards * (jobs.offload < 2),
             self._gradients(moment) * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0),
             self.weights * jobs.optimizer_bytes / self.shards * (jobs.offload == 0),
             np.where(self.moved, rest, kept + rest),
@@ -186,9 +217,6 @@ class _Held:
         several = self.block * np.maximum(np.floor(limit / self.block), 1)
         blocks = self.stages.layers * self.block
         return np.where(jobs.zero == 3, self.block, np.minimum(several, blocks))
-
-    def _share(self, least: int) -> Column:
-        return np.where(self.jobs.zero >= least, self.shards, 1.0)
 
     def _accumulated(self) -> Column:
         """ddp's buckets hold a step's gradients from the start; those of all micro-batches but the last lie beside

@@ -62,9 +62,12 @@ LAYOUTS = {
         8, (*PP, ZERO3, "parallel.tp=2", "train.micro_batch=2", "parallel.pipeline.schedule=interleaved_1f1b")
     ),
     "pp-zero1-looped": Layout(
-        4, (*PP, "parallel.strategy=zero1", "parallel.pipeline.schedule=looped_bfs", "parallel.pipeline.virtual_stages=2")
+        4,
+        (*PP, "parallel.strategy=zero1", "parallel.pipeline.schedule=looped_bfs", "parallel.pipeline.virtual_stages=2"),
     ),
-    "pp-hsdp": Layout(8, ("parallel=hsdp", "train.micro_batch=2", "parallel.pp=2", "parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "pp-hsdp": Layout(
+        8, ("parallel=hsdp", "train.micro_batch=2", "parallel.pp=2", "parallel.dp_replicate=2", "parallel.dp_shard=2")
+    ),
     "pp-tp-bf16-short-last": Layout(4, (*PP, "parallel.tp=2", "precision=bf16", "train.micro_batch=6")),
     "3d": Layout(8, ("parallel=3d", "parallel.dp_shard=2", "train.micro_batch=2")),
     "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),

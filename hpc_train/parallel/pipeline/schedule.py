@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -108,12 +108,12 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        found = super()._retrieve_recv_activations(fwd_chunk_id)
+        found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
         take_memory(self.args_recv_info[fwd_chunk_id])
         return found
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        found = super()._retrieve_recv_grads(bwd_chunk_id)
+        found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
         take_memory(self.grad_recv_info[bwd_chunk_id])
         return found
 
@@ -129,7 +129,10 @@ class Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], PendingWeights | None]:
         """See torch. backward_type: full, input or weight; last_backward: of the step, of this stage."""
-        assert isinstance(self.submod, FSDPModule)
+        if not isinstance(self.submod, FSDPModule):
+            whole: tuple[tuple[Tensor | None, ...], PendingWeights | None]
+            whole = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return whole
         synchronise(self.submod, self.parallel, self.group_size, last_backward)
         if backward_type == "weight":
             backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
@@ -156,7 +159,8 @@ class Pipeline:
     device: torch.device
     timeline: Timeline
     masks: StepMasks
-    parallel: ParallelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What fully_shard does with the parts, where it holds them."""
 
     def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.

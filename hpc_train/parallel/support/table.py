@@ -63,7 +63,7 @@ TABLE: tuple[Technique, ...] = (
         "parallel=zero2",
         "fully_shard, reduced in every micro-batch",
         EXACT,
-        "pp > 1: gradients are whole until the end of a step",
+        "",
         "tests/parallel/test_zero.py",
     ),
     Technique(
@@ -71,7 +71,7 @@ TABLE: tuple[Technique, ...] = (
         "parallel=fsdp",
         "fully_shard, block by block",
         EXACT,
-        "pp > 1: gradients are whole until the end of a step",
+        "",
         "tests/parallel/test_zero.py",
     ),
     Technique(

@@ -9,9 +9,9 @@ exchanges:
     zero2     once a step                   in every micro-batch      (1 + M) P
     zero3     in forward and in backward    in every micro-batch      3 M P, or 2 M P without reshard_after_forward
 
-The same in the stages of a pipeline, but that zero3 without reshard_after_forward gathers once a step, as more than one
-micro-batch is in flight: (1 + M) P. torch's pipelines would keep whole gradients for the whole step, which zero1 is for:
-a rank that needs the memory pays with M reductions, each beside the backward of the block before.
+The same in the stages of a pipeline, but that zero3 without reshard_after_forward gathers once a step, as more than
+one micro-batch is in flight: (1 + M) P. torch's pipelines would keep whole gradients for the whole step, which zero1 is
+for: who needs the memory pays with M reductions, each beside the backward of the next block.
 
 What is in no block (embedding, head) is at the end of forward and the beginning of backward: zero3 gathers it once.
 Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
@@ -153,7 +153,10 @@ def _bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int, named: bool) -> None:
-    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself, unless it is `named`."""
+    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself.
+
+    named: say which groups these are even so.
+    """
     if ahead == 1 and not named:
         return
     for index, module in enumerate([part, *groups]):
