@@ -120,8 +120,10 @@ def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
 def _searched(answer: Answer, whole: bool) -> str:
     if answer.question.whole:
         return "the run as it is given; leave out parallel=<option> to search for a better one"
-    bounds = f"{answer.estimated:,} estimated, the others ruled out by bounds"
-    return f"{answer.searched:,} candidates in {answer.seconds:.1f} s ({bounds}){'' if whole else '; --all shows everything'}"
+    bounds = (
+        f"all but {answer.estimated:,} ruled out by bounds" if answer.estimated < answer.searched else "all estimated"
+    )
+    return f"{answer.searched:,} candidates in {answer.seconds:.1f} s, {bounds}{'' if whole else '; more: --all'}"
 
 
 def _heading(best: Candidate) -> Section:
