@@ -176,4 +176,6 @@ def equal(quickest: Candidate, it: Candidate, objective: str) -> bool:
         quickest.global_batch,
         _SURE[quickest.fits],
     )
-    return it is quickest or (same and it.worth(objective) <= quickest.worth(objective) * (1 + ALIKE))
+    return it is quickest or (
+        same and it.step is not None and it.worth(objective) <= quickest.worth(objective) * (1 + ALIKE)
+    )

@@ -23,7 +23,7 @@ _BAR = 10
 _FITS = {"yes": "green", "maybe": "yellow", "no": "red", "unknown": "yellow"}
 _SMALL = 0.005
 """Share of a total under which a part is summed up with others."""
-_NUMBERS = 33
+_NUMBERS = 35
 """Columns of the numbers of a candidate; what it is stands beside them."""
 
 
@@ -91,7 +91,7 @@ def _nothing(answer: Answer) -> Iterator[Section]:
 
 def _remarks(answer: Answer, most: int | None) -> list[Section]:
     """What was searched, advice, and what is not known: at most so many lines, and how much more there is."""
-    told = [_wrapped(_searched(answer), "")]
+    told = [_wrapped(_searched(answer, most is None), "")]
     advice = lines(answer.advice)
     pairs = zip(advice[::2], advice[1::2], strict=True)
     told += [_wrapped(why, " " * 9) + _wrapped(fix.strip(), " " * 9, " " * 9) for why, fix in pairs]
@@ -117,11 +117,13 @@ def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
     )
 
 
-def _searched(answer: Answer) -> str:
+def _searched(answer: Answer, whole: bool) -> str:
     if answer.question.whole:
         return "the run as it is given; leave out parallel=<option> to search for a better one"
-    bounds = f"{answer.estimated:,} estimated, the others ruled out by bounds"
-    return f"{answer.searched:,} candidates in {answer.seconds:.1f} s ({bounds})"
+    bounds = (
+        f"all but {answer.estimated:,} ruled out by bounds" if answer.estimated < answer.searched else "all estimated"
+    )
+    return f"{answer.searched:,} candidates in {answer.seconds:.1f} s, {bounds}{'' if whole else '; more: --all'}"
 
 
 def _heading(best: Candidate) -> Section:
@@ -205,7 +207,9 @@ def _shown_memory(best: Candidate, whole: bool) -> dict[str, tuple[float, float,
     if whole:
         return best.memory
     around = ("fragmentation", "context")
-    found = {name: it for name, it in best.memory.items() if name not in around and max(it) >= _SMALL * best.total}
+    state = ("parameters", "gradients", "optimizer", "activations")
+    rest = {name: it for name, it in best.memory.items() if name not in around}
+    found = {name: it for name, it in rest.items() if name in state or max(it) >= _SMALL * best.total}
     first, middle, last = (sum(it) for it in zip(*(best.memory[name] for name in around), strict=True))
     return {**found, "allocator, driver": (first, middle, last)}
 
@@ -269,7 +273,7 @@ def _candidates(answer: Answer, shown: Sequence[Candidate], several: bool) -> Se
 
 
 def _titled(title: str) -> str:
-    return f"{'':>2}{'step':>9}{'':>7}{'GiB':>7}{'fits':>6}  {title}"
+    return f"{'':>2}{'step':>9}{'':>7}{'GiB':>7}{'fits':>8}  {title}"
 
 
 def _rows(answer: Answer, shown: Sequence[Candidate], several: bool) -> list[str]:
@@ -297,7 +301,7 @@ def _numbers(answer: Answer, it: Candidate) -> str:
         if best and best.step and it.settings != best.settings:
             slower = f"{(it.step.p50 / it.tokens) / (best.step.p50 / best.tokens) - 1:+.1%}"
     mark = "=" if answer.ties > 1 and answer.alike(it) else ""
-    return f"{mark:<2}{step:>9}{slower:>7}{it.total / GIB:>7.1f}{it.fits:>6}"
+    return f"{mark:<2}{step:>9}{slower:>7}{it.total / GIB:>7.1f}{it.fits:>8}"
 
 
 def _familiar(answer: Answer) -> Section:
