@@ -122,7 +122,7 @@ def test_a_node_alone_on_its_leaf_does_not_switch_placement_off(
         step = Step(len(nodes), *degrees)
         real = [step.seconds(leaves, order) for order in (nodes, found["nodes"])]
         assert real[1] <= real[0] * (1 + 1e-9)
-        assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.02)
+        assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.04)
         assert found["straddling"]["dp_shard"]["leaf"]["placed"] < found["straddling"]["dp_shard"]["leaf"]["identity"]
 
 
@@ -140,7 +140,7 @@ def test_promised_gains_are_those_of_the_cables_and_near_the_best(
     found = placed(capsys, file, nodes, *degrees)
     step = Step(len(nodes), *degrees)
     real = [step.seconds(leaves, order) for order in (nodes, found["nodes"])]
-    assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.02)
+    assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.04)
     best = min(step.seconds(leaves, draw.sample(nodes, len(nodes))) for _ in range(500))
     assert real[1] <= best * 1.01
 
