@@ -16,6 +16,8 @@ from hpc_train.errors import UserError
 
 LARGEST = 64 << 20
 """Bytes; ibnetdiscover writes about a kilobyte for each adapter, so this is a fabric of 60,000."""
+LARGEST_TEXT = 8 << 20
+"""Bytes of what an administrator writes."""
 LARGEST_NODE = 4 << 20
 """Bytes of what describes one node."""
 
@@ -37,10 +39,10 @@ class Format:
 def formats() -> tuple[Format, ...]:
     """Every format that is read, in the order in which they are tried."""
     return (
-        Format("slurm_show_topology", show.matches, show.read),
-        Format("slurm_topology_conf", topology_conf.matches, topology_conf.read),
-        Format("slurm_topology_yaml", topology_yaml.matches, topology_yaml.read),
-        Format("topograph", topograph.matches, topograph.read),
+        Format("slurm_show_topology", show.matches, show.read, LARGEST_TEXT),
+        Format("slurm_topology_conf", topology_conf.matches, topology_conf.read, LARGEST_TEXT),
+        Format("slurm_topology_yaml", topology_yaml.matches, topology_yaml.read, LARGEST_TEXT),
+        Format("topograph", topograph.matches, topograph.read, LARGEST_TEXT),
         Format("slurm_environment", environment.matches, environment.read),
         Format("nvidia_smi", nvidia_smi.matches, nvidia_smi.read, LARGEST_NODE),
         Format("rocm_smi", rocm_smi.matches, rocm_smi.read, LARGEST_NODE),

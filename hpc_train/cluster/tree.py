@@ -156,7 +156,7 @@ def _join(forest: _Forest, switches: Sequence[Switch], level: int, compute: Coll
     counted = [
         frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held
     ]
-    groups = _groups(counted)
+    groups = group_alike(counted)
     home = _homes(held, groups)
     units = [Unit(tuple(switches[number].name for number in members), level) for members in groups]
     for of_group, (unit, members) in enumerate(zip(units, groups, strict=True)):
@@ -166,8 +166,8 @@ def _join(forest: _Forest, switches: Sequence[Switch], level: int, compute: Coll
         _claim(unit, forest)
 
 
-def _groups(held: Sequence[frozenset[object]]) -> list[list[int]]:
-    """Numbers of the switches that are one unit, in the order of their first one; held: what each holds."""
+def group_alike(held: Sequence[frozenset[object]]) -> list[list[int]]:
+    """Numbers of the sets that belong together, in the order of the first: half of each is in the other one too."""
     alike: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(held):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)

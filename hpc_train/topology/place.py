@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.compose import compose
+from hpc_train.config.degrees import resolve
 from hpc_train.config.run import RunConfig
 from hpc_train.parallel.support import check_support
+from hpc_train.parallel.support.pipeline import check_blocks
 from hpc_train.placement.advice import advice
 from hpc_train.placement.cost import model
 from hpc_train.placement.figures import assumptions
@@ -49,8 +51,7 @@ def place(overrides: Sequence[str], config_dir: str | None, env: Mapping[str, st
     if options.shuffle is not None:
         where = shuffled(where, options.shuffle)
     ranks = ranks_per_node(config) if len(where.nodes) == 1 else config.cluster.ranks_per_node
-    check_support(config, ranks * len(where.nodes))
-    job = job_of(config, where, ranks)
+    job = _job(config, where, ranks)
     found = place_nodes(job)
     if options.picture is not None:
         _draw(job, where, found, options.axis, Path(options.picture))
@@ -62,6 +63,19 @@ def place(overrides: Sequence[str], config_dir: str | None, env: Mapping[str, st
     else:
         print_rich(*Report(where, fabric, job.sizes, job.flows, found, notes, wanted).parts())
     return 0
+
+
+def _job(config: RunConfig, where: Locations, ranks: int) -> Job:
+    """Raises UserError for a model of fewer blocks than stages, and for one that cannot be cut along a given axis."""
+    world = ranks * len(where.nodes)
+    degrees, layers = resolve(config.parallel, world), getattr(config.model, "layers", None)
+    if degrees.pp > 1 and layers is not None:
+        check_blocks(config.parallel.pipeline, layers, degrees)
+    try:
+        return job_of(config, where, ranks)
+    except AssertionError:  # what traffic takes for granted is what the trainer's rules ask for, which say it in a line
+        check_support(config, world)
+        raise
 
 
 def _draw(job: Job, where: Locations, found: Placement, axis: str | None, path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from hpc_train.cluster.infiniband.nameless import join_nameless
 from hpc_train.cluster.infiniband.text import CA, Device, kind_of
 
 _DEVICE = (
@@ -46,7 +47,8 @@ def host_and_device(description: str | None) -> tuple[str, str | None] | None:
 
 
 def hosts(adapters: Sequence[Device]) -> dict[str, tuple[str, str | None]]:
-    """(host, device) by adapter: by description, else by system image GUID, which the adapters of one board share."""
+    """(host, device) by adapter: by description, else by the system image GUID that it shares with one that has a name,
+    else as `join_nameless` tells; a host without any name is called by its system image GUID."""
     named = _named(adapters)
     of_system: dict[str | None, set[str]] = defaultdict(set)
     for adapter in adapters:
@@ -54,10 +56,15 @@ def hosts(adapters: Sequence[Device]) -> dict[str, tuple[str, str | None]]:
             of_system[adapter.system].add(named[adapter.id][0])
     found = dict(named)
     for adapter in adapters:
-        if adapter.id not in named:
-            shared = of_system.get(adapter.system, set()) if adapter.system else set()
-            found[adapter.id] = (next(iter(shared)) if len(shared) == 1 else adapter.system or guid(adapter), None)
-    return found
+        if adapter.id not in named and adapter.system and len(of_system[adapter.system]) == 1:
+            found[adapter.id] = (next(iter(of_system[adapter.system])), None)
+    joined = join_nameless(adapters, {id: host for id, (host, _) in found.items()}, _number)
+    systems = {adapter.id: adapter.system or guid(adapter) for adapter in adapters}
+    return found | {id: (systems.get(host, host), None) for id, host in joined.items()}
+
+
+def _number(adapter: Device) -> int | None:
+    return int(adapter.id[2:], 16) if kind_of(adapter.id) else None
 
 
 def _named(adapters: Iterable[Device]) -> dict[str, tuple[str, str | None]]:

@@ -20,7 +20,7 @@ _DUMP = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _OTHERS = {
-    "iblinkinfo": re.compile(r"==\(.*\)==>\s"),
+    "iblinkinfo": re.compile(r"==\([^()\n]{0,200}\)==>\s"),
     "ibnetdiscover --list": re.compile(r"^(?:Switch|Ca|Router)\s*: 0x[0-9a-f]{16} ports ", re.MULTILINE),
     "ibnetdiscover --ports": re.compile(r"^(?:SW|CA|RT)\s+\d+\s+\d+ 0x[0-9a-f]{16} ", re.MULTILINE),
 }
