@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.ranks import entries
+from hpc_train.launch.timeouts import describe_timeout, silent_ranks, stopped_waiting
 from hpc_train.training.failure import Failure, first_failure
 
 EXITS = "exits.json"
@@ -57,6 +58,8 @@ def first_error(logs: Path) -> FirstError | None:
     outside counts only if all others merely lost a peer.
     """
     failure = first_failure(logs)
+    if failure is not None and stopped_waiting(failure.message) and (silent := silent_ranks(logs)):
+        return FirstError(silent[0], describe_timeout(logs, silent))
     dead = _seen_by_the_pool(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
         dead = _seen_by_srun(logs)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
+from hpc_train.runtime.arrivals import arrival_key, name_missing
 from hpc_train.runtime.identity import Identity
 from hpc_train.runtime.mpi import load_mpi
 from hpc_train.runtime.network import own_address
@@ -58,6 +59,7 @@ def _meet_at_file(
     path = folder / f".rendezvous-{me.attempt_key}.json"
     if hosted is None:
         store = dist.PrefixStore(me.attempt_key, _connect(*_read(path, me, timeout), timeout))
+        store.set(arrival_key(me.process), "")
         if store.add("met", 1) == me.processes - 1:
             store.set("all met", "")
         return store
@@ -88,8 +90,9 @@ def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
     except dist.DistStoreError:
         here = store.add("met", 0) + 1
         raise UserError(
-            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; "
-            "are the others still starting, or on a network that cannot reach this one?"
+            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; missing: "
+            f"{name_missing(store, me)}; is its node gone, is it still starting (launch.rendezvous_seconds), or on a "
+            "network that cannot reach this one?"
         ) from None
 
 
