@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,11 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"hpc-train: {_plain(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `hpc-train ... | head`
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"hpc-train: {_plain(str(error.filename))[:60]}...: {error.strerror}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,18 +6,24 @@ import math
 import re
 import unicodedata
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from hpc_train.config.degrees import wanted
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.suggest import close
+from hpc_train.config.suggest import did_you_mean
 from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
 """`<pool>` or `<file system>.<pool>`."""
 _NO_SUCH = object()
+_NEAR = 0.7
+"""How like one another a slip of the hand and what was meant are."""
+_PATHS = re.compile(r"run_dir|.*\.(\w*dir|path|cache|topology|calibration)")
+_PATH_BYTES, _NAME_BYTES = 3072, 255
+"""Linux takes 4,095 bytes of path; a run's own files are some hundred deep in it."""
 _MOST_WHOLE, _MOST = 1 << 63, 1e30
 """Numbers from here on are slips of the hand."""
 _SHARED = "as ranks that share a file must know where all of it lies before any of it is compressed"
@@ -65,12 +71,25 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
             raise UserError(
                 f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line"
             )
+    if isinstance(value, str) and _PATHS.fullmatch(where):
+        _check_path(value, where)
     if value == "":
         raise UserError(f"{where}=: is empty; leave it out, or write {where}=null for none")
-    _check_number(value, where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}={value}: must be a finite number")
     if isinstance(value, (str, int, float)) and allowed and (why := allowed.problem(value)):
-        near = f"; {close(value, allowed.choices)}" if isinstance(value, str) and allowed.choices else ""
-        raise UserError(f"{where}={value}: {why}{near if 'did you mean' in near else ''}")
+        near = get_close_matches(str(value), allowed.choices or (), cutoff=_NEAR)
+        raise UserError(f"{where}={value}: {why}{f'; {did_you_mean(near)}' if near else ''}")
+    _check_number(value, where)
+
+
+def _check_path(value: str, where: str) -> None:
+    longest = max(len(name.encode()) for name in value.split("/"))
+    if len(value.encode()) > _PATH_BYTES or longest > _NAME_BYTES:
+        raise UserError(
+            f"{where}={value[:40]}...: is {len(value):,} characters long; a path may have {_PATH_BYTES:,} bytes, "
+            f"and each name in it {_NAME_BYTES}"
+        )
 
 
 def _check_number(value: Any, where: str) -> None:

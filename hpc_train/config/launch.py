@@ -64,6 +64,9 @@ class LaunchConfig:
     """Patterns of files and folders of the project that are not frozen, such as `notebooks` or `*.ipynb`."""
     timeout_seconds: int = setting(default=1800, ge=10, le=10**7)
     """A collective or a rendezvous that takes longer than this ends the job."""
+    rendezvous_seconds: int = setting(default=300, ge=5, le=10**7)
+    """How long ranks wait for one another at the start, if timeout_seconds is not shorter; then the missing ones are
+    named and the job ends."""
     extra: dict[str, str] = setting(default={})
     """More sbatch options by their long name, such as mail-type: END; with an empty value those that take none."""
     setup: list[str] = setting(default=[])

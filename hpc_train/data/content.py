@@ -22,7 +22,7 @@ _WINDOWS = 8
 _FEW, _MOST_INVALID = 8, 0.1
 """Bytes, and share of them, that may be no UTF-8: source code has a few lines in older encodings."""
 _SHOWN = 4
-_TABLE_ROWS, _TABLE_COLUMNS = 5, 3
+_TABLE_ROWS, _TABLE_COLUMNS = 5, 2
 """Text whose lines all have so many equal columns is a table, whatever its name."""
 _MAY_BE_TABLES = frozenset({"", ".txt", ".text", ".dat", ".data", ".tab", ".json", ".log"})
 """Source code and markup may look like columns."""
@@ -99,8 +99,9 @@ def find_problem(path: Path) -> str | None:
     if (ending := _ENDINGS.get(path.suffix.lower())) is not None:
         return ending
     head, windows = _samples(path)
-    table = _table(head) if path.suffix.lower() in _MAY_BE_TABLES else None
-    return _packed(head, windows) or _wide(head) or _undecodable([head, *windows]) or table
+    if problem := _packed(head, windows) or _wide(head) or _undecodable([head, *windows]):
+        return problem
+    return _table(head) if path.suffix.lower() in _MAY_BE_TABLES else None
 
 
 def _samples(path: Path) -> tuple[bytes, list[bytes]]:
@@ -177,8 +178,12 @@ def _table(head: bytes) -> str | None:
     if len(whole) < _TABLE_ROWS:
         return None
     for delimiter in ",\t;|":
-        columns = {len(row) for row in csv.reader(whole[:200], delimiter=delimiter)}
-        if len(columns) == 1 and min(columns) >= _TABLE_COLUMNS:
+        rows = list(csv.reader(whole[:200], delimiter=delimiter))
+        columns = {len(row) for row in rows}
+        if len(columns) != 1 or min(columns) < _TABLE_COLUMNS:
+            continue
+        # A line of prose may have one comma, and then a space.
+        if min(columns) > _TABLE_COLUMNS or not any(cell.startswith(" ") for row in rows for cell in row[1:]):
             return f"is a table ({min(columns)} columns by {delimiter!r}): {_COLUMN}"
     return None
 

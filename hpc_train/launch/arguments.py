@@ -129,5 +129,5 @@ def _add_results(commands: _Commands) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument("--csv", metavar="FILE", help="write it as CSV; -: print it")
-    command.add_argument("--plot", metavar="FILE", help="draw the metric over what was swept, as .png, .svg or .pdf")
+    command.add_argument("--plot", metavar="FILE", help="draw the metric over what was swept, or over steps")
     command.set_defaults(run=run)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.ranks import entries
+from hpc_train.launch.state.reading import read_text
+from hpc_train.launch.timeouts import describe_timeout, silent_ranks, stopped_waiting
 from hpc_train.training.failure import Failure, first_failure
 
 EXITS = "exits.json"
@@ -67,6 +69,8 @@ def first_error(logs: Path) -> FirstError | None:
     outside counts only if all others merely lost a peer.
     """
     failure = first_failure(logs)
+    if failure is not None and stopped_waiting(failure.message) and (silent := silent_ranks(logs)):
+        return FirstError(silent[0], describe_timeout(logs, silent))
     dead = _seen_by_the_pool(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
         dead = _seen_by_srun(logs)
@@ -90,7 +94,8 @@ def _is_silent(logs: Path, task: int | str) -> bool:
 
 
 def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
-    exits: list[tuple[int, int]] = json.loads((logs / EXITS).read_text()) if (logs / EXITS).exists() else []
+    text = read_text(logs / EXITS)
+    exits: list[tuple[int, int]] = json.loads(text) if text else []
     silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _is_silent(logs, task)]
     dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
     if dead is None and (failure is not None or not silent):
@@ -113,8 +118,7 @@ def _seen_by_srun(logs: Path) -> FirstError | None:
 
 
 def _srun_errors(logs: Path) -> str:
-    path = logs / SRUN_ERRORS
-    return path.read_text(errors="replace") if path.exists() else ""
+    return read_text(logs / SRUN_ERRORS)
 
 
 def _without_memory(logs: Path, host: str) -> FirstError | None:

@@ -30,6 +30,10 @@ _COLOURS = {
 _SHOWN_NODES = 4
 _WIDE = 4096
 _LOOK_SECONDS = 2.0
+_ROOM_FOR_REASONS = 120
+"""Columns of a screen from which on a reason stands beside the rest."""
+_COLUMNS = ("point", "job", "attempt", "state", "step", "loss", "last step", "nodes", "exit")
+_OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
 
 
 def survey(points: Sequence[Point], ask: Ask = ask) -> list[Status]:
@@ -48,22 +52,27 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
         from rich.console import Console
 
         # Where nobody looks at a screen, a line is a line.
-        Console(width=None if sys.stdout.isatty() else _WIDE).print(table(survey(points)))
+        console = Console(width=None if sys.stdout.isatty() else _WIDE)
+        console.print(table(survey(points), console.width))
     return 0
 
 
 def _watch(points: Sequence[Point]) -> None:
     """Slurm is asked rarer and rarer while nothing changes; how far runs have come is read more often."""
+    from rich.console import Console
     from rich.live import Live
 
+    console = Console()
+
     def shown() -> Group:
-        return table([with_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)])
+        rows = [with_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)]
+        return table(rows, console.width)
 
     def ask_slurm() -> list[Status]:
         return [decide(facts) for facts in gather(points, ask)]
 
     backoff, before = Backoff(), ask_slurm()
-    with Live(shown(), auto_refresh=False) as live:
+    with Live(shown(), console=console, auto_refresh=False) as live:
         changed = True
         while not all(status.state.ended for status in before):
             again = time.monotonic() + backoff.seconds(changed)
@@ -75,31 +84,45 @@ def _watch(points: Sequence[Point]) -> None:
             live.update(shown(), refresh=True)
 
 
-def table(rows: Sequence[Status]) -> Group:
-    """A line a point, and for more than one the number of each state."""
+def table(rows: Sequence[Status], width: int = _WIDE) -> Group:
+    """A line a point, and for more than one the number of each state.
+
+    What no row has is left out. On a screen of fewer than 120 columns reasons are lines below.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    cells = [_cells(row) for row in rows]
+    beside = width >= _ROOM_FOR_REASONS
+    names = [name for name in _COLUMNS if name not in _OPTIONAL or any(row[name] != "-" for row in cells)]
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("point", "job", "attempt", "state", "step", "loss", "last step", "nodes", "exit", "reason"):
-        shown.add_column(name, no_wrap=name != "reason", overflow="fold")
-    for row in rows:
-        shown.add_row(
-            Text(row.point),
-            Text(row.job_id or "-"),
-            Text("-" if row.attempt is None else str(row.attempt)),
-            Text(row.state, style=_COLOURS.get(row.state, "red")),
-            Text(_step(row)),
-            Text("-" if row.loss is None else f"{row.loss:.4f}"),
-            Text("-" if row.seconds_since_step is None else readable_seconds(row.seconds_since_step)),
-            Text(_nodes(row.nodes)),
-            Text("-" if row.exit_code is None else str(row.exit_code)),
-            Text(row.reason),
-        )
+    for name in names:
+        shown.add_column(name, no_wrap=True, overflow="fold")
+    if beside:
+        shown.add_column("reason", overflow="fold")
+    for row, texts in zip(rows, cells, strict=True):
+        styles = {"state": _COLOURS.get(row.state, "red")}
+        line = [Text(texts[name], style=styles.get(name, "")) for name in names]
+        shown.add_row(*line, *([Text(row.reason)] if beside else []))
+    reasons = [Text(f"{row.point}: {row.reason}") for row in rows if row.reason and not beside]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
-    return Group(shown, *summary)
+    return Group(shown, *reasons, *summary)
+
+
+def _cells(row: Status) -> dict[str, str]:
+    return {
+        "point": row.point,
+        "job": row.job_id or "-",
+        "attempt": "-" if row.attempt is None else str(row.attempt),
+        "state": row.state,
+        "step": _step(row),
+        "loss": "-" if row.loss is None else f"{row.loss:.4f}",
+        "last step": "-" if row.seconds_since_step is None else readable_seconds(row.seconds_since_step),
+        "nodes": _nodes(row.nodes),
+        "exit": "-" if row.exit_code is None else str(row.exit_code),
+    }
 
 
 def _step(row: Status) -> str:

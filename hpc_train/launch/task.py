@@ -60,7 +60,9 @@ def _run(run_dir: Path, process: int) -> int:
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 
-    task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
+    launch = config.launch
+    timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
+    task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
     return run_rank(config, task, spec.folder(), int(os.environ.get(ATTEMPT_VARIABLE, "0")), _request)
 
 

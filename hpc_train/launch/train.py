@@ -214,7 +214,8 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     logs = None
     try:
         timeout = timedelta(seconds=config.launch.timeout_seconds)
-        task = join(interface=config.cluster.fabric.interface, timeout=timeout)
+        meeting = timedelta(seconds=config.launch.rendezvous_seconds)
+        task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
         answer = share_spec(config, task)
         if answer.spec is None:
             return EXIT_DONE

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
+from hpc_train.runtime.arrivals import arrival_key, name_missing
 from hpc_train.runtime.identity import Identity
 from hpc_train.runtime.mpi import load_mpi
 from hpc_train.runtime.network import own_address
@@ -63,6 +64,7 @@ def _meet_at_file(folder: Path, me: Identity, interface: str | None, timeout: ti
     path = folder / f".rendezvous-{me.attempt_key}.json"
     if me.process != 0:
         store = _connect(_read(path, me, timeout), timeout)
+        store.set(arrival_key(me.process), "")
         if store.add("met", 1) == me.processes - 1:
             store.set("all met", "")
         return store
@@ -111,8 +113,9 @@ def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
     except dist.DistStoreError:
         here = store.add("met", 0) + 1
         raise UserError(
-            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; "
-            "are the others still starting, or on a network that cannot reach this one?"
+            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; missing: "
+            f"{name_missing(store, me)}; is its node gone, is it still starting (launch.rendezvous_seconds), or on a "
+            "network that cannot reach this one?"
         ) from None
 
 

@@ -25,15 +25,18 @@ def join(
     env: Mapping[str, str] | None = None,
     interface: str | None = None,
     timeout: timedelta = timedelta(minutes=30),
+    meeting: timedelta | None = None,
 ) -> Task:
     """This process as one of its job's, connected to the job's store; no process group yet.
 
     env: the launcher's variables (default: this process's). interface: network for the store, see own_address.
-    Raises UserError when the environment makes no sense or the others cannot be met within `timeout`.
+    meeting: how long the others are waited for at the start, at most `timeout`, which later waits of the store have.
+    Raises UserError when the environment makes no sense or the others cannot be met in that time.
     """
     env = os.environ if env is None else env
     me = identify(env) or alone()
-    store = open_store(me, env, interface, timeout)
+    store = open_store(me, env, interface, min(meeting or timeout, timeout))
+    store.set_timeout(timeout)
     return Task(me.process, me.processes, me.local, me.node, me.nodes, me.launcher, me.host, store)
 
 

@@ -52,7 +52,10 @@ CHOICES = [
     ("train model@x=llama_1b", "model@x=llama_1b: '@x' has no effect here; write model=<option>"),
     ("train hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra itself have no effect here"),
     ("train hydra/launcher=basic", "hydra/launcher=basic: settings of Hydra itself have no effect here"),
-    ("train optim.schedule.name=cosin", "optim.schedule.name=cosin: must be one of cosine, linear, wsd, constant"),
+    (
+        "train optim.schedule.name=cosin",
+        "optim.schedule.name=cosin: must be one of cosine, linear, wsd, constant; did you mean 'cosine'?",
+    ),
     ("train parallel.strategy=fsdp", "parallel.strategy=fsdp: must be one of ddp, zero1, zero2, zero3"),
 ]
 FORMS = [
@@ -87,6 +90,9 @@ TYPES = [
     ("train launch.setup=ls", "launch.setup=ls: must be a list, such as [a,b]"),
     ("train +launch.extra.nice=[1]", "+launch.extra.nice=[1]: must be text"),
     ("train train=5", "train=5: settings (key: value) belong here"),
+    (f"train run_dir={5000 * 'x'}", "run_dir=xxx...: is 5,000 characters long; a path may have 3,072 bytes, and ..."),
+    (f"train checkpoint.dir=/{300 * 'x'}", "checkpoint.dir=/xxx...: is 301 characters long; ... each name in it 255"),
+    (f"status {5000 * 'x'}", "...: File name too long"),
     ("train run_dir=", "run_dir=: is empty; leave it out, or write run_dir=null for none"),
 ]
 VALUES = [

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.launch.sweep.metrics import best_value, final_values
-from hpc_train.launch.sweep.plot import draw, spans_decades, varied
+from hpc_train.launch.sweep.plot import draw, draw_run, spans_decades, varied
 from hpc_train.launch.sweep.results import Results, Row
 
 
@@ -95,6 +95,17 @@ def test_no_value_and_no_place_are_one_line(tmp_path: Path) -> None:
         draw(results(({"a": 1}, None)), tmp_path / "x.png")
     with pytest.raises(UserError, match="--plot"):
         draw(results(({"a": 1}, 2.0)), tmp_path / "nowhere/x.png")
+
+
+def test_one_run_is_drawn_over_its_steps(tmp_path: Path) -> None:
+    steps = [{"step": step, "loss": 3.0 / step, "lr": 0.1} for step in range(1, 9)] + [{"step": 9, "loss": None}]
+    steps[3]["validation_loss"] = 1.0
+    draw_run(steps, None, "my run", tmp_path / "x.svg")
+    assert {"my run", "step", "loss", "validation_loss"} <= texts((tmp_path / "x.svg").read_text())
+    draw_run(steps, "lr", "my run", tmp_path / "y.svg")
+    assert "loss" not in texts((tmp_path / "y.svg").read_text())
+    with pytest.raises(UserError, match="the run has no step with a value of loss yet"):
+        draw_run([], None, "my run", tmp_path / "z.svg")
 
 
 def test_the_winner_is_the_lowest_loss_or_the_highest_speed() -> None:

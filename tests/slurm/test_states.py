@@ -217,6 +217,12 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     cancelled = sweep.submit("is_cancelled", "train.steps=100000", faults=LISTENS)
     follower = follow(sweep.run_dir("is_requeued"), sweep.path / "followed")
     waits = sweep.submit("waits", options=("--after", str(sweep.run_dir("is_killed"))))
+    sweep.submit("is_lost", "optim.lr=1e20", "optim.max_norm=null", "train.steps=6")
+    sweep.submit("waits_too", options=("--after", str(sweep.run_dir("is_lost"))))
+    hangs = sweep.submit("hangs", "launch.cancel_seconds=2", "train.steps=100000", faults=HANGS)
+    nowhere = sweep.submit("is_not_there", "+launch.extra.hold=")
+    away = sweep.run_dir("is_not_there").rename(sweep.path / "away")
+    slurm_cluster.scontrol("release", nowhere)
     wait_until("Slurm's reason", lambda: sweep.rows()["waits"]["reason"] == "Dependency")
 
     sweep.wait_for_fault("is_killed", HOLDS)
@@ -227,10 +233,16 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
         sweep.wait_for_fault("is_cancelled", LISTENS)
         asked = hpc_train("cancel", str(sweep.run_dir("is_cancelled")))
         assert (asked.returncode, asked.stdout) == (0, f"job {cancelled}: asked to save and end\n"), asked.stderr
+        sweep.wait_for_fault("hangs", HANGS)
+        ended = hpc_train("cancel", str(sweep.run_dir("hangs")))
+        assert ended.stdout.splitlines()[0] == f"job {hangs}: asked to save and end", ended.stderr
+        assert "did not end within 2 s and was ended: rank 0 (task 0 on node" in ended.stdout
         sweep.wait_for_fault("is_requeued", LISTENS)
         slurm_cluster.scontrol("requeue", requeued)
         wait_until("the requeue", lambda: sweep.states()["is_requeued"] == "REQUEUED")
         unfinished = {"RUNNING", "PENDING", "REQUEUED"}
+        wait_until("the end of one without a directory", lambda: slurm_cluster.job_state(nowhere) == "FAILED")
+        away.rename(sweep.run_dir("is_not_there"))
         wait_until("the end of all", lambda: not unfinished & set(sweep.states().values()))
         wait_until("the end of the late one", lambda: not unfinished & set(times_out.states().values()))
     expected = {
@@ -238,6 +250,10 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
         "raises": "FAILED",
         "sets_up_badly": "FAILED",
         "is_killed": "FAILED",
+        "is_lost": "FAILED",
+        "waits_too": "CANCELLED",
+        "hangs": "CANCELLED",
+        "is_not_there": "FAILED",
         "waits": "CANCELLED",
         "is_cancelled": "CANCELLED",
         "is_requeued": "DONE",
@@ -258,7 +274,11 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     assert rows["is_killed"]["exit_code"] == 128 + signal.SIGKILL
     assert rows["is_killed"]["reason"].startswith("killed by signal 9 (SIGKILL")
     assert rows["is_killed"]["reason"].endswith("; it left no result")
-    assert rows["waits"]["reason"] == "DependencyNeverSatisfied"
+    assert rows["waits"]["reason"] == rows["waits_too"]["reason"] == "DependencyNeverSatisfied"
+    assert rows["is_lost"]["reason"].startswith("not done: the loss")
+    assert (rows["is_lost"]["exit_code"], rows["is_lost"]["step"], rows["is_lost"]["steps"]) == (1, 6, 6)
+    assert "in act (" in rows["hangs"]["reason"], "the function that the rank was in"
+    assert rows["is_not_there"]["reason"].startswith("Slurm could not start it on node node")
     assert rows["loses_its_node"]["reason"] == "NodeDown"
     assert rows["is_killed"]["job_id"] == killed
     assert rows["waits"]["job_id"] == waits
@@ -267,3 +287,15 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     assert slurm_cluster.job_state(cancelled) == "CANCELLED"
     (late,) = times_out.rows().values()
     assert (late["state"], late["reason"].split(":")[0]) == ("TIMEOUT", "TimeLimit"), late
+    assert_time_limit_is_known_without_accounting(times_out)
+
+
+def assert_time_limit_is_known_without_accounting(times_out: Sweep) -> None:
+    """Slurm has forgotten the job, and accounts do not know it either: what slurmstepd wrote is left."""
+    (run,) = (times_out.path / "points").iterdir()
+    job = times_out.rows()[run.name]["job_id"]
+    for told in (run / "events.jsonl", run / "logs/0/attempt.json"):
+        told.write_text(told.read_text().replace(f'"job_id": "{job}"', '"job_id": "999999"'))
+    (run / f"logs/job-{job}.log").rename(run / "logs/job-999999.log")
+    (row,) = status(run)
+    assert (row["state"], row["reason"].split(":")[0]) == ("TIMEOUT", "TimeLimit"), row

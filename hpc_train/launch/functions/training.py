@@ -54,7 +54,8 @@ def _train(container: dict[str, Any], request: stop.StopRequest) -> int:
 
     config = from_container(container)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
-    task = join(os.environ, config.cluster.fabric.interface, timeout)
+    meeting = timedelta(seconds=config.launch.rendezvous_seconds)
+    task = join(os.environ, config.cluster.fabric.interface, timeout, meeting)
     answer = share_spec(config, task)
     if answer.spec is None:
         return EXIT_DONE

@@ -42,6 +42,15 @@ def best_value(path: Path, metric: str) -> float | None:
     return choose(values, default=None)
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """All whole lines, in order."""
+    opened = open_regular(path)
+    if opened is None:
+        return []
+    with opened as file:
+        return [record for line in file if (record := _record(line))]
+
+
 def is_higher_better(metric: str) -> bool:
     """Speeds, not losses."""
     return metric.endswith("per_second") or metric == "mfu"

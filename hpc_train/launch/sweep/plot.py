@@ -1,4 +1,7 @@
-"""The metric of a sweep over its values: a line over one, a line for each of a second, else the points by rank."""
+"""The metric of a sweep over its values: a line over one, a line for each of a second, else the points by rank.
+
+Of one run, its curve over the steps.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,58 @@ from hpc_train.launch.sweep.results import Results, Row, Value
 
 _DECADES = 10.0
 """Values whose largest is so many times the smallest get a logarithmic axis."""
-_MOST_LINES, _MOST_BARS = 12, 60
+_MOST_LINES, _MOST_BARS, _MOST_MARKED = 12, 60, 40
+_CURVES = ("loss", "validation_loss")
+"""Of one run."""
 
 
 def draw(results: Results, path: Path) -> None:
     """Raises UserError, one line, without matplotlib, without any value, and for a file that cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
     rows = [row for row in results.rows if results.value(row) is not None]
     if not rows:
         raise UserError(f"--plot {path}: no point has a value of {results.metric} yet")
     keys = varied(rows, results.keys)
     lines = len({row.swept[keys[1]] for row in rows}) if len(keys) == 2 else 1
     as_bars = not keys or len(keys) > 2 or lines > _MOST_LINES
-    size = (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = _figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4))
     axes = figure.subplots()
     if as_bars:
         _bars(axes, results, rows, keys)
     else:
         _lines(axes, results, rows, keys)
+    _save(figure, axes, path)
+
+
+def draw_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, path: Path) -> None:
+    """One run over its steps: the loss, and the validation loss where it was measured, or `metric`.
+
+    steps: lines of metrics.jsonl. Raises UserError as `draw`.
+    """
+    figure = _figure(path, (6.4, 4.4))
+    axes, drawn = figure.subplots(), 0
+    for wanted in (metric,) if metric is not None else _CURVES:
+        found = [(it["step"], it[wanted]) for it in steps if _is_number(it.get(wanted)) and _is_number(it["step"])]
+        if found:
+            style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
+            axes.plot(*zip(*found, strict=True), label=wanted, **style)
+            drawn += len(found)
+    if not drawn:
+        raise UserError(f"--plot {path}: the run has no step with a value of {metric or _CURVES[0]} yet")
+    axes.set_xlabel("step")
+    axes.set_title(name, fontsize=9)
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def _figure(path: Path, size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    return Figure(figsize=size, layout="constrained")
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.grid(True, alpha=0.3)
     try:
         figure.savefig(path, dpi=150)
@@ -51,7 +84,7 @@ def varied(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     return sorted((key for key in keys if len({row.swept.get(key) for row in rows}) > 1), key=rank)
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -15,7 +15,7 @@ from hpc_train.launch.clients import ask
 from hpc_train.launch.state.points import Point, find
 from hpc_train.launch.status import survey
 from hpc_train.launch.sweep.frozen import SweepFolder, read_points
-from hpc_train.launch.sweep.metrics import best_value, final_values, is_higher_better
+from hpc_train.launch.sweep.metrics import best_value, final_values, is_higher_better, read_steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,11 +82,15 @@ def results_command(target: str, wanted: Wanted) -> int:
 
     Raises UserError, one line, for a metric that no point has and for a file that cannot be written.
     """
-    results = gather_results(find(target, ask), wanted.metric, wanted.best)
+    points = find(target, ask)
+    results = gather_results(points, wanted.metric, wanted.best)
     if wanted.plot is not None:
-        from hpc_train.launch.sweep.plot import draw
+        from hpc_train.launch.sweep.plot import draw, draw_run
 
-        draw(results, Path(wanted.plot))
+        if len(points) == 1:
+            draw_run(read_steps(points[0].run / "metrics.jsonl"), wanted.metric, points[0].name, Path(wanted.plot))
+        else:
+            draw(results, Path(wanted.plot))
     if wanted.json:
         print(json.dumps([_json(results, row, wanted.best) for row in results.rows]))
     elif wanted.csv is not None:
