@@ -35,7 +35,7 @@ _COUNT = struct.Struct("<q")
 def read(path: Path) -> dict[str, torch.Tensor]:
     """All tensors in nested dictionaries, keys joined by dots, mapped; what is no tensor is left out.
 
-    Raises UserError for a file that is not of torch.save, or that holds more than torch.load(weights_only=True) takes.
+    Raises UserError for a file that is not of torch.save, or that holds more than torch.load with weights_only takes.
     """
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give the file of torch.save")

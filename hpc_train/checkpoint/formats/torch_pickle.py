@@ -52,7 +52,7 @@ _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torc
 
 @cache
 def allowed_names() -> frozenset[tuple[str, str]]:
-    """What a file of tensors may name: as torch.load(weights_only=True), and like it no more."""
+    """What a file of tensors may name: as torch.load with weights_only, and no more."""
     functions = ("_rebuild_from_type_v2",)
     builtin = ("set", "frozenset", "bytearray", "complex")
     return frozenset(
