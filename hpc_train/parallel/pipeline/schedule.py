@@ -71,6 +71,12 @@ class Stage(PipelineStage):
         with self.timeline.record("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
+    def _recv_meta(self, src_stage: int) -> Any:
+        """Refuse what torch would unpickle from the network: our stages are told what they exchange, and never ask."""
+        raise RuntimeError(
+            f"stage {self.stage_index} was sent a description by stage {src_stage} that none of ours sends"
+        )
+
 
 @dataclass(frozen=True)
 class Pipeline:
