@@ -47,7 +47,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (PickleError, RuntimeError, MemoryError) as error:  # RecursionError is a RuntimeError
+    except (RuntimeError, MemoryError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path}: is not a file of torch.save ({text})") from None
 
