@@ -70,15 +70,12 @@ def _add_inspect(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.checkpoint.commands.inspection import Options, inspect
 
-        return inspect(arguments.dir, Options(arguments.tensors, arguments.index, arguments.force), arguments.json)
+        return inspect(arguments.dir, Options(arguments.tensors, arguments.index), arguments.json)
 
     summary = "what a step holds: tensors, layout, files, where it lies, and when it was saved"
     command = _command(commands, "inspect", summary, run, ("dir", f"{_WHERE}; the newest step of several"))
     command.add_argument("--tensors", action="store_true", help="every tensor: type, shape, bytes and how it is cut")
-    command.add_argument(
-        "--index", action="store_true", help="write index.h5, in which any HDF5 tool reads whole tensors"
-    )
-    command.add_argument("--force", action="store_true", help="with --index: also where it gets very large")
+    command.add_argument("--index", action="store_true", help="write index.h5, a list of all tensors for any HDF5 tool")
 
 
 def _add_verify(commands: _Commands) -> None:

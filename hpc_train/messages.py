@@ -20,6 +20,8 @@ import numpy as np
 _HEAD = struct.Struct("<Q")
 _PLAIN = {str, int, float, bool, type(None)}
 _DTYPES = frozenset(np.dtype(it).str for it in ("?", *"bhilqBHILQfd", "<f2"))
+_ALIKE = 4
+"""Values for one that differs, from which on an index of it is sent."""
 _FEW = 4
 """Objects of a class that are not worth columns."""
 
@@ -94,13 +96,14 @@ class Codec:
             return ["plain", values]
         (kind, *others) = kinds
         if kind is tuple and not others and set(map(type, chain.from_iterable(values))) <= {int}:
-            return ["tuples of int", values]
+            return _few(values, lambda some: ["tuples of int", some])
         if not others and len(values) > _FEW:
             if kind in self._fields:
                 columns = [[getattr(it, name) for it in values] for name in self._fields[kind]]
                 return ["columns", [kind.__name__, [self._row(column, arrays) for column in columns]]]
             if kind in self._as_text:
-                return ["texts", [kind.__name__, list(map(self._as_text[kind][0], values))]]
+                as_text = self._as_text[kind][0]
+                return _few(values, lambda some: ["texts", [kind.__name__, list(map(as_text, some))]])
         return ["mixed", [self._plain(it, arrays) for it in values]]
 
     # and back
@@ -138,6 +141,11 @@ class Codec:
             if not columns or len({len(column) for column in columns}) > 1:
                 raise MessageError("columns of different lengths")
             return list(map(self._classes[what[0]], *columns))
+        if how == "few":
+            different = self._values(what[0][0], what[0][1], data)
+            if set(map(type, what[1])) != {int} or min(what[1]) < 0:
+                raise MessageError("an index that is none")
+            return list(map(different.__getitem__, what[1]))
         if how == "texts":
             return list(map(self._of_text[what[0]], what[1]))
         if how == "mixed":
@@ -149,6 +157,13 @@ def _field_names(kind: type) -> list[str]:
     if is_dataclass(kind):
         return [it.name for it in fields(kind) if it.init]
     return list(kind._fields)  # type: ignore[attr-defined]
+
+
+def _few(values: Sequence[Any], row: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+    """A row in which most values are equal to others: those that differ, and an index of each."""
+    index: dict[Any, int] = {}
+    of_value = [index.setdefault(it, len(index)) for it in values]
+    return row(values) if len(index) * _ALIKE > len(values) else ["few", [row(list(index)), of_value]]
 
 
 def _put(data: Any, arrays: bytearray) -> int:

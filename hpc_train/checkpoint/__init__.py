@@ -1,6 +1,7 @@
 """Sharded HDF5 checkpoints: whole or absent, keyed by parameter name, loadable in any layout.
 
 checkpoints/step-<n>/manifest.json                 what is in it and where, sizes, checksums, `extra`
+checkpoints/step-<n>/index.h5                      a list of the tensors for HDF5 tools, without values
 checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset a piece, readable by any HDF5 tool
 checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   a digest of every block of it
 checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   the same of several ranks (checkpoint.ranks_per_file)

@@ -62,6 +62,15 @@ def sync_directory(path: Path) -> None:
                 raise
 
 
+def sync_tree(path: Path) -> None:
+    """Put all files below a directory on the disk, and then the names in it and in the directories within."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            with opened(Path(folder) / name, os.O_RDONLY) as descriptor:
+                os.fsync(descriptor)
+        sync_directory(Path(folder))
+
+
 def make_directory(path: Path) -> None:
     """A directory and those above it that are missing, private, with their names on the disk. Raises OSError."""
     try:

@@ -33,8 +33,9 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World | Non
     """Fill `piece.local` of every piece in place, bit for bit, from any layout it was saved in; returns `extra`.
 
     Every rank of `world` calls it, with its own pieces, copies (replica > 0) included; tensors of the checkpoint that
-    nobody asks for are ignored. No world means a single process. Every byte that is used is verified first. What several ranks want is read once and
-    passed on (checkpoint.exchange), so all ranks together read little more than what they want of the files.
+    nobody asks for are ignored. Every byte that is used is verified first. What several ranks want is read once and
+    passed on (checkpoint.exchange), so all ranks together read little more than what they want of the files. No world
+    means a single process.
 
     Raises, the same on every rank: UserError if the step is not there, or if it has no tensor of that name, shape and
     dtype; CheckpointError if it is damaged. Until then nothing is written, but after an error while the data is being

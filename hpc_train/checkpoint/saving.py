@@ -22,7 +22,7 @@ from hpc_train.checkpoint.crew import Crew
 from hpc_train.checkpoint.described import Described, Told
 from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
 from hpc_train.checkpoint.files import at_once, make_directory, sync_directory, write_file
-from hpc_train.checkpoint.index import INDEX, is_ordinary
+from hpc_train.checkpoint.index import INDEX
 from hpc_train.checkpoint.lock import Lock
 from hpc_train.checkpoint.manifest import MANIFEST, Manifest
 from hpc_train.checkpoint.origin import Origin, Times, Watch
@@ -325,9 +325,8 @@ def commit(
 ) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
     known = known or Described()
-    calls = [partial(write_file, temporary / MANIFEST, known.text(manifest))]
-    if is_ordinary(manifest):
-        calls.append(partial(write_file, temporary / INDEX, known.index(manifest)))
+    texts = {MANIFEST: known.text(manifest), INDEX: known.index(manifest)}
+    calls = [partial(write_file, temporary / name, text) for name, text in texts.items()]
     folders = sorted({temporary / SHARDS, *((temporary / file.name).parent for file in manifest.files)})
     at_once(calls + [partial(sync_directory, folder) for folder in folders])
     sync_directory(temporary)

@@ -176,6 +176,8 @@ def bombs() -> dict[str, bytes]:
         "tuples that double, as a key": b"\x80\x02" + tuples + b"}h\x3cNs.",
         "nested": b"\x80\x02" + nested + b".",
         "a memo of 4 billion": b"\x80\x02Nr\xff\xff\xff\xff.",
+        "half a character": b"\x80\x02}X\x03\x00\x00\x00\xed\xa0\x80Ns.",
+        "a memo without end": b"\x80\x04N" + b"\x94" * 2_500_000 + b".",
         "bytes of 2^62": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
         "text of 2^62": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.",
         "a frame of 2^62": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +296,33 @@ def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:
     assert "has steps already (0)" in terminal.refused(
         "import", tmp_path / "w.pt", tmp_path / "run", "--format", "torch"
     )
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp", "hf"])
+def test_an_export_is_on_the_disk_before_it_appears(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    run, out, done = tmp_path / "run", tmp_path / "out", []
+    saved_run(run, FAMILIES["llama"])
+    sync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    def record_rename(old: Path, new: Path) -> None:
+        if Path(new) == out:
+            assert not out.exists()
+            here = [Path(old), *Path(old).rglob("*")]
+            assert set(here) <= set(done), "renamed before it was synchronised"
+            assert max(map(done.index, here)) == done.index(Path(old)), "the folder's names come last"
+        rename(old, new)
+        done.append(Path(new))
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    terminal.ok("export", run, out, "--format", form)
+    assert done[-2:] == [out, tmp_path]
 
 
 def test_a_damaged_step_is_not_exported(tmp_path: Path, terminal: Terminal) -> None:

@@ -40,7 +40,7 @@ from hpc_train.checkpoint.deflate import deflate, inflate
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.image import Row
 from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.index import INDEX, index_problem
+from hpc_train.checkpoint.index import index_problem
 from hpc_train.checkpoint.manifest import read as read_manifest
 from hpc_train.testing import run_ranks
 
@@ -143,6 +143,7 @@ def test_a_few_rows_and_a_few_columns(tmp_path: Path) -> None:
 @LEVELS
 def test_any_tool_reads_it(tmp_path: Path, level: int) -> None:
     tensors = {"w": numbers((60, 50)), "half": numbers((3, 700), torch.bfloat16)}
+    halves: dict[str, list[object]] = {name: [] for name in tensors}
 
     def rank(world: World) -> None:
         of = saver(tmp_path, level, world)
@@ -151,11 +152,13 @@ def test_any_tool_reads_it(tmp_path: Path, level: int) -> None:
 
     run_ranks(rank, 2)
     for name, tensor in tensors.items():
-        dumped = os.popen(f"h5dump -y -w 0 -m %.9g -d /{name} {tmp_path / 'step-1' / INDEX}").read()
-        data = re.search(r"DATA \{(.*?)\}", dumped, re.DOTALL)
-        assert data is not None
-        values = [float(text) for text in re.findall(r"[-+.e0-9]+", data[1])]
-        assert np.array_equal(np.array(values, np.float32), tensor.float().numpy().reshape(-1))
+        for shard in sorted((tmp_path / "step-1").glob("shards/*/*.h5")):
+            dumped = os.popen(f"h5dump -y -w 0 -m %.9g -d /{name} {shard}").read()
+            data = re.search(r"DATA \{(.*?)\}", dumped, re.DOTALL)
+            assert data is not None
+            values = np.array([float(text) for text in re.findall(r"[-+.e0-9]+", data[1])], np.float32)
+            halves[name].append(values.reshape(tensor.shape[0], -1))
+        assert np.array_equal(np.concatenate(halves[name], axis=1), tensor.float().numpy())  # type: ignore[arg-type]
     header = os.popen(f"h5dump -H -p -d /w {tmp_path}/step-1/shards/000/000001.h5").read()
     assert "COMPRESSION DEFLATE" in header
     assert "PREPROCESSING SHUFFLE" in header

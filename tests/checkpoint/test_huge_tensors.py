@@ -19,7 +19,7 @@ from hpc_train.checkpoint.chunks import chunk_shape, chunks_of
 from hpc_train.checkpoint.digests import BLOCK, blocks, digest_blocks
 from hpc_train.checkpoint.holdings import gather, held_by
 from hpc_train.checkpoint.image import Image, Row, make_image
-from hpc_train.checkpoint.index import INDEX, index_problem
+from hpc_train.checkpoint.index import index_problem
 from hpc_train.checkpoint.manifest import Manifest, read
 from hpc_train.checkpoint.rectangle import slabs
 from hpc_train.checkpoint.runs import merged, runs_of
@@ -146,15 +146,13 @@ def test_damage_there_has_an_address(directory: Path) -> None:
     load(directory, 1, pieces_of(marks()), alone())
 
 
-def test_hdf5_finds_it_in_the_file_and_in_the_index(directory: Path) -> None:
+def test_hdf5_finds_it_in_the_file(directory: Path) -> None:
     (row, column), mark = marks()["wide"][-1]
     (begin,), end = marks()["long"][-1]
-    for path in (NAME, INDEX):
-        with h5py.File(directory / "step-1" / path) as file:
-            expected = mark.float().numpy()
-            found = file["wide"][row : row + 2, column : column + 300]
-            assert np.array_equal(found, expected, equal_nan=True), path
-            assert file["long"][begin:].tobytes() == end.numpy().tobytes()
+    with h5py.File(directory / "step-1" / NAME) as file:
+        found = file["wide"][row : row + 2, column : column + 300]
+        assert np.array_equal(found, mark.float().numpy(), equal_nan=True)
+        assert file["long"][begin:].tobytes() == end.numpy().tobytes()
     assert index_problem(directory / "step-1", read(directory / "step-1", 1)) is None
 
 

@@ -13,7 +13,7 @@ import torch
 from hpc_train.checkpoint.commands.show import print_json, progress, size
 from hpc_train.checkpoint.commands.target import Step, one_step, target
 from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
-from hpc_train.checkpoint.files import sync_directory
+from hpc_train.checkpoint.files import sync_directory, sync_tree
 from hpc_train.checkpoint.formats import dcp, family_config, safetensors_files
 from hpc_train.checkpoint.formats.fit import check_fit, run_config
 from hpc_train.checkpoint.holdings import Tensor
@@ -50,8 +50,9 @@ def export(where: str, out: str, options: Options, json: bool) -> int:
     try:
         with progress(f"step {step.manifest.step}", total, json) as tell:
             files = _write(temporary, step, tensors, options, where, tell)
-        sync_directory(temporary)
+        sync_tree(temporary)
         temporary.rename(folder)
+        sync_directory(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

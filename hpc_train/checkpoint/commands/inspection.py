@@ -13,7 +13,7 @@ from hpc_train.checkpoint.commands.show import print_facts, print_json, print_ta
 from hpc_train.checkpoint.commands.storage import storage_facts
 from hpc_train.checkpoint.commands.target import Step, one_step, target
 from hpc_train.checkpoint.holdings import Part, Tensor
-from hpc_train.checkpoint.index import INDEX, is_ordinary, mappings, write_index
+from hpc_train.checkpoint.index import INDEX, mappings, write_index
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.poison import poison_of
 from hpc_train.checkpoint.shard import writers_of
@@ -21,6 +21,7 @@ from hpc_train.checkpoint.weights import holds_weights_only
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_text
 
+_VALUES = "values: hpc-train checkpoint verify, then load or export"
 _SECONDS = ("seconds", "stall", *PARTS)
 _TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
 
@@ -31,14 +32,13 @@ class Options:
 
     tensors: bool = False
     index: bool = False
-    force: bool = False
 
 
 def inspect(where: str, options: Options, json: bool) -> int:
     """Print what a step holds, after writing its index where that is asked for; returns 0."""
     step = one_step(where)
     if options.index:
-        _write_index(step, options.force, json)
+        _write_index(step, json)
     facts = facts_of(step)
     facts["timeline"] = timeline(target(where).run, step.manifest.step)
     if options.tensors:
@@ -115,13 +115,7 @@ def _tensor(tensor: Tensor, parts: list[Part]) -> dict[str, Any]:
     }
 
 
-def _write_index(step: Step, force: bool, quiet: bool) -> None:
-    if not is_ordinary(step.manifest) and not force:
-        raise UserError(
-            f"{step.path}: its index would have {mappings(step.manifest):,} mappings of "
-            f"{len(step.manifest.holdings.tensors):,} tensors, with which HDF5 is slow; add --force, or make a step of "
-            "fewer files by `hpc-train checkpoint reshard`"
-        )
+def _write_index(step: Step, quiet: bool) -> None:
     with progress("tensors", len(step.manifest.holdings.tensors), quiet, of_bytes=False) as tell:
         write_index(step.path, step.manifest, tell)
 
@@ -138,7 +132,7 @@ def _print(facts: dict[str, Any]) -> None:
             *_shared(facts),
             *_compressed(facts),
             ("tensors", f"{facts['tensor_count']:,} of {size(facts['elements_bytes'])}, {facts['layouts']} layouts"),
-            ("index", INDEX if facts["index"] else "none; --index writes it"),
+            ("index", f"{INDEX} lists the tensors; {_VALUES}" if facts["index"] else "none; --index writes it"),
             *((name.replace("_", " "), value) for name, value in storage.items() if value is not None),
             *(("extra." + name, json_module.dumps(value)) for name, value in facts["extra"].items()),
         ]

@@ -20,6 +20,8 @@ from hpc_train.errors import UserError
 
 METADATA = ".metadata"
 _MOST_BYTES = 512 << 20
+_MOST_OBJECTS = 10_000_000
+"""Some ten a chunk."""
 _MOST_ODD_CHUNKS = 4096
 """Chunks of a tensor that are not cells of a grid; to compare them takes the square of their number."""
 _HERE = "torch.distributed.checkpoint.metadata"
@@ -88,7 +90,7 @@ def parse_metadata(folder: Path) -> dict[str, StoredTensor]:
     """
     path = folder / METADATA
     try:
-        tensors = _tensors(read_pickle(read_bounded(path, _MOST_BYTES), _allowed()).value)
+        tensors = _tensors(read_pickle(read_bounded(path, _MOST_BYTES), _allowed(), most=_MOST_OBJECTS).value)
         _check_sizes(folder, tensors)
     except OSError as error:
         raise UserError(

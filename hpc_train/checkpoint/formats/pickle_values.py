@@ -16,10 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.errors import CheckpointError
 
-MOST_OBJECTS = 10_000_000
-"""Containers that a pickle may make, of about 100 bytes each."""
+MOST_OBJECTS = 2_000_000
+"""Containers that a pickle may make, and values that it may remember, of about 100 bytes each."""
 _MOST_STACK = 200_000
-_MOST_MEMO = 50_000_000
 _LONGEST_INTEGER = 64
 """Bytes."""
 
@@ -90,15 +89,15 @@ class Read(NamedTuple):
     """All of them, in the order in which they came."""
 
 
-def read_pickle(data: bytes, allowed: Collection[tuple[str, str]], begin: int = 0) -> Read:
+def read_pickle(data: bytes, allowed: Collection[tuple[str, str]], begin: int = 0, most: int = MOST_OBJECTS) -> Read:
     """Read one pickle that begins at byte `begin`.
 
     The value is made of None, bool, int, float, str, bytes, tuple, list (sets too), Pairs, Name, Call and Persistent.
     It may hold itself, and share parts: bound every walk over it.
-    allowed: the exact (module, name) pairs that may be named.
+    allowed: the exact (module, name) pairs that may be named. most: see MOST_OBJECTS.
     Raises ForbiddenError for other names and for opcodes that only make sense to run code, PickleError for damage.
     """
-    reader = _Reader(data, allowed, begin)
+    reader = _Reader(data, allowed, begin, most)
     try:
         with uncollected():
             return Read(reader.run(), reader.at, reader.persistent)
@@ -111,8 +110,8 @@ class _Reader:
 
     _steps: ClassVar[dict[int, Callable[[_Reader], None]]] = {}
 
-    def __init__(self, data: bytes, allowed: Collection[tuple[str, str]], begin: int) -> None:
-        self._data, self._allowed, self.at = data, allowed, begin
+    def __init__(self, data: bytes, allowed: Collection[tuple[str, str]], begin: int, most: int) -> None:
+        self._data, self._allowed, self.at, self._most = data, allowed, begin, most
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._names: dict[tuple[str, str], Name] = {}
@@ -133,7 +132,7 @@ class _Reader:
             if step is None:
                 raise self._refused(code)
             step(self)
-            if len(self._stack) > _MOST_STACK or len(self._memo) > _MOST_MEMO or self._objects > MOST_OBJECTS:
+            if len(self._stack) > _MOST_STACK or max(len(self._memo), self._objects) > self._most:
                 raise PickleError("a pickle of more objects than we read")
         raise IndexError("no end")
 
@@ -238,7 +237,7 @@ class _Reader:
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
     def _text(self, size: int) -> None:
-        self._stack.append(self._take(size).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._take(size).decode())
 
     def _old_text(self, size: int) -> None:
         """A string of Python 2."""

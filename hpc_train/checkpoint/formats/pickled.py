@@ -35,7 +35,7 @@ _COUNT = struct.Struct("<q")
 def read(path: Path) -> dict[str, torch.Tensor]:
     """All tensors in nested dictionaries, keys joined by dots, mapped; what is no tensor is left out.
 
-    Raises UserError for a file that is not of torch.save, or that holds more than torch.load(weights_only=True) takes.
+    Raises UserError for a file that is not of torch.save, or that holds more than torch.load with weights_only takes.
     """
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give the file of torch.save")
@@ -47,7 +47,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (PickleError, RuntimeError, MemoryError) as error:  # RecursionError is a RuntimeError
+    except (RuntimeError, MemoryError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path}: is not a file of torch.save ({text})") from None
 

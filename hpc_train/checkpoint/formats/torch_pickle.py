@@ -52,7 +52,7 @@ _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torc
 
 @cache
 def allowed_names() -> frozenset[tuple[str, str]]:
-    """What a file of tensors may name: as torch.load(weights_only=True), and like it no more."""
+    """What a file of tensors may name: as torch.load with weights_only, and no more."""
     functions = ("_rebuild_from_type_v2",)
     builtin = ("set", "frozenset", "bytearray", "complex")
     return frozenset(
@@ -166,7 +166,7 @@ def read_tensor(value: Any, storages: Storages) -> StridedTensor:
     """The tensor that a call would make. Raises PickleError if it is none, or not within its storage."""
     try:
         return _rebuilt(value, storages, 0)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise PickleError(f"a tensor that torch did not write ({type(error).__name__})") from None
 
 
@@ -204,7 +204,7 @@ def _strided(name: str, args: tuple[Any, ...], storages: Storages) -> StridedTen
 
 def storage_dtype(stored: Any) -> torch.dtype:
     """Of the elements of a Persistent ("storage", class, key, device, elements). Raises PickleError if it is none."""
-    if type(stored) is not Persistent or type(stored.identifier) is not tuple or stored.identifier[0] != "storage":
+    if type(stored) is not Persistent or type(stored.identifier) is not tuple or stored.identifier[:1] != ("storage",):
         raise PickleError("a tensor without a storage")
     kind = stored.identifier[1]
     if kind == _UNTYPED:
@@ -216,6 +216,8 @@ def storage_dtype(stored: Any) -> torch.dtype:
 
 def storage_key(identifier: Any) -> tuple[str, int]:
     """(key, elements) of that identifier."""
+    if len(identifier) < 5:
+        raise PickleError("a storage without a name or a size")
     key, count = identifier[2], identifier[4]
     if type(key) is not str or type(count) is not int or count < 0 or any(it is not None for it in identifier[5:]):
         raise PickleError("a storage without a name or a size")

@@ -142,6 +142,12 @@ class Stage(PipelineStage):
             return backward_of_inputs(*passed, self.submod)
         return backward_of_stage(*passed), None
 
+    def _recv_meta(self, src_stage: int) -> Any:
+        """Refuse what torch would unpickle from the network: our stages are told what they exchange, and never ask."""
+        raise RuntimeError(
+            f"stage {self.stage_index} was sent a description by stage {src_stage} that none of ours sends"
+        )
+
 
 @dataclass(frozen=True)
 class Pipeline:
