@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from hpc_train import __version__
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.planner.cli import joined
+from hpc_train.regular_files import NotRegularError
 
 EXIT_INTERRUPTED = 130
 _OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
@@ -26,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             traceback.print_exc()
         print(f"hpc-train: {_plain(str(error))}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except NotRegularError as error:
+        print(f"hpc-train: {_plain(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

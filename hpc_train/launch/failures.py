@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.ranks import entries
+from hpc_train.regular_files import read_json, read_text
 from hpc_train.training.failure import Failure, first_failure
 
 EXITS = "exits.json"
@@ -80,7 +80,7 @@ def _is_silent(logs: Path, task: int | str) -> bool:
 
 
 def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
-    exits: list[tuple[int, int]] = json.loads((logs / EXITS).read_text()) if (logs / EXITS).exists() else []
+    exits: list[tuple[int, int]] = read_json(logs / EXITS) if (logs / EXITS).exists() else []
     silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _is_silent(logs, task)]
     dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
     if dead is None and (failure is not None or not silent):
@@ -104,7 +104,7 @@ def _seen_by_srun(logs: Path) -> FirstError | None:
 
 def _srun_errors(logs: Path) -> str:
     path = logs / SRUN_ERRORS
-    return path.read_text(errors="replace") if path.exists() else ""
+    return read_text(path, errors="replace") if path.exists() else ""
 
 
 def _without_memory(logs: Path, host: str) -> FirstError | None:

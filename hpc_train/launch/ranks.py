@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from hpc_train.regular_files import read_json
 
 RANK_MAP = "rankmap.json"
 
@@ -12,7 +13,7 @@ RANK_MAP = "rankmap.json"
 def entries(folder: Path) -> list[dict[str, Any]]:
     """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
     try:
-        found = json.loads((folder / RANK_MAP).read_text())["ranks"]
+        found = read_json(folder / RANK_MAP)["ranks"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [entry for entry in found if isinstance(entry, dict)]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import read_json
 
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
@@ -61,7 +62,7 @@ def first_failure(folder: Path) -> Failure | None:
     found = []
     for path in folder.glob("task-*.failure.json"):
         try:
-            found.append(Failure(**json.loads(path.read_text())))
+            found.append(Failure(**read_json(path)))
         except ValueError:  # a rank that was killed while it wrote
             continue
     return min(found, key=lambda failure: failure.at, default=None)

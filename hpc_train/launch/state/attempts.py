@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.errors import EXIT_DONE
+from hpc_train.regular_files import read_json
 from hpc_train.runtime.alive import machine, start_of
 
 BEGUN, RESULT = "attempt.json", "result.json"
@@ -83,7 +84,7 @@ def read_attempt(logs: Path) -> Attempt:
 
 def _marker(path: Path, kind: type[T]) -> T | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text(errors="replace"))
+        values: dict[str, Any] = read_json(path)
         known = kind.__dataclass_fields__  # type: ignore[attr-defined]
         return kind(**{name: value for name, value in values.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):

@@ -15,6 +15,7 @@ from hpc_train.launch.state.attempts import Attempt, read_attempts
 from hpc_train.launch.state.points import Point
 from hpc_train.launch.state.polling import poll
 from hpc_train.launch.state.records import Record
+from hpc_train.regular_files import read_text
 from hpc_train.runtime.alive import is_alive
 
 
@@ -104,7 +105,7 @@ def _seen(run: Path) -> float | None:
 def read_events(run: Path) -> list[dict[str, Any]]:
     """Whole lines of events.jsonl."""
     path, found = run / "events.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in read_text(path, errors="replace").splitlines() if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:

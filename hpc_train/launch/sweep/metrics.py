@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from hpc_train.regular_files import open_regular
 
 _BLOCK = 1 << 15
 _MOST = 1 << 20
@@ -30,7 +33,7 @@ def best_value(path: Path, metric: str) -> float | None:
     if not path.exists():
         return None
     values = []
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, follow=True), "rb") as file:
         for line in file:
             value = _record(line).get(metric)
             if isinstance(value, (int, float)):
@@ -48,7 +51,7 @@ def _from_the_end(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines, the last one first."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, follow=True), "rb") as file:
         at = size = file.seek(0, 2)
         rest = b""
         while at > 0 and size - at < _MOST:
