@@ -32,11 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        from hpc_train.regular_files import NotRegularError
+
+        if error.errno != errno.ENAMETOOLONG and not isinstance(error, NotRegularError):
             raise
         if arguments.debug:
             traceback.print_exc()
-        print(f"hpc-train: {_plain(str(error.filename))[:60]}...: {error.strerror}", file=sys.stderr)
+        name = str(error.filename)
+        name = name[:60] + "..." if error.errno == errno.ENAMETOOLONG else name
+        print(f"hpc-train: {_plain(f'{name}: {error.strerror}')}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 TEXT = 1 << 30
-"""Bytes of a text file of a run (metrics, events, logs' markers), at most."""
+"""Bytes of a text file of a run (metrics, events, markers), at most."""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -77,6 +79,14 @@ def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
 def read_text(path: Path, errors: str = "strict") -> str:
     """The text of a file of a run; links are followed. Raises as `open_regular`, and UnicodeDecodeError."""
     return read_regular(path, TEXT, follow=True).decode("utf-8", errors)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file of a run. Raises as `open_regular`, and ValueError for what is no JSON."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def check_regular(path: Path, follow: bool = True) -> None:

@@ -14,6 +14,7 @@ from hpc_train.api import World
 from hpc_train.bench.pipeline import Options, ScheduleResult
 from hpc_train.bench.sleeping import FEATURES, SleepingStage, times
 from hpc_train.collectives import all_gather_values
+from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.messages import Codec
 from hpc_train.parallel.dropout import StepMasks

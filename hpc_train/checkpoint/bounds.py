@@ -16,6 +16,9 @@ from hpc_train.checkpoint.pattern import LARGEST
 if TYPE_CHECKING:
     from hpc_train.checkpoint.manifest import ShardFile
 
+_PAIRS, _DIMENSIONS = 4096, 32
+_DATASET = 64
+"""Bytes that a dataset takes in a file, at the very least, without its data."""
 _ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 }
@@ -51,6 +54,8 @@ def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
         np.add.at(elements[0], layout.tensors, volume * len(layout.files))
         about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
         if len(layout.files):
+            if layout.within is None and len(layout.tensors) * _DATASET > min(files[it].bytes for it in layout.files):
+                raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
             sizes = volume * items[holdings.kind[layout.tensors]]  # a rectangle is within its tensor: no overflow
             _check_places(holdings, layout, sizes, int(images[layout.files].min()), files)
     elements[1] = volumes[holdings.kind]
@@ -79,17 +84,30 @@ def _volume(shape: tuple[int, ...], item: int) -> int:
 
 def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
     """Each is within its tensor, in every file."""
-    for kind, cut in pairs_of(holdings, layout):
-        whole, of = holdings.kinds[kind].shape, layout.cuts[cut]
-        fits = len(whole) == len(of.shape)
-        if fits and whole and len(of.offsets):
-            least, greatest = of.offsets.min(axis=0).tolist(), of.offsets.max(axis=0).tolist()
-            fits = all(
-                low >= 0 and high + size <= length
-                for low, high, size, length in zip(least, greatest, of.shape, whole, strict=True)
-            )
-        if not fits:
-            raise CheckpointError(f"a piece of shape {of.shape} reaches outside of a tensor of shape {whole}")
+    whole, dimensions = _padded([it.shape for it in holdings.kinds])
+    shape, of_cut = _padded([it.shape for it in layout.cuts])
+    least, greatest = np.zeros_like(shape), np.zeros_like(shape)
+    for at, cut in enumerate(layout.cuts):
+        if cut.offsets.size:
+            least[at, : len(cut.shape)] = cut.offsets.min(axis=0)
+            greatest[at, : len(cut.shape)] = cut.offsets.max(axis=0)
+    pairs = np.array(pairs_of(holdings, layout), dtype=np.int64).reshape(-1, 2)
+    for first in range(0, len(pairs), _PAIRS):
+        kind, cut = pairs[first : first + _PAIRS].T
+        fits = (dimensions[kind] == of_cut[cut]) & (least[cut] >= 0).all(axis=1)
+        fits &= (greatest[cut] <= whole[kind] - shape[cut]).all(axis=1)
+        if not fits.all():
+            bad = int(fits.argmin())
+            piece, tensor = layout.cuts[cut[bad]].shape, holdings.kinds[kind[bad]].shape
+            raise CheckpointError(f"a piece of shape {piece} reaches outside of a tensor of shape {tensor}")
+
+
+def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
+    """([shapes, 32], zeros where there are no more dimensions; the numbers of dimensions)"""
+    found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
+    for at, shape in enumerate(shapes):
+        found[at, : len(shape)] = shape
+    return found, np.array([len(it) for it in shapes], dtype=np.int64)
 
 
 def pairs_of(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.hdf5_structure import Dataset, read_datasets
 from hpc_train.checkpoint.holdings import Holdings, Integers, Layout
 from hpc_train.checkpoint.image import dataset_name, dataset_names
 from hpc_train.checkpoint.manifest import ShardFile
-from hpc_train.checkpoint.seal import code_of, seal
+from hpc_train.checkpoint.seal import code_of, seal, seal_of_table
 
 Read = Callable[[int, int], bytes]
 """Gives bytes [begin, end) of a file."""
@@ -47,7 +47,7 @@ def check_file(holdings: Holdings, index: int, file: ShardFile, table: Table, re
         return  # nothing of it is ever read
     member = int(members[0])
     sealed = table.seal is not None and layout.within is None
-    if sealed and table.seal != seal_of_layout(holdings, layout, member):
+    if sealed and table.seal != seal_of_table(seal_of_layout(holdings, layout, member), table.parts):
         raise CheckpointError("what the manifest says of it is not what was written (seal)")
     if thorough or not sealed:
         datasets = read_datasets(read, file.bytes)
@@ -137,16 +137,15 @@ def _check_place(row: Expected, dataset: Dataset, parts: Parts | None) -> None:
             raise CheckpointError(f"tensor {row.tensor!r}: its dataset is at byte {dataset.place}, not {row.place}")
         return
     size = prod(row.shape) * dataset.itemsize
-    spans, stored = [(0, size)], [(dataset.place, size, _MASKED)]
+    spans, stored, whole = [(0, size)], [(dataset.place, size, _MASKED)], 0
     if dataset.chunk is not None:
         spans = list(chunk_spans(dataset.shape, dataset.itemsize, dataset.chunk, len(dataset.chunks)))
         stored = [(it.at, it.stored, it.mask) for it in dataset.chunks]
+        whole = prod(dataset.chunk) * dataset.itemsize
     first = int(np.searchsorted(parts["begin"], row.place))
-    mine = parts[first : first + len(spans)].tolist()
-    found = [
-        ((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED))
-        for begin, length, at, kept, of, _ in mine
-    ]
-    items = {item for *_, of, item in mine if of}
-    if found != list(zip(spans, stored, strict=True)) or items - {dataset.itemsize}:
+    found, forms = [], set()
+    for begin, length, at, kept, of, item in parts[first : first + len(spans)].tolist():
+        found.append(((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED)))
+        forms |= {(of, item)} if of else set()
+    if found != list(zip(spans, stored, strict=True)) or forms - {(whole, dataset.itemsize)}:
         raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

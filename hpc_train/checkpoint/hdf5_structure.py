@@ -148,7 +148,7 @@ class _File:
     def cursor(self, begin: int, size: int, signature: bytes = b"") -> _Cursor:
         cursor = _Cursor(self.take(begin, size), begin)
         if cursor.bytes(len(signature)) != signature:
-            raise CheckpointError(f"its HDF5 structure has no {signature.decode()} at byte {begin}")
+            raise CheckpointError(f"its HDF5 structure has no {signature!r} at byte {begin}")
         return cursor
 
     def text(self, address: int, index: int, length: int) -> str:

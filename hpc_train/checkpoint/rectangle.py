@@ -112,11 +112,17 @@ def _overlapping(parts: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
     if not dims:
         return parts[0], parts[1]
     axis = max(dims, key=lambda d: len({part.offset[d] for part in parts}))
-    still_open: list[Rectangle] = []
-    for part in sorted(parts, key=lambda p: p.offset[axis]):
-        still_open = [other for other in still_open if other.offset[axis] + other.shape[axis] > part.offset[axis]]
-        for other in still_open:
-            if part.overlap(other):
-                return other, part
-        still_open.append(part)
+    ordered = sorted(parts, key=lambda p: p.offset[axis])
+    begins = np.array([part.offset for part in ordered], dtype=np.int64).T.copy()
+    ends = begins + np.array([part.shape for part in ordered], dtype=np.int64).T
+    still_open = np.zeros(0, dtype=np.int64)
+    for index, part in enumerate(ordered):
+        still_open = still_open[ends[axis][still_open] > part.offset[axis]]
+        others = still_open
+        for dim in dims:
+            others = others[begins[dim][others] < ends[dim, index]]
+            others = others[ends[dim][others] > begins[dim, index]]
+        if len(others):
+            return ordered[int(others[0])], part
+        still_open = np.append(still_open, index)
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -27,6 +28,11 @@ def seal_of_rows(rows: Sequence[Row], places: Sequence[int]) -> bytes:
     forms = [(dtype_name(it.dtype), it.shape, it.offset, it.local_shape) for it in rows]
     column = [codes[it] if it in codes else codes.setdefault(it, code_of(it)) for it in forms]
     return seal([it.name for it in rows], np.array(column, dtype=np.uint64), np.array(places, dtype=np.int64))
+
+
+def seal_of_table(of_rows: bytes, parts: NDArray[Any] | None) -> bytes:
+    """What lies in the table: of a compressed file the seal is of its parts too."""
+    return of_rows if parts is None else xxhash.xxh3_128_digest(of_rows + parts.tobytes())
 
 
 def code_of(form: Form) -> int:

@@ -26,6 +26,7 @@ from hpc_train.checkpoint.looking import Looking
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.packing import Buffers
 from hpc_train.checkpoint.poison import Span, all_finite
+from hpc_train.checkpoint.seal import seal_of_table
 from hpc_train.checkpoint.slots import Slots, make_slots
 from hpc_train.checkpoint.storage.policy import USUAL, Behaviour
 from hpc_train.checkpoint.storage.staging import LocalFile, LocalStage
@@ -183,7 +184,7 @@ def write_table(
 
     held: what is in it. parts, inflated: of a compressed one; see chunks and ShardFile.
     """
-    table = to_bytes(size, digests, held.seal, parts)
+    table = to_bytes(size, digests, seal_of_table(held.seal, parts), parts)
     write_file(beside(directory / name), table)
     return ShardFile(name, size, checksum_of(table), inflated=inflated)
 

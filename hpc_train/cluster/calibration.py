@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import read_json
 
 VERSION = 1
 
@@ -78,7 +79,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Raises UserError, one line, for a file that is not a calibration."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         if content.pop("version") != VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench collectives` again")
         levels = tuple(Constants(str(it["level"]), *_numbers(it)) for it in content["levels"])

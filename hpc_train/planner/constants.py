@@ -12,6 +12,7 @@ from hpc_train.cluster.calibration import Calibration, Residual, read_calibratio
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.planner.discrepancy import SETTINGS
+from hpc_train.regular_files import read_json
 
 VERSION = 1
 
@@ -157,7 +158,7 @@ def of_calibration(constants: Constants, measured: Calibration) -> Constants:
 def read(path: Path) -> Constants:
     """Raises UserError, one line, for a file that holds no constants."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         if content["version"] != VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
         known = numbers(Constants())

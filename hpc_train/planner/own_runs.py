@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.from_runs import Run
 from hpc_train.planner.jobs import columns_of
+from hpc_train.regular_files import read_json
 from hpc_train.training.records import read_metrics
 
 _WARM_UP = 2
@@ -75,7 +75,7 @@ def _config(folder: Path) -> RunConfig:
 def _ranks(folder: Path, config: RunConfig) -> int:
     """As rank 0 wrote them when the run started; else those of the configuration."""
     try:
-        return len(json.loads((folder / "rankmap.json").read_text())["ranks"])
+        return len(read_json(folder / "rankmap.json")["ranks"])
     except (OSError, ValueError, KeyError, TypeError):
         return node_count(config) * ranks_per_node(config)
 

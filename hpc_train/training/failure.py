@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpc_train.errors import IncompleteRun, UserError
+from hpc_train.regular_files import read_json
 from hpc_train.user_frames import LOST_PEER, describe, every_frame, place, root_cause, user_frames
 
 
@@ -70,7 +71,7 @@ def first_failure(folder: Path) -> Failure | None:
     found = []
     for path in folder.glob("task-*.failure.json"):
         try:
-            found.append(Failure(**json.loads(path.read_text())))
+            found.append(Failure(**read_json(path)))
         except ValueError:  # a rank that was killed while it wrote
             continue
     return min(found, key=lambda failure: failure.at, default=None)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpc_train.regular_files import read_text
+
 
 class Metrics:
     """metrics.jsonl: each step once, also after a resume."""
@@ -16,7 +18,7 @@ class Metrics:
         """Drop the lines of steps after `resumed_at`, which are about to be done again, and a torn last line."""
         kept = []
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_at]
+            kept = [line for line in read_text(path).splitlines() if _step_of(line) <= resumed_at]
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             beside.write_text("".join(f"{line}\n" for line in kept))
             beside.replace(path)
@@ -47,7 +49,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < _TORN]
+    return [json.loads(line) for line in read_text(path).splitlines() if _step_of(line) < _TORN]
 
 
 def add_event(path: Path, kind: str, attempt: int, **fields: Any) -> None:

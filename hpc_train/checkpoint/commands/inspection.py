@@ -18,7 +18,6 @@ from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.poison import poison_of
 from hpc_train.checkpoint.shard import writers_of
 from hpc_train.checkpoint.weights import holds_weights_only
-from hpc_train.errors import UserError
 from hpc_train.regular_files import read_text
 
 _VALUES = "values: hpc-train checkpoint verify, then load or export"

@@ -1,11 +1,12 @@
-"""Reading what a run left: only regular files, never blocking, and no more of them than can be meant."""
+"""Read what a run left, whatever has become of it: what cannot be read is as good as not there."""
 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
+
+from hpc_train import regular_files
 
 MOST_BYTES = 64 << 20
 """Of a file that is read whole; events.jsonl has a line a save."""
@@ -14,13 +15,9 @@ MOST_BYTES = 64 << 20
 def open_regular(path: Path) -> BinaryIO | None:
     """The file, open for reading; None if it cannot be read, or is a pipe, a device or a directory."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.fdopen(regular_files.open_regular(path, follow=True), "rb")
     except (OSError, ValueError):
         return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return None
-    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:

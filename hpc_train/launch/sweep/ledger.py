@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.regular_files import TEXT, read_regular
+
 Event = dict[str, Any]
 
 
@@ -32,7 +34,7 @@ def append(path: Path, kind: str, **fields: Any) -> None:
 def read(path: Path) -> list[Event]:
     """All whole lines, in order."""
     found = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+    for line in read_regular(path, TEXT, follow=True).split(b"\n") if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:
