@@ -183,9 +183,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
-            func(
-                *self._asmemory_number(args), **self._asmemory_number(kwargs)
-            )  # so that the generator goes on as it would have
+            func(*self._as_memory(args), **self._as_memory(kwargs))  # so that the generator goes on as it would have
         if written:
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
         made = [] if written else _tensors(out)
@@ -212,7 +210,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_meta(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
 
-    def _asmemory_number(self, tree: Any) -> Any:
+    def _as_memory(self, tree: Any) -> Any:
         """Real memory, zeroed, in place of what is deferred."""
 
         def real(x: Tensor) -> Tensor:
