@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
+from torch.utils._pytree import tree_map_only as tree_map_only  # nor to go through their arguments
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -352,6 +354,14 @@ def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
             assert isinstance(shard, DTensor)
             held._sharded_param_data = flat
             set_local(shard, flat.as_strided(held.sharded_size, held.contiguous_sharded_stride))
+
+
+def memory_number(tensor: Tensor) -> int:
+    """A number that stands for a tensor's memory as long as it exists; on the meta device, too.
+
+    Private because the public pointer is 0 where there is no memory.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_pretended(tensor: Tensor) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+
+from hpc_train.compat import TorchDispatchMode, memory_number, tree_map_only
 
 LARGE = 1 << 20
 """Bytes; smaller tensors are real at once, so that buffers and what constructors look at are just what they were."""
@@ -108,10 +108,6 @@ def _seen(made: dict[int, Tensor], view: _View) -> Tensor:
     return torch.as_strided(base, view.size, view.stride, view.offset)
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Large tensors made inside of this are on the meta device, and `record` knows how to make them."""
 
@@ -121,12 +117,18 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_deferred(self, tensor: object) -> bool:
         """Whether a tensor's values are yet to be made."""
-        return isinstance(tensor, Tensor) and tensor.layout == torch.strided and _memory(tensor) in self.record.alive
+        return (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided and memory_number(tensor) in self.record.alive
+        )
 
     def view(self, tensor: Tensor) -> _View:
         """How to find a deferred tensor in the record."""
         return _View(
-            _memory(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+            memory_number(tensor),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
         )
 
     def make(self, tensor: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError, NotImplementedError):
             return func(*self._real(args), **self._real(kwargs))
         results = _tensors(out)
-        if results and all(_memory(result) in self.record.alive for result in results):
+        if results and all(memory_number(result) in self.record.alive for result in results):
             return out
         if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE for r in results):
             return func(*self._real(args), **self._real(kwargs))
@@ -186,9 +188,9 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
         made = [] if written else _tensors(out)
         for tensor in made:
-            self.record.alive[_memory(tensor)] = tensor
-        reads = tuple(_memory(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
-        writes = tuple(_memory(tensor) for tensor in (written or made))
+            self.record.alive[memory_number(tensor)] = tensor
+        reads = tuple(memory_number(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
+        writes = tuple(memory_number(tensor) for tensor in (written or made))
         outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _listed(out)) if made else ()
         self.record.add(_Operation(func, self._kept(args), self._kept(kwargs), reads, writes, outputs, state))
         return out
@@ -321,8 +323,8 @@ def _settle(model: nn.Module, mode: Deferring) -> None:
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         if tensor.is_meta and not mode.is_deferred(tensor):
             raise NotDeferrable(f"{name} is on the meta device by another way")
-    owners = {_memory(parameter): parameter for parameter in parameters.values() if mode.is_deferred(parameter)}
-    if any(owners.get(_memory(parameter), parameter) is not parameter for parameter in parameters.values()):
+    owners = {memory_number(parameter): parameter for parameter in parameters.values() if mode.is_deferred(parameter)}
+    if any(owners.get(memory_number(parameter), parameter) is not parameter for parameter in parameters.values()):
         raise NotDeferrable("parameters in the same memory")
     real: dict[int, Tensor] = {}
     for module in model.modules():
@@ -338,7 +340,7 @@ def _settle_module(
     for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain]:
         if not mode.is_deferred(tensor):
             continue
-        if getattr(module, name, None) is not tensor or _memory(tensor) in owners:
+        if getattr(module, name, None) is not tensor or memory_number(tensor) in owners:
             raise NotDeferrable("a tensor in a container, or in the memory of a parameter")
         if id(tensor) not in real:
             real[id(tensor)] = mode.make(tensor)
