@@ -87,6 +87,10 @@ class Codec:
             return ["bytes", len(value), _put(value, arrays)]
         if isinstance(value, np.generic):
             return value.item()
+        bases: tuple[Any, ...] = (str, int, float, tuple, list, dict)
+        for base in bases:  # torch has classes of its own: TorchVersion, Size
+            if isinstance(value, base) and not hasattr(value, "_fields"):
+                return self._plain(base(value), arrays)
         raise TypeError(f"{kind.__name__} is not sent between ranks")
 
     def _row(self, values: Sequence[Any], arrays: bytearray) -> list[Any]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import struct
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +129,13 @@ def framed(value: Any) -> bytes:
 def test_what_no_rank_sends_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
         CODEC.decode(data)
+
+
+def test_subclasses_of_plain_types_come_back_as_those() -> None:
+    value = {"version": torch.__version__, "shape": torch.Size([2, 3]), "sizes": [torch.Size([1])], "one": np.int64(1)}
+    found = CODEC.decode(CODEC.encode(OrderedDict(value)))
+    assert found == {"version": str(torch.__version__), "shape": (2, 3), "sizes": [(1,)], "one": 1}
+    assert [type(it) for it in found.values()] == [str, tuple, list, int]
 
 
 def test_only_listed_classes_are_sent() -> None:
