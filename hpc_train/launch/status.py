@@ -15,6 +15,7 @@ from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import gather
 from hpc_train.launch.state.points import Point, find
 from hpc_train.launch.state.states import State, Status
+from hpc_train.terminal import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -75,13 +76,13 @@ def table(rows: Sequence[Status]) -> Group:
         shown.add_column(name, no_wrap=name != "reason", overflow="fold")
     for row in rows:
         shown.add_row(
-            Text(row.point),
-            Text(row.job_id or "-"),
+            Text(escape_controls(row.point)),
+            Text(escape_controls(row.job_id or "-")),
             Text("-" if row.attempt is None else str(row.attempt)),
             Text(row.state, style=_COLOURS.get(row.state, "red")),
-            Text(_nodes(row.nodes)),
+            Text(escape_controls(_nodes(row.nodes))),
             Text("-" if row.exit_code is None else str(row.exit_code)),
-            Text(row.reason),
+            Text(escape_controls(row.reason)),
         )
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
