@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from omegaconf import OmegaConf
 from hpc_train.cli import main
 from hpc_train.config.compose import compose, from_container, to_container, to_yaml
 from hpc_train.config.compose_many import Composer
-from hpc_train.config.run import RunConfig
 from hpc_train.config.secrets import is_secret
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -42,7 +40,7 @@ def ways(name: str) -> list[str]:
         f"run_dir='${{oc.env:{name},none}}'",
         f"run_dir='${{oc.decode:${{oc.env:{name}}}}}'",
         f"run_dir='${{oc.env:\"{name}\",null}}'",
-        f"+parallel.pipeline.schedule=${{oc.env:{name}}}",
+        f"parallel.pipeline.schedule=${{oc.env:{name}}}",
         f"launch.setup=['echo ${{oc.env:{name}}}']",
         f"data.cache='${{oc.env:NOT_SET_AT_ALL,${{oc.env:{name}}}}}'",
     ]
@@ -131,4 +129,3 @@ def test_an_application_of_its_own_reads_what_it_wants_before_and_after() -> Non
         assert OmegaConf.create({"a": "${oc.env:HF_TOKEN}"}).a == VALUE
         with pytest.raises(UserError):
             compose(["run_dir=${oc.env:HF_TOKEN}"])
-    assert to_container(RunConfig())["data"]["cache"] == os.environ.get("HPC_TRAIN_CACHE", "~/.cache/hpc_train")

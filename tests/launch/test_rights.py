@@ -45,6 +45,7 @@ def test_a_run_under_an_open_umask_is_private_also_where_an_earlier_release_was_
     assert open_to_others(tmp_path / "run") == {}
 
 
+@pytest.mark.long
 def test_a_sweep_under_an_open_umask_is_private(tmp_path: Path) -> None:
     train(tmp_path, 0o000, "-m", "run_dir=sweep", "train.seed=1,2", "checkpoint.every=0", "launch.ranks=1")
     assert len(list((tmp_path / "sweep/points").iterdir())) == 2
