@@ -40,6 +40,7 @@ def _command(commands: _Commands, name: str, summary: str, run: Run, *positional
 def _guarded(run: Run, arguments: argparse.Namespace) -> int:
     """What the machine does wrong, a damaged checkpoint included, is one line and exit code 1."""
     from hpc_train.checkpoint.errors import CheckpointError, one_line
+    from hpc_train.terminal import escape_controls
 
     try:
         return run(arguments)
@@ -48,8 +49,7 @@ def _guarded(run: Run, arguments: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         if arguments.debug:
             traceback.print_exc()
-        text = one_line(error)
-        print(f"hpc-train: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)}", file=sys.stderr)
+        print(f"hpc-train: {escape_controls(one_line(error))}", file=sys.stderr)
         return 1
 
 

@@ -7,11 +7,13 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from hpc_train import __version__
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.planner.cli import joined
+from hpc_train.terminal import escaping_stdout, one_line
 
 EXIT_INTERRUPTED = 130
 _OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
@@ -21,12 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A UserError becomes one line on stderr and exit code 2."""
     arguments = _parse(argv)
     try:
-        code: int = arguments.run(arguments)
+        # What a command draws itself, moves the cursor; what it shows of a job's output, must not.
+        with nullcontext() if _draws(arguments) else escaping_stdout():
+            code: int = arguments.run(arguments)
         return code
     except UserError as error:
         if arguments.debug:
             traceback.print_exc()
-        print(f"hpc-train: {_plain(str(error))}", file=sys.stderr)
+        print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BrokenPipeError:  # `hpc-train ... | head`
         sys.stderr.close()
@@ -57,12 +61,11 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"hpc-train: {_plain(message)}; see `{self.prog} --help`\n")
+        self.exit(EXIT_USER_ERROR, f"hpc-train: {one_line(message)}; see `{self.prog} --help`\n")
 
 
-def _plain(text: str) -> str:
-    """One line that cannot steer a terminal, whatever names of the user are in it."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+def _draws(arguments: argparse.Namespace) -> bool:
+    return arguments.command in ("train", "attach", "bench") or getattr(arguments, "watch", False)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -75,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
     if unknown:
         command = f"`hpc-train {arguments.command} --help`"
-        parser.exit(EXIT_USER_ERROR, f"hpc-train: unknown option {_plain(' '.join(unknown))}; see {command}\n")
+        parser.exit(EXIT_USER_ERROR, f"hpc-train: unknown option {one_line(' '.join(unknown))}; see {command}\n")
     if rest:
         arguments.overrides += rest
     return arguments

@@ -8,16 +8,34 @@ checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   the same of several ran
 checkpoints/step-<n>/shards/<folder>/<rank>.step-<m>.h5  a file of step m that is one of this step too (incremental)
 """
 
-from hpc_train.checkpoint.background import Saver
-from hpc_train.checkpoint.catalogue import committed
-from hpc_train.checkpoint.errors import CheckpointError, Problem
-from hpc_train.checkpoint.incremental import Incremental
-from hpc_train.checkpoint.loading import load
-from hpc_train.checkpoint.poison import mark_bad, unmark
-from hpc_train.checkpoint.resume import Resumed, resume
-from hpc_train.checkpoint.retention import prune
-from hpc_train.checkpoint.saving import Saved, save
-from hpc_train.checkpoint.verification import newest, verify
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_train.checkpoint.background import Saver
+    from hpc_train.checkpoint.catalogue import committed
+    from hpc_train.checkpoint.errors import CheckpointError, Problem
+    from hpc_train.checkpoint.incremental import Incremental
+    from hpc_train.checkpoint.loading import load
+    from hpc_train.checkpoint.poison import mark_bad, unmark
+    from hpc_train.checkpoint.resuming import Resumed, resume
+    from hpc_train.checkpoint.retention import prune
+    from hpc_train.checkpoint.saving import Saved, save
+    from hpc_train.checkpoint.verification import newest, verify
+
+_MODULES = {
+    "background": ("Saver",),
+    "catalogue": ("committed",),
+    "errors": ("CheckpointError", "Problem"),
+    "incremental": ("Incremental",),
+    "loading": ("load",),
+    "poison": ("mark_bad", "unmark"),
+    "resuming": ("Resumed", "resume"),
+    "retention": ("prune",),
+    "saving": ("Saved", "save"),
+    "verification": ("newest", "verify"),
+}
+"""Where each name is. They are imported when they are asked for: most need torch, and `ls` or `prune` do not."""
 
 __all__ = [
     "CheckpointError",
@@ -36,3 +54,12 @@ __all__ = [
     "unmark",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value

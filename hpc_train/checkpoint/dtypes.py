@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from h5py import h5t
 
 from hpc_train.checkpoint.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import torch  # not at run time: what only lists checkpoints does without
+
 _NUMPY = {
-    torch.float64: "<f8",
-    torch.float32: "<f4",
-    torch.float16: "<f2",
-    torch.int64: "<i8",
-    torch.int32: "<i4",
-    torch.int16: "<i2",
-    torch.int8: "i1",
-    torch.uint64: "<u8",
-    torch.uint32: "<u4",
-    torch.uint16: "<u2",
-    torch.uint8: "u1",
-    torch.bool: "?",
-    torch.complex64: "<c8",
-    torch.complex128: "<c16",
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "u1",
+    "bool": "?",
+    "complex64": "<c8",
+    "complex128": "<c16",
     # HDF5 would take the largest values of these for infinities, so they are plain bytes; torch_dtype names them
-    torch.float8_e4m3fn: "u1",
-    torch.float8_e4m3fnuz: "u1",
-    torch.float8_e5m2fnuz: "u1",
+    "float8_e4m3fn": "u1",
+    "float8_e4m3fnuz": "u1",
+    "float8_e5m2fnuz": "u1",
 }
+_OTHER_SIZES = {"bfloat16": 2, "float8_e5m2": 1}
 
 
 @cache
@@ -42,10 +45,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 @cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of that name. Raises ValueError if there is none."""
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype is called {name!r}")
     return dtype
+
+
+@cache
+def itemsize_of(name: str) -> int:
+    """Bytes of an element of the dtype of that name. Raises ValueError if there is none."""
+    if name in _NUMPY:
+        return np.dtype(_NUMPY[name]).itemsize
+    return _OTHER_SIZES.get(name) or dtype_of(name).itemsize
 
 
 def hdf5_type(dtype: torch.dtype) -> Any:
@@ -53,13 +66,14 @@ def hdf5_type(dtype: torch.dtype) -> Any:
 
     Raises CheckpointError for a dtype that has none (quantised and sub-byte ones).
     """
-    if dtype is torch.bfloat16:
+    name = dtype_name(dtype)
+    if name == "bfloat16":
         return _float_type(h5t.IEEE_F32LE, sign=15, exponent=(7, 8), mantissa=(0, 7), size=2, bias=127)
-    if dtype is torch.float8_e5m2:
+    if name == "float8_e5m2":
         return _float_type(h5t.IEEE_F16LE, sign=7, exponent=(2, 5), mantissa=(0, 2), size=1, bias=15)
-    if dtype not in _NUMPY:
+    if name not in _NUMPY:
         raise CheckpointError(f"tensors of {dtype} cannot be stored in HDF5")
-    return h5t.py_create(np.dtype(_NUMPY[dtype]), logical=True)
+    return h5t.py_create(np.dtype(_NUMPY[name]), logical=True)
 
 
 def _float_type(

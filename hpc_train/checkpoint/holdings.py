@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
+from hpc_train.checkpoint.dtypes import dtype_name, itemsize_of
 from hpc_train.checkpoint.image import Image, Row
 from hpc_train.checkpoint.rectangle import Rectangle
 from hpc_train.checkpoint.seal import seal_of_rows
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return dtype_of(self.dtype).itemsize
+        return itemsize_of(self.dtype)
 
     @property
     def rectangle(self) -> Rectangle:

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import h5py
 import numpy as np
-import torch
 from h5py import h5a, h5d, h5p, h5s, h5t
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_name, hdf5_type
 from hpc_train.checkpoint.errors import CheckpointError, one_line
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 ALIGNMENT = 4096

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hpc_train.api import Piece
 from hpc_train.checkpoint.dtypes import dtype_of
 from hpc_train.checkpoint.holdings import Cut, Holdings, Integers, Kind, Layout
+
+if TYPE_CHECKING:
+    import torch
 
 _NAME: Any = attrgetter("name")
 _FORM: Any = attrgetter("shape", "dtype", "offset", "local.shape")

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint.catalogue import locate
 from hpc_train.checkpoint.errors import CheckpointError
@@ -20,6 +18,10 @@ from hpc_train.checkpoint.files import sync_directory, write_file
 from hpc_train.checkpoint.holdings import Held
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.regular_files import NotRegularError, read_regular
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MARK = "bad"
 """File in the directory of a step that is marked; its text is the reason."""
@@ -113,7 +115,7 @@ def spans(memory: memoryview, held: Held) -> Iterator[Span]:
 def _floating(held: Held) -> list[tuple[torch.dtype, int, int]]:
     """(dtype, byte, elements) of every tensor that can have a NaN, in the order of the file."""
     found = [
-        (row.dtype, place, torch.Size(row.local_shape).numel())
+        (row.dtype, place, prod(row.local_shape))
         for row, place in zip(held.rows, held.places, strict=True)
         if row.dtype.is_floating_point or row.dtype.is_complex
     ]
@@ -138,13 +140,15 @@ def is_harmless(values: Tensor, mask: bool) -> bool:
     if isfinite(float(values.sum())):  # half the work; it can overflow, and NaN and infinity are never lost in it
         return True
     least, greatest = (float(it) for it in values.aminmax())
-    if mask and least == -torch.inf and greatest <= 0:
+    if mask and least == -inf and greatest <= 0:
         return True
-    return abs(least) < torch.inf and abs(greatest) < torch.inf  # false for NaN
+    return abs(least) < inf and abs(greatest) < inf  # false for NaN
 
 
 def elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
     """So many of them, from a byte of an image on, in a dtype that can be compared."""
+    import torch
+
     values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     if dtype.is_complex:
         return torch.view_as_real(values)

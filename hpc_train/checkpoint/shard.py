@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -202,12 +201,6 @@ def shard_name(number: int, ranks: range | None = None) -> str:
     ranks = range(number, number + 1) if ranks is None else ranks
     last = f"-{ranks[-1]:06d}" if len(ranks) > 1 else ""
     return f"{SHARDS}/{number // FOLDER:03d}/{ranks[0]:06d}{last}.h5"
-
-
-def writers_of(name: str) -> int:
-    """How many ranks have written the file of that name (or were to: some may have had nothing)."""
-    found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
-    return int(found[2]) - int(found[1]) + 1 if found else 1
 
 
 SHARDS = "shards"

@@ -24,6 +24,7 @@ from hpc_train.config.options import SCHEMAS, option_files
 from hpc_train.config.overridden import check_overrides
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal
+from hpc_train.config.secrets import refusing_secrets
 from hpc_train.config.store import register
 from hpc_train.errors import UserError
 
@@ -49,7 +50,8 @@ def to_container(config: RunConfig) -> dict[str, Any]:
     """Plain dictionaries, lists and scalars, for YAML or JSON."""
     plain = asdict(config)
     if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
-        resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+        with refusing_secrets():
+            resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
         assert isinstance(resolved, dict)
         return resolved  # type: ignore[return-value]
     return plain
@@ -77,7 +79,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     groups, values = suggest.split_groups(_parsed(overrides))
     if wrong := suggest.wrong_choice(groups, partial(options, config_dir=config_dir)):
         raise UserError(wrong)
-    with _hydra():
+    with _hydra(), refusing_secrets():
         try:
             return hydra_compose("config", overrides=[*extra, *overrides])
         except COMPOSITION_ERRORS as error:
@@ -115,7 +117,8 @@ def _diagnose(
 def typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
     """From what `composed` gave to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
-        config = OmegaConf.to_object(plain)
+        with refusing_secrets():
+            config = OmegaConf.to_object(plain)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, _parsed(overrides), config_dir)) from error
     assert isinstance(config, RunConfig)

@@ -17,6 +17,7 @@ from hpc_train.config import suggest
 from hpc_train.config.compose import checked, compose, composed, typed
 from hpc_train.config.options import GROUPS
 from hpc_train.config.run import RunConfig
+from hpc_train.config.secrets import refusing_secrets
 from hpc_train.errors import UserError
 
 Words = tuple[str, ...]
@@ -40,12 +41,16 @@ class _Base:
             OmegaConf.update(self.config, _parsed(text).key_or_group, _parsed(text).value(), merge=True)
         if not self._apart:
             return typed(self.config, words, config_dir)
+        with refusing_secrets():
+            self._make_parts(quick)
+        return checked(RunConfig(**self._parts), words, config_dir)
+
+    def _make_parts(self, quick: Sequence[str]) -> None:
         changed = {_FILLED, *(_parsed(text).key_or_group.partition(".")[0] for text in quick)}
         for name in map(str, self.config):
             if name in changed or name not in self._parts:
                 node = self.config._get_node(name)
                 self._parts[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else self.config[name]
-        return checked(RunConfig(**self._parts), words, config_dir)
 
     @cached_property
     def _apart(self) -> bool:

@@ -63,7 +63,7 @@ def _key(cause: OmegaConfBaseException) -> str:
 
 
 def _reason(cause: OmegaConfBaseException) -> str:
-    text = _first_line(cause)
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line(cause))
     if "missing mandatory value" in text:
         return "has no value; give it one"
     if re.match(r"Key '.*' (not in|is not in struct)", text):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from hpc_train.config.secrets import is_secret
 from hpc_train.errors import UserError
 
 ALLOWED = (
@@ -26,7 +27,6 @@ ALLOWED = (
     *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"),
 )
 """Names and patterns of what goes along; launch.export adds to it."""
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.IGNORECASE)
 _OF_A_RANK = ("HPC_TRAIN_ATTEMPT", "HPC_TRAIN_RENDEZVOUS", "SUBMITIT_*")
 _NAME = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?%]*")
 
@@ -48,6 +48,6 @@ def job_environment(export: Sequence[str], env: Mapping[str, str] = os.environ) 
 
 
 def _allowed(name: str) -> bool:
-    if _SECRET.search(name) or any(fnmatchcase(name, pattern) for pattern in _OF_A_RANK):
+    if is_secret(name) or any(fnmatchcase(name, pattern) for pattern in _OF_A_RANK):
         return False
     return any(fnmatchcase(name, pattern) for pattern in ALLOWED)

@@ -19,7 +19,7 @@ from hpc_train.launch.task import ATTEMPT_VARIABLE
 from hpc_train.launch.task import main as run_task
 from hpc_train.runtime.rendezvous import FOLDER_VARIABLE
 from hpc_train.runtime.stop import held_back
-from hpc_train.training.folder import RunFolder
+from hpc_train.training.folder import RunFolder, make_submitit, private_files
 
 
 class PoolExecutor(LocalExecutor):
@@ -72,7 +72,9 @@ def start_pool(
 ) -> LocalJob[int]:
     """Start the ranks of the job whose spec is in `folder`; returns at once. env: more variables for them."""
     executor = PoolExecutor(folder, attempt, ranks, threads, env or {})
-    return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))
+    with private_files():
+        make_submitit(folder)
+        return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))
 
 
 def local_ranks(config: RunConfig) -> int:

@@ -18,6 +18,7 @@ from hpc_train.launch.state.backoff import Backoff
 from hpc_train.launch.state.points import Point, find, one
 from hpc_train.launch.state.states import State
 from hpc_train.launch.status import survey
+from hpc_train.terminal import one_line
 
 _POLL_SECONDS = 0.2
 _LINES_OF_AN_ERROR = 20
@@ -222,7 +223,7 @@ def _appearing(point: Point, attempt: int, choice: Choice, ended: Callable[[], b
     try:
         return _log(point, attempt, choice)
     except UserError as error:
-        print(f"hpc-train: {error}", file=sys.stderr)
+        print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
         return None
 
 

@@ -15,7 +15,7 @@ from hpc_train.launch.clients import ask
 from hpc_train.launch.environment import job_environment
 from hpc_train.launch.request import Request
 from hpc_train.launch.task import main as run_task
-from hpc_train.training.folder import RunFolder
+from hpc_train.training.folder import RunFolder, make_submitit, private_files
 
 _JOB = re.compile(r"Submitted batch job (\d+)")
 _TOO_LATE = re.compile(r"timed out|Zero Bytes", re.IGNORECASE)
@@ -47,12 +47,13 @@ class BatchExecutor(SlurmExecutor):
 
     def send(self, *options: str) -> str:
         """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets; the job id."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self.folder / f"script-{uuid.uuid4().hex}.sh"
-        path.touch(0o600)
-        path.write_text(self.script())
-        command, *rest = self._make_submission_command(path)
-        job_id = _sbatch([command, *options, *rest], self._environment)
+        with private_files():  # Slurm gives a job the umask that it was submitted with
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.folder / f"script-{uuid.uuid4().hex}.sh"
+            path.touch(0o600)
+            path.write_text(self.script())
+            command, *rest = self._make_submission_command(path)
+            job_id = _sbatch([command, *options, *rest], self._environment)
         path.rename(self.folder / f"{job_id}_submission.sh")
         return job_id
 
@@ -78,11 +79,12 @@ def submit(folder: RunFolder, request: Request) -> list[str]:
     demand_sbatch()
     environment_of(request)  # before anything is written
     jobs: list[str] = []
-    folder.submitit.mkdir(mode=0o700, exist_ok=True)  # submitit would go by the umask
+    make_submitit(folder)
     there = set(folder.submitit.glob("*"))
     try:
         for _ in range(request.chain):
-            jobs.append(str(BatchExecutor(folder, request).submit(run_task, str(folder.path)).job_id))
+            with private_files():
+                jobs.append(str(BatchExecutor(folder, request).submit(run_task, str(folder.path)).job_id))
     except UserError:
         if jobs:
             ask(["scancel", *jobs])

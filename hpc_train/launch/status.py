@@ -16,6 +16,7 @@ from hpc_train.launch.state.facts import gather, read_files
 from hpc_train.launch.state.points import Point, find
 from hpc_train.launch.state.progress import readable_seconds, with_progress
 from hpc_train.launch.state.states import State, Status
+from hpc_train.terminal import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -103,9 +104,9 @@ def table(rows: Sequence[Status], width: int = _WIDE) -> Group:
         shown.add_column("reason", overflow="fold")
     for row, texts in zip(rows, cells, strict=True):
         styles = {"state": _COLOURS.get(row.state, "red")}
-        line = [Text(texts[name], style=styles.get(name, "")) for name in names]
-        shown.add_row(*line, *([Text(row.reason)] if beside else []))
-    reasons = [Text(f"{row.point}: {row.reason}") for row in rows if row.reason and not beside]
+        line = [Text(escape_controls(texts[name]), style=styles.get(name, "")) for name in names]
+        shown.add_row(*line, *([Text(escape_controls(row.reason))] if beside else []))
+    reasons = [Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not beside]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
     return Group(shown, *reasons, *summary)

@@ -22,7 +22,8 @@ from hpc_train.parallel.support.pipeline import from_file
 from hpc_train.parallel.support.server import needs_mpi
 from hpc_train.runtime.identity import Identity, identify
 from hpc_train.runtime.stop import StopRequest
-from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare, write_private
+from hpc_train.terminal import for_stream
+from hpc_train.training.folder import RunFolder, check_owner, new_attempt, open_folder, prepare, write_private
 from hpc_train.training.records import read_metrics
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
     ranks = local_ranks(config)
     folder = open_folder(config)
+    check_owner(folder.path)
     _refuse_a_second(folder)
     freeze(config, ranks, folder)
     return run_here(config, folder, ranks, stop)
@@ -71,7 +73,7 @@ def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest
         print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
     elif code not in (EXIT_DONE, EXIT_REQUEUE):
         why = explain(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
-        print(f"hpc-train: {why}", file=sys.stderr)
+        print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
     return code
 
 
@@ -211,6 +213,7 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     from hpc_train.training.rank import run_rank
 
     logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
+    os.umask(0o077)
     logs = None
     try:
         timeout = timedelta(seconds=config.launch.timeout_seconds)

@@ -15,7 +15,7 @@ from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import gather
 from hpc_train.launch.state.points import Point, is_run
 from hpc_train.launch.state.states import State
-from hpc_train.training.folder import write_private
+from hpc_train.training.folder import check_owner, write_private
 
 LOCK = ".lock"
 _FROZEN = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv"})
@@ -28,6 +28,7 @@ def submission(path: Path) -> Iterator[None]:
     What is raised inside takes back all that is new: it, those above it that were made for it, or what was added to it
     and changed in what it was frozen with. Raises UserError for whatever the system refuses, such as a full disk.
     """
+    check_owner(path)
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

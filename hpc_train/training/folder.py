@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -96,18 +99,58 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
 
     Raises UserError if it cannot be made, or if it holds something else, or a run that this config may not continue.
     """
+    check_owner(folder.path)
     _check_ours(folder)
     if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
         check_agreement(folder, config)
     if config.checkpoint.dir and config.checkpoint.every:
         _make_checkpoints(folder, config)
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700, exist_ok=True)
         folder.path.chmod(0o700)
         (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
         write_private(folder.config, to_yaml(config))
     except OSError as error:
         raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+
+
+def check_owner(path: Path) -> None:
+    """Raise UserError if a run directory that is there belongs to another user; root's rights change nothing of that.
+
+    Nor may a link to it, unless it is root's: its owner could have it lead elsewhere at any time.
+    """
+    with suppress(OSError):  # there is none yet, or it cannot be looked at, which whoever writes there will say
+        there, link = path.stat().st_uid, path.lstat().st_uid
+        if there != os.geteuid() or link not in (there, 0):
+            other = there if there != os.geteuid() else link
+            raise UserError(
+                f"run_dir={path}: belongs to {_user_name(other)}, and this is {_user_name(os.geteuid())}; "
+                "choose a directory of your own"
+            )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Within, files and directories are made for their owner alone, whatever the umask; so do processes begun here."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_submitit(folder: RunFolder) -> None:
+    """Make submitit's directory; one that an earlier release made by the umask becomes private."""
+    folder.submitit.mkdir(mode=0o700, exist_ok=True)
+    folder.submitit.chmod(0o700)
 
 
 def _check_ours(folder: RunFolder) -> None:
@@ -121,7 +164,8 @@ def _check_ours(folder: RunFolder) -> None:
 def _make_checkpoints(folder: RunFolder, config: RunConfig) -> None:
     """Elsewhere than in the run directory: made before anything is computed that could then not be saved."""
     try:
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        folder.checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        folder.checkpoints.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"
@@ -142,7 +186,7 @@ def new_attempt(folder: RunFolder) -> int:
     attempt = 0
     while True:
         try:
-            folder.logs(attempt).mkdir(parents=True)
+            folder.logs(attempt).mkdir(mode=0o700, parents=True)
             return attempt
         except FileExistsError:
             attempt += 1

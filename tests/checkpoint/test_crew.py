@@ -9,9 +9,10 @@ import pytest
 from checkpoint_helpers import names
 from faults import at_call
 
+from hpc_train.checkpoint.commands.inspection import writers_of
 from hpc_train.checkpoint.crew import Crew, files_of
 from hpc_train.checkpoint.saving import prepare
-from hpc_train.checkpoint.shard import DIGESTS, folders, shard_name, writers_of
+from hpc_train.checkpoint.shard import DIGESTS, folders, shard_name
 from hpc_train.checkpoint.storage import Place
 from hpc_train.checkpoint.turns import turns_of
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -91,35 +92,32 @@ def test_the_temporary_directory_of_a_dead_process_goes_and_of_a_live_one_stays(
 
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")
-SAVE = """
-import os, sys
-sys.path.insert(0, "tests/checkpoint")
-from pathlib import Path
-from checkpoint_helpers import save_alone, state
-from faults import at_call
-def pause(call, arguments):
-    print("saving", flush=True)
-    sys.stdin.readline()
-with at_call(1, pause, ("fsync",), Path(sys.argv[1])):
-    save_alone(Path(sys.argv[1]), 2, state(2))
-"""
 PRUNE = "import sys; from pathlib import Path; from hpc_train.checkpoint import prune; prune(Path(sys.argv[1]), keep=1)"
+
+
+def save_slowly(directory: Path, word: Connection) -> None:
+    def pause(call: str, arguments: tuple[object, ...]) -> None:
+        word.send("saving")
+        word.recv()
+
+    with at_call(1, pause, ("fsync",), directory):
+        save_alone(directory, 2, state(2))
 
 
 @pytest.mark.parametrize("mount", [(), ("--mount-proc",)], ids=["proc of the host", "proc of its own"])
 def test_a_save_is_left_alone_by_who_cannot_see_its_process(tmp_path: Path, mount: tuple[str, ...]) -> None:
     need_root()
-    run = {"text": True, "cwd": Path(__file__).parents[2], "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*NAMESPACE, *mount, sys.executable, "-c", SAVE, tmp_path], **run) as saving:
-        try:
-            assert saving.stdout.readline() == "saving\n"
-            subprocess.run([*NAMESPACE, *mount, sys.executable, "-c", PRUNE, tmp_path], check=True, cwd=run["cwd"])
-            prune(tmp_path, keep=1)
-            assert len([name for name in names(tmp_path) if ".tmp-" in name]) == 1
-            saving.communicate("go on\n", timeout=60)
-        finally:
-            saving.kill()
-    assert saving.returncode == 0
+    fork = multiprocessing.get_context("fork")
+    mine, its = fork.Pipe()
+    saving = fork.Process(target=save_slowly, args=(tmp_path, its))
+    saving.start()
+    assert mine.recv() == "saving"
+    subprocess.run([*NAMESPACE, *mount, sys.executable, "-c", PRUNE, tmp_path], check=True)
+    prune(tmp_path, keep=1)
+    assert len([name for name in names(tmp_path) if ".tmp-" in name]) == 1
+    mine.send("go on")
+    saving.join()
+    assert saving.exitcode == 0
     assert committed(tmp_path) == [2]
     assert holds(tmp_path, 2, state(2))
 

@@ -194,20 +194,24 @@ def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) ->
 
 
 class Sleeper(Lock):
-    """A lock whose owner is stopped by SIGSTOP right after it has seen, before a commit, that it still has it."""
+    """A lock whose owner falls asleep right after it has seen, before a commit, that it still has it."""
+
+    asleep: Connection
 
     def check(self) -> None:
         super().check()
         if list(self.path.parent.glob("step-*.tmp-*/manifest.json")):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self._stop.set()
+            self.asleep.send("asleep")
+            self.asleep.recv()
 
 
 def sleep_before_commit(directory: Path, word: Connection) -> None:
     """Save a step, as a process on another machine would, and say what came of it."""
-    taken = take_lock(directory)
-    taken.release()
+    take_lock(directory).release()
     owner = replace(this_process({}), host="node7", machine="another boot")
     lock = Sleeper(directory / "lock", owner, BEAT)
+    lock.asleep = word
     lock.path.write_bytes(content(owner))
     lock.start_beating()
     saver = Saver(directory, alone(), lock=lock)
@@ -225,14 +229,14 @@ def test_who_falls_asleep_between_look_and_commit_commits_nothing(tmp_path: Path
     mine, its = FORK.Pipe()
     process = FORK.Process(target=sleep_before_commit, args=(tmp_path, its))
     process.start()
-    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    assert mine.recv() == "asleep"
     lock = take_lock(tmp_path, {}, beat=BEAT)
     seen = committed(tmp_path)
     if again:
         saver = Saver(tmp_path, alone(), lock=lock)
         saver.save(3, whole(state(4)), {})
         assert [saved.error for saved in saver.wait()] == [None]
-    os.kill(process.pid, signal.SIGCONT)
+    mine.send("awake")
     assert mine.recv() != "None"
     process.join()
     lock.check()

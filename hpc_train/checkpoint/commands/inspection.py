@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpc_train.checkpoint.commands.provenance import PARTS, in_words, moment, provenance
@@ -16,7 +17,6 @@ from hpc_train.checkpoint.holdings import Part, Tensor
 from hpc_train.checkpoint.index import INDEX, mappings, write_index
 from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.poison import poison_of
-from hpc_train.checkpoint.shard import writers_of
 from hpc_train.checkpoint.weights import holds_weights_only
 from hpc_train.regular_files import read_text
 
@@ -156,6 +156,12 @@ def _file(file: ShardFile) -> dict[str, Any]:
         "ranks": writers_of(file.name),
         "written_at": file.written_at,
     }
+
+
+def writers_of(name: str) -> int:
+    """How many ranks have written the file of that name (or were to: some may have had nothing)."""
+    found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
+    return int(found[2]) - int(found[1]) + 1 if found else 1
 
 
 def _files(facts: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from hpc_train.checkpoint.catalogue import committed, found, readable
 from hpc_train.checkpoint.commands.show import print_json, print_table, size
 from hpc_train.checkpoint.commands.target import Leftover, Target, leftovers, target
 from hpc_train.checkpoint.poison import poison_of
-from hpc_train.checkpoint.verification import verify
 from hpc_train.checkpoint.weights import WEIGHTS, holds_weights_only
 
 _KINDS = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
@@ -83,7 +82,7 @@ def bytes_of(path: Path) -> int:
 
 def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> Entry:
     manifest = readable(path, step)
-    verified = not verify(directory, step) if with_verify else None
+    verified = _verifies(directory, step) if with_verify else None
     states = {None: "committed", True: "sound", False: "damaged"}
     state = states[verified] if manifest is not None else "damaged"
     holds = holds_weights_only(manifest.extra) if manifest is not None else None
@@ -92,6 +91,12 @@ def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> Ent
     times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
     when = (times.at if times is not None else None, origin.attempt if origin is not None else None)
     return Entry(step, True, verified, count, str(path), state, holds, poison_of(path, manifest), shared, *when)
+
+
+def _verifies(directory: Path, step: int) -> bool:
+    from hpc_train.checkpoint.verification import verify  # imports torch, without which a listing takes a tenth
+
+    return not verify(directory, step)
 
 
 def _leftover(it: Leftover) -> Entry:

@@ -17,10 +17,13 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import from_container
+from hpc_train.config.explain import explain
+from hpc_train.config.secrets import refusing_secrets
 from hpc_train.config.store import register
-from hpc_train.errors import EXIT_DONE
+from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.runtime import stop
 
 __all__ = ["register", "train"]
@@ -33,7 +36,7 @@ def train(config: DictConfig) -> float:
     The run directory is `run` in the output directory of the point. A stop signal saves and leaves with SystemExit, so
     that the launcher runs the point again, which goes on from there. Raises UserError.
     """
-    container: Any = OmegaConf.to_container(config, resolve=True)
+    container = _resolved(config)
     container["run_dir"] = str(container.get("run_dir") or Path(HydraConfig.get().runtime.output_dir) / _RUN)
     logging.getLogger("hpc_train").setLevel(logging.INFO)
     before = {number: signal.getsignal(number) for number in (*stop.STOP_SIGNALS, signal.SIGINT)}
@@ -45,6 +48,16 @@ def train(config: DictConfig) -> float:
     if code != EXIT_DONE:
         raise SystemExit(code)
     return _last_loss(Path(container["run_dir"]))
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Raises UserError where a value is a secret of the environment, or cannot be resolved."""
+    try:
+        with refusing_secrets():
+            container: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, (), None)) from error
+    return container
 
 
 def _train(container: dict[str, Any], request: stop.StopRequest) -> int:

@@ -24,6 +24,7 @@ from hpc_train.launch.train import finished
 from hpc_train.launch.watch import KILLED
 from hpc_train.runtime.alive import machine, start_of
 from hpc_train.runtime.stop import StopRequest
+from hpc_train.terminal import one_line
 from hpc_train.training.folder import RunFolder, new_attempt
 
 _POLL_SECONDS = 0.05
@@ -179,4 +180,4 @@ class _Pool:
 
 
 def _say(line: str) -> None:
-    print(f"hpc-train: {line}", file=sys.stderr, flush=True)
+    print(f"hpc-train: {one_line(line)}", file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""No variable of the environment that looks like a secret gets into a configuration, however it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_train.cli import main
+from hpc_train.config.compose import compose, from_container, to_container, to_yaml
+from hpc_train.config.compose_many import Composer
+from hpc_train.config.secrets import is_secret
+from hpc_train.errors import EXIT_USER_ERROR, UserError
+
+VALUE = "hunter2hunter2"
+SECRETS = (
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "MYSQL_PWD",
+    "GH_PASSWORD",
+    "SSH_PRIVATE_KEY",
+    "some_password",
+)
+HARMLESS = ("HOME", "TOKENIZERS_PARALLELISM", "TOKENIZER_DIR", "OLDPWD", "PWD", "SCRATCH", "KEYBOARD", "MONKEY")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, *HARMLESS):
+        monkeypatch.setenv(name, VALUE)
+    monkeypatch.setenv("WHICH", "HF_TOKEN")
+
+
+def ways(name: str) -> list[str]:
+    return [
+        f"run_dir=${{oc.env:{name}}}",
+        f"run_dir=/tmp/${{oc.env:{name}}}/run",
+        f"run_dir='${{oc.env:{name},none}}'",
+        f"run_dir='${{oc.decode:${{oc.env:{name}}}}}'",
+        f"run_dir='${{oc.env:\"{name}\",null}}'",
+        f"parallel.pipeline.schedule=${{oc.env:{name}}}",
+        f"launch.setup=['echo ${{oc.env:{name}}}']",
+        f"data.cache='${{oc.env:NOT_SET_AT_ALL,${{oc.env:{name}}}}}'",
+    ]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == EXIT_USER_ERROR
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1, said.err
+    assert VALUE not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize("override", [way for name in SECRETS[:2] for way in ways(name)])
+def test_every_way_of_asking_is_refused_in_one_line(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "looks like a secret" in refused(capsys, "train", "--cfg", override)
+
+
+@pytest.mark.parametrize("override", ["run_dir='${oc.env:${oc.env:WHICH}}'", "run_dir='${oc.env:AWS_${oc.env:REST}}'"])
+def test_a_name_that_is_put_together_is_looked_at_whole(
+    override: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REST", "SECRET_ACCESS_KEY")
+    assert "looks like a secret" in refused(capsys, "train", "--cfg", override)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train",),
+        ("train", "-m", "train.seed=1,2"),
+        ("submit", "--dry-run"),
+        ("submit", "-m", "--dry-run", "train.seed=1,2"),
+        ("submit", "--cfg"),
+        ("plan",),
+        ("plan", "rehearse"),
+        ("doctor",),
+    ],
+    ids=" ".join,
+)
+def test_every_command_refuses(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "looks like a secret" in refused(capsys, *command, "data.cache=${oc.env:HF_TOKEN}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_config_dir_are_no_way_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntrain:\n  steps: 3\ndata:\n  cache: ${oc.env:HF_TOKEN}\n"
+    (tmp_path / "experiment/mine.yaml").write_text(text)
+    words = ("train", "--cfg", "--config-dir", str(tmp_path), "experiment=mine")
+    assert "data.cache: ${oc.env:HF_TOKEN} looks like a secret" in refused(capsys, *words)
+
+
+def test_a_value_elsewhere_that_is_read_by_its_key_is_no_way_in(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("train", "--cfg", "data.cache=${oc.env:HF_TOKEN}", "run_dir=${data.cache}")
+    assert "looks like a secret" in refused(capsys, *words)
+
+
+def test_a_config_of_another_run_is_no_way_in() -> None:
+    container = to_container(compose())
+    container["data"]["cache"] = "${oc.env:HF_TOKEN}"
+    with pytest.raises(UserError, match="looks like a secret"):
+        from_container(container)
+
+
+def test_a_sweep_composes_no_secret() -> None:
+    composer = Composer(frozenset({"data.cache"}))
+    assert composer.compose(("data.cache=/tmp/a",)).data.cache == "/tmp/a"
+    with pytest.raises(UserError, match="looks like a secret"):
+        composer.compose(("data.cache=${oc.env:HF_TOKEN}",))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_other_variables_are_read(name: str) -> None:
+    assert not is_secret(name)
+    assert VALUE in to_yaml(compose([f"run_dir=/tmp/${{oc.env:{name}}}"]))
+    assert compose(["run_dir='${oc.env:NOT_SET_AT_ALL,/tmp/x}'"]).run_dir == "/tmp/x"
+
+
+def test_an_application_of_its_own_reads_what_it_wants_before_and_after() -> None:
+    for _ in range(2):
+        assert OmegaConf.create({"a": "${oc.env:HF_TOKEN}"}).a == VALUE
+        with pytest.raises(UserError):
+            compose(["run_dir=${oc.env:HF_TOKEN}"])
