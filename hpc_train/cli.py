@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         name = str(error.filename)
         name = name[:60] + "..." if error.errno == errno.ENAMETOOLONG else name
-        print(f"hpc-train: {_plain(f'{name}: {error.strerror}')}", file=sys.stderr)
+        print(f"hpc-train: {one_line(f'{name}: {error.strerror}')}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -56,7 +56,7 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | No
             try:
                 plan.append(plan_reads(wanted, manifest, where))
             except UserError:
-                if world.rank == 0:  # who asks for what is not there may be right, and the manifest wrong
+                if world is None or world.rank == 0:  # who asks for what is not there may be right, and the manifest wrong
                     undamaged(where, source.check_all)
                 raise
             undamaged(where, lambda: check_reads(plan[0], source, targets))

@@ -57,8 +57,7 @@ _SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
 
 
 class Stage(PipelineStage):
-    """torch's stage, with computations on the timeline, dropout that knows the micro-batch, and parameters that are whole
-    as the strategy says.
+    """torch's stage, with computations on the timeline, dropout masks by micro-batch, and its strategy's sharding.
 
     torch's own would keep gradients whole, and parameters too once a backward has gathered them, until the end of the
     step.
