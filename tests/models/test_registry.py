@@ -101,7 +101,8 @@ def test_wrong_input_is_one_line(folder: Path) -> None:
     assert line(CustomModelConfig(name="a", module="no_such_models")).startswith(
         "model.module=no_such_models: cannot be imported (ModuleNotFoundError: No module named 'no_such_models')"
     )
-    assert "(ValueError: no luck)" in line(CustomModelConfig(name="a", module="broken_models"))
+    place = "(broken_models.py:2, in <module>: ValueError: no luck)"
+    assert place in line(CustomModelConfig(name="a", module="broken_models"))
     assert "(SyntaxError: " in line(CustomModelConfig(name="a", module="wrong_models"))
     assert line(ModelConfig(kind="transfomer", name="a")) == (
         "model.kind=transfomer: no such kind; did you mean 'transformer'?"
