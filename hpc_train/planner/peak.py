@@ -116,7 +116,8 @@ class _Held:
         """In the backward of a block, of the first or the second one of a stage."""
         jobs = self.jobs
         gathered = self._gathered_blocks()
-        reduced = np.where(jobs.zero >= 1, self._group() * jobs.reduce_bytes, 0.0)
+        # What zero 1 reduces takes the place of the whole gradients that it has added up.
+        reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
         # The second block is not there any more when the gradients of the first are reduced.
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
         # Where gradients of inputs are there already, those of weights take the place of what they are computed from.
