@@ -104,6 +104,7 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
         theirs = (parameters, gradients, optimizer, activations, logits, buffers)
         chosen = (np.where(jobs.stack == _OURS, mine, other) for mine, other in zip(own, theirs, strict=True))
         parameters, gradients, optimizer, activations, logits, buffers = chosen
+        host = np.where(jobs.stack == _OURS, host - waiting + ours.waiting, host)
     held = parameters + gradients + optimizer + activations + logits + buffers
     rows = np.broadcast_shapes(held.shape[1:], jobs.memory_bytes.shape)
     if not any(it.ndim for it in columns_of(jobs).values()):

@@ -127,8 +127,7 @@ def _walk(order: Order, rank: int) -> Iterator[_Counts]:
         if action.kind is Kind.I and action.stage == 0:
             continue  # there is nothing to compute
         begins = last and action.kind is not Kind.W
-        ahead = [kept[0] + (action.kind is Kind.I and not last), kept[1]]
-        yield (live[0], live[1], losses, *ahead, len(accumulated) / virtual, float(begins))
+        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, float(begins))
         losses -= begins
         if action.kind is Kind.I:
             kept[last] += 1
@@ -163,8 +162,8 @@ def _held(one: _Counts) -> tuple[float, ...]:
 
 
 def _of_last(one: _Counts) -> tuple[float, ...]:
-    return one[4], one[2], one[1], one[0] + one[3]
+    return one[4], one[2], one[1], one[0] + one[3], one[5]
 
 
 def _of_gradients(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1] + one[3] + one[4], one[3] + one[4]
+    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5]

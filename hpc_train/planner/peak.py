@@ -116,13 +116,17 @@ class _Held:
         """In the backward of a block, of the first or the second one of a stage."""
         jobs = self.jobs
         gathered = self._gathered_blocks()
-        reduced = np.where(jobs.zero >= 1, self._group() * jobs.reduce_bytes, 0.0)
+        # What zero 1 reduces takes the place of the whole gradients that it has added up.
+        reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
         # The second block is not there any more when the gradients of the first are reduced.
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
-        working = self.working + self.unmoved
+        # Where gradients of inputs are there already, those of weights take the place of what they are computed from.
+        widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
+        between = moment.kept + moment.kept_last > 0
+        working = np.where(between, 0.0, self.working + self.unmoved + widest)
         # Where a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLIT)
-        copied = np.maximum(again * self._embedding * jobs.activation_bytes - working, 0)
+        copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
         # The gradient of the head is there from the beginning of the backward to its end.
         head = moment.loss * self.table * jobs.activation_bytes
         losses = np.maximum(moment.losses - moment.loss, 0)
@@ -174,7 +178,8 @@ class _Held:
     def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
         jobs, last = self.jobs, self.stages.last
         kept = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
-        ends = np.where(jobs.pp > 1, (2.0 * self.moved + 1.0) * moment.stages * self.hidden, 0.0)
+        # Of every micro-batch a stage keeps what it gave on; of one, the gradients that it was given and gives on.
+        ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
         pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
         pending = pending + moment.kept_last * self.logits * jobs.activation_bytes

@@ -28,10 +28,10 @@ def estimated(*more: str, ranks: int = 8) -> tuple[Memory, Time]:
 
 
 def test_the_host_has_what_the_device_no_longer_has() -> None:
-    """But for one layer, which is on the device while it is computed."""
+    """But for one layer, which is on the device while it is computed, and where another moment is the worst then."""
     (kept, _), (moved, _) = estimated(), estimated(MOVED)
     one = float(moved.host) / 32
-    assert float(kept.total - moved.total) == pytest.approx(31 * one)
+    assert 30 * one < float(kept.total - moved.total) < 31.01 * one
     assert float(kept.host) == 0
     hidden, wide, tokens = 4096, 11008, 4096
     assert one > tokens * 2 * (6 * hidden + 3 * wide), "norms' and products' inputs, and what attention keeps"
@@ -52,7 +52,7 @@ def test_recomputed_layers_move_their_inputs_only() -> None:
     inputs = 32 * 4096 * 4096 * 2
     assert float(moved.host) == pytest.approx(inputs)
     assert float(time_.offload) < float(estimated(MOVED)[1].offload) / 10
-    assert float(moved.total) == pytest.approx(float(estimated(full)[0].total) - inputs)
+    assert 0.95 * inputs < float(estimated(full)[0].total - moved.total) < 1.01 * inputs
 
 
 def test_a_pipeline_keeps_the_ends_of_its_stages() -> None:

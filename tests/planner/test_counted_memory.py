@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from planner_runs import run
 
+from hpc_train.config.degrees import resolve
+from hpc_train.errors import UserError
+from hpc_train.parallel.support import check_support
+from hpc_train.planner.rehearsal.ledger import KINDS
+from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 from hpc_train.planner.rehearsal.run import rehearse
 
 SMALL = (
@@ -31,6 +38,102 @@ LAYOUTS = {
     ),
     "gpt, zero3": ("model=gpt3_1_3b", "parallel.strategy=zero3", "parallel.dp_shard=8"),
 }  # fmt: skip
+
+
+MATRIX_MODEL = (
+    "cluster=dgx_h100", "precision=bf16", "cluster.nodes=1", "train.sequence_length=1024", "train.micro_batch=1",
+    "train.global_batch=32", "model=llama_1b", "model.layers=8", "model.hidden=1024", "model.heads=8",
+    "model.kv_heads=4", "model.feed_forward=4096", "model.vocab_size=16384",
+)  # fmt: skip
+"""8 ranks; with a pipeline, two of it and two stages on each."""
+STRATEGIES = {
+    "zero1": ("parallel.strategy=zero1",),
+    "zero2": ("parallel.strategy=zero2",),
+    "zero3": ("parallel.strategy=zero3",),
+    "zero3, kept": ("parallel.strategy=zero3", "parallel.reshard_after_forward=false"),
+}
+PIPELINES = {
+    "no pp": (),
+    **{
+        name: ("parallel.pp=2", f"parallel.pipeline.schedule={name}")
+        for name in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+    },
+}
+RECOMPUTE = {"": (), "full": ("parallel.recompute.mode=full",), "selective": ("parallel.recompute.mode=selective",)}
+OFFLOADS = {
+    "": (),
+    "optimizer": ("parallel.offload.optimizer=cpu",),
+    "parameters": ("parallel.offload.parameters=cpu",),
+}
+# A rehearsal that does not tell a host from its device counts both.
+TOLD_APART = OFFLOADS if "host" in KINDS else {"": ()}
+MATRIX = {
+    ", ".join(filter(None, (strategy, pipeline, again, f"offload {place}" if place else ""))): (
+        *STRATEGIES[strategy], *PIPELINES[pipeline], *RECOMPUTE[again], *OFFLOADS[place],
+    )
+    for strategy, pipeline, again, place in product(STRATEGIES, PIPELINES, RECOMPUTE, TOLD_APART)
+}  # fmt: skip
+"""Everything together that the rules let be; recomputation does not go with split backwards."""
+DRAWN = (
+    "zero1, 1f1b", "zero2, interleaved_1f1b", "zero3, no pp, full", "zero3, 1f1b", "zero3, zbv",
+    "zero3, kept, interleaved_zero_bubble", "zero2, dualpipev",
+)  # fmt: skip
+TOLERANCE = 0.05
+
+
+def _legal(layout: str) -> bool:
+    try:
+        check_support(run(*_overrides(layout)), 8)
+    except UserError:
+        return False
+    return True
+
+
+def _overrides(layout: str) -> tuple[str, ...]:
+    return tuple({it.partition("=")[0]: it for it in (*MATRIX_MODEL, *MATRIX[layout])}.values())
+
+
+def _compare(layout: str) -> dict[int, tuple[float, float]]:
+    """Of the first and the last rank of the pipeline: (bytes that are planned, bytes that are counted)."""
+    found = rehearse(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
+    counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
+    assert len(counted) == len(found.ranks)
+    return {rank: (sum(found.planned[rank].values()), float(peak)) for rank, peak in counted.items()}
+
+
+@pytest.mark.parametrize("layout", DRAWN)
+def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
+    for planned, counted in _compare(layout).values():
+        assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [it for it in MATRIX if it not in DRAWN and _legal(it)])
+def test_every_way_to_shard_is_planned(layout: str) -> None:
+    for rank, (planned, counted) in _compare(layout).items():
+        print(f"| {layout} | {rank} | {counted / 2**20:.0f} | {planned / 2**20:.0f} | {planned / counted - 1:+.1%} |")
+        assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+def test_zero3_shards_parameters_and_gradients_in_a_pipeline() -> None:
+    """Of a model of half a million parameters a rank, whole gradients alone would be as much as all shards together."""
+    found = {strategy: _compare(f"{strategy}, 1f1b")[0][1] for strategy in ("zero1", "zero2", "zero3")}
+    whole = 4.0 * weights_of_first_rank()
+    assert found["zero1"] - found["zero2"] > 0.5 * whole, "gradients"
+    assert found["zero2"] - found["zero3"] > 0.1 * whole, "gathered parameters, in 16 bits"
+
+
+def weights_of_first_rank() -> float:
+    """Parameters of half the layers and of the embedding."""
+    return 4 * (2 * 1024 * 128 * 12 + 3 * 1024 * 4096) + 16384 * 1024
+
+
+def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
+    """What stages receive is there while it is used, and not for a whole step."""
+    config = run(*_overrides("zero3, 1f1b"))
+    degrees = resolve(config.parallel, 8)
+    few, many = (rehearse_rank(config, degrees, 4, count).counted.peak for count in (4, 8))
+    assert few == many
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,78 @@
+"""One rule of what is whole between its uses: time, traffic and memory of the planner follow it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planner_runs import run
+
+from hpc_train.config.degrees import resolve
+from hpc_train.parallel.support.pipeline import split_backwards
+from hpc_train.parallel.support.sharding import block_gathers, end_gathers, keeps_parameters, reductions
+from hpc_train.planner import data_axes
+from hpc_train.planner.constants import default
+from hpc_train.planner.estimate import estimate
+from hpc_train.planner.from_config import jobs_of
+from hpc_train.schedules.actions import Kind
+from hpc_train.schedules.generate import orders
+from hpc_train.traffic.flows import flows
+
+BASE = (
+    "model=llama_1b", "cluster=dgx_h100", "cluster.nodes=4", "precision=bf16", "train.sequence_length=2048",
+    "train.micro_batch=1", "train.global_batch=128", "parallel.strategy=zero3",
+)  # fmt: skip
+SCHEDULES = ("1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def piped(schedule: str) -> tuple[str, ...]:
+    return ("parallel.pp=4", f"parallel.pipeline.schedule={schedule}") if schedule else ()
+
+
+@pytest.mark.parametrize("schedule", ["", *SCHEDULES])
+def test_freeing_after_forward_costs_time_and_saves_memory(schedule: str) -> None:
+    freed, kept = (
+        estimate(jobs_of(run(*BASE, *piped(schedule), *more)), default())
+        for more in ((), ("parallel.reshard_after_forward=false",))
+    )
+    assert float(freed.time.data) > float(kept.time.data)
+    assert float(freed.memory.total) < float(kept.memory.total)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_bytes_of_stages_are_those_of_the_traffic_model(schedule: str, strategy: str) -> None:
+    """The planner knows the mean stage of the first rank, traffic the rank that moves most."""
+    config = run(*BASE, *piped(schedule), f"parallel.strategy={strategy}")
+    degrees, jobs = resolve(config.parallel, 32), jobs_of(config, 32)
+    found = dict.fromkeys(("all_gather", "reduce_scatter"), 0.0)
+    for flow in flows(config, 32):
+        if flow.axes == ("dp_shard",) and flow.collective in found:
+            found[flow.collective] += flow.bytes * flow.calls
+    assert degrees.dp_shard == 8
+    table = jobs.vocab * jobs.hidden
+    planned = data_axes.volume(jobs, jobs.layers / jobs.pp * jobs.layer_parameters, table)
+    assert float(planned.gathered) == pytest.approx(found["all_gather"], rel=0.3)
+    assert float(planned.scattered) == pytest.approx(found["reduce_scatter"], rel=0.3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_split_backwards_are_those_of_the_order(schedule: str) -> None:
+    config = run(*BASE, *piped(schedule))
+    virtual = config.parallel.pipeline.virtual_stages
+    for ranks, count in ((2, 4), (4, 8), (4, 16)):
+        order = orders(schedule, ranks, count, virtual)
+        split = [0] * order.stages
+        for rank in range(ranks):
+            for action in order.actions(rank):
+                split[action.stage] += action.kind is Kind.I and action.stage > 0
+        assert split_backwards(config.parallel.pipeline, ranks, count) == tuple(split)
+
+
+def test_the_rule_takes_numbers_and_columns() -> None:
+    cases = [(zero, reshard, pp) for zero in (1, 2, 3) for reshard in (0, 1) for pp in (1, 2)]
+    zero, reshard, pp = (np.array(column, float) for column in zip(*cases, strict=True))
+    for rule in (block_gathers, end_gathers):
+        columns = rule(zero, reshard, pp, 8.0, 3.0 * (pp > 1))
+        assert columns.tolist() == [rule(*case, 8, 3 * (case[2] > 1)) for case in cases]
+    assert reductions(zero, 8.0).tolist() == [reductions(case[0], 8) for case in cases]
+    assert keeps_parameters(zero, reshard, pp).tolist() == [bool(keeps_parameters(*case)) for case in cases]
