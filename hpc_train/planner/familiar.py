@@ -113,15 +113,15 @@ def _leanest(rest: Rest, space: Space, constants: Constants) -> Rated:
     return nothing if best is None else Rated(best[1], np.array([math.inf]), np.array([best[0]]))
 
 
-def compare(best: Candidate, it: Candidate, alike: bool) -> str:
+def compare(best: Candidate | None, it: Candidate, alike: bool) -> str:
     """Why a familiar layout is not the best, in a few words; alike: it is equal to it."""
-    if it.settings == best.settings:
+    if best and it.settings == best.settings:
         return "recommended"
     if it.fits in ("no", "maybe"):
         part = max(it.memory, key=lambda name: max(it.memory[name]))
         sure = "may not fit" if it.fits == "maybe" else "does not fit"
         return f"{sure}, {max(it.memory[part]) / GIB:,.1f} GiB are {part}"
-    if it.step is None or best.step is None or it.parts is None or best.parts is None:
+    if it.step is None or it.parts is None or best is None or best.step is None or best.parts is None:
         return ""
     if alike:
         return "equal, and less simple"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from planner_runs import run
 
 from hpc_train.cli import main
+from hpc_train.planner.plan_command import Options, ask
 from hpc_train.planner.rehearsal.fit import TOLERANCE, Device, judge
 from hpc_train.planner.rehearsal.result import Built, Counted
 from hpc_train.planner.rehearsal.run import rehearse
@@ -103,6 +107,17 @@ def test_json_has_the_verdict_too(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], told["fits"], told["within_plan"], told["problems"]) == (False, False, True, [])
     assert told["verdict"][0].startswith("rank 0 does not fit: ")
+
+
+@pytest.mark.long
+def test_the_first_example_of_the_readme_fits_as_it_is_recommended() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    example = re.search(r"^hpc-train plan (model=.*)$", readme, re.MULTILINE)
+    assert example
+    best = ask(shlex.split(example[1]), options=Options(familiar=False)).best
+    assert best is not None
+    found = rehearse(best.config, best.ranks)
+    assert (found.ok, found.fit.fits) == (True, True), (found.problems, found.fit.lines)
 
 
 PLACES = tuple(product(("none", "cpu", "file"), repeat=2))
