@@ -17,7 +17,7 @@ from hpc_train.planner import constants
 from hpc_train.planner.advice.estimated import figures_of
 from hpc_train.planner.advice.lints import advice
 from hpc_train.planner.advice.result import Advice
-from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, equal, ordered
+from hpc_train.planner.candidate import GIB, Candidate, Known, candidate, equal, first, ordered
 from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.discrepancy import factor
 from hpc_train.planner.estimate import estimate
@@ -63,6 +63,8 @@ class Answer:
     """What was asked with, for a command that runs the best."""
     config_dir: str | None = None
     objective: str = "time"
+    quickest: Candidate | None = None
+    """What has least of the objective, of all that were found; the best is equal to it and may be simpler."""
     advice: list[Advice] = field(default_factory=list)
     """What could be better about the best."""
     notes: list[str] = field(default_factory=list)
@@ -77,11 +79,7 @@ class Answer:
 
     def alike(self, it: Candidate) -> bool:
         """Whether a candidate is equal to the best: neither can be told from the quickest of them."""
-        if self.best is None:
-            return False
-        first = [other for other in self.candidates if other.ranks == self.best.ranks and other.fits == self.best.fits]
-        first = [other for other in first if other.global_batch == self.best.global_batch]
-        return equal(min(first, key=lambda other: other.worth(self.objective)), it, self.objective)
+        return self.quickest is not None and equal(self.quickest, it, self.objective)
 
     @property
     def ties(self) -> int:
@@ -120,8 +118,9 @@ def answer(
         raise UserError(_no_layout(question))
     objective = objective or config.plan.objective
     kept = candidates if question.whole else [it for it in candidates if within(it)]
-    best = ordered(kept, objective)[:top]
-    usual = asker.familiar(best[0]) if familiar and best and best[0].step and not question.whole else []
+    ranked = ordered(kept, objective)
+    best, quickest = ranked[:top], first(ranked, objective)
+    usual = asker.familiar(best[0] if best else None) if familiar and not question.whole else []
     more = asker.advice(best[0]) if best else []
     notes = [_told(line) for line in assumptions(config.cluster, config.precision.name)]
     if best and (nodes := nodes_of(best[0].config, best[0].ranks)):
@@ -138,11 +137,14 @@ def answer(
         asker.estimated,
         seconds,
         objective=objective,
+        quickest=quickest,
         advice=more,
         notes=notes,
         outside=outside,
     )
-    rows = [Familiar(name, it, why or compare(best[0], it, found.alike(it)) if it else why) for name, it, why in usual]
+    rows = [
+        Familiar(name, it, why or compare(found.best, it, found.alike(it)) if it else why) for name, it, why in usual
+    ]
     return replace(found, familiar=rows)
 
 
@@ -274,9 +276,13 @@ class _Asker:
         more = [it for it in more if it.settings != best.settings]
         return [best, *sorted(more, key=lambda it: it.total, reverse=True)]
 
-    def familiar(self, best: Candidate) -> list[tuple[str, Candidate | None, str]]:
-        """(name, the best way of it, why there is none) of each layout that everybody knows, in the best's world."""
-        ranks, batch = best.ranks, best.global_batch
+    def familiar(self, best: Candidate | None) -> list[tuple[str, Candidate | None, str]]:
+        """(name, the best way of it, why there is none) of each layout that everybody knows, in the best's world, or
+        in the largest one that was asked for where nothing fits."""
+        question = self._question
+        if not (self._known.speed and self._known.memory) or not (best or question.ranks):
+            return []
+        ranks, batch = (best.ranks, best.global_batch) if best else (question.ranks[-1], question.batches[0])
         space = Space(shape_of(self._question.config, batch), ranks, self._question.fixed)
         found: list[tuple[str, Candidate | None, str]] = []
         for kind in kinds(space, ranks_per_node(self._question.config)):

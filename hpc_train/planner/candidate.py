@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -167,6 +167,15 @@ def ordered(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
     alike.sort(key=lambda it: (it.complexity, it.worth(objective)))
     same = set(map(id, alike))
     return alike + [it for it in found if id(it) not in same]
+
+
+def first(ordered: Sequence[Candidate], objective: str) -> Candidate | None:
+    """What has least of the objective, of those that are in the world of the best and fit as surely."""
+    if not ordered:
+        return None
+    best = ordered[0]
+    same = [it for it in ordered if (it.ranks, it.global_batch, it.fits) == (best.ranks, best.global_batch, best.fits)]
+    return min(same, key=lambda it: it.worth(objective))
 
 
 def equal(quickest: Candidate, it: Candidate, objective: str) -> bool:

@@ -79,7 +79,7 @@ def restricted(space: Space, kind: Kind) -> Space | None:
     """The ways of one kind that what is given leaves; None: none."""
     values = dict(space.fixed.values)
     for name, allowed in kind.allowed.items():
-        both = tuple(it for it in space.fixed.of(name, allowed))
+        both = space.fixed.of(name, allowed)
         if not both:
             return None
         values[name] = both
@@ -96,41 +96,41 @@ def best_of(rest: Rest, space: Space, constants: Constants) -> Rated:
 def _leanest(rest: Rest, space: Space, constants: Constants) -> Rated:
     best: tuple[float, Columns] | None = None
     for block in blocks(space, ROWS):
-        down = {name: it[:, None] for name, it in block.rows.items()}
+        down = {name: column[:, None] for name, column in block.rows.items()}
         jobs = as_jobs(rest, {**down, **block.techniques.columns}, block.techniques.share)
         total = np.broadcast_to(memory(jobs, constants).total, (len(block.rows["pp"]), block.techniques.count))
         row, technique = np.unravel_index(int(np.argmin(total)), total.shape)
         if best is None or total[row, technique] < best[0]:
-            own = {name: it[[row]] for name, it in block.rows.items()}
+            own = {name: column[[row]] for name, column in block.rows.items()}
             best = (
                 float(total[row, technique]),
                 {
                     **own,
-                    **{name: it[[technique]] for name, it in block.techniques.columns.items()},
+                    **{name: column[[technique]] for name, column in block.techniques.columns.items()},
                 },
             )
     nothing = Rated({}, np.empty(0), np.empty(0))
     return nothing if best is None else Rated(best[1], np.array([math.inf]), np.array([best[0]]))
 
 
-def compare(best: Candidate, it: Candidate, alike: bool) -> str:
-    """Why a familiar layout is not the best, in a few words; alike: it is equal to it."""
-    if it.settings == best.settings:
+def compare(best: Candidate | None, candidate: Candidate, alike: bool) -> str:
+    """Why a familiar layout is not the best, in a few words; alike: it is equal to the best."""
+    if best and candidate.settings == best.settings:
         return "recommended"
-    if it.fits in ("no", "maybe"):
-        part = max(it.memory, key=lambda name: max(it.memory[name]))
-        sure = "may not fit" if it.fits == "maybe" else "does not fit"
-        return f"{sure}, {max(it.memory[part]) / GIB:,.1f} GiB are {part}"
-    if it.step is None or best.step is None or it.parts is None or best.parts is None:
+    if candidate.fits in ("no", "maybe"):
+        part = max(candidate.memory, key=lambda name: max(candidate.memory[name]))
+        sure = "may not fit" if candidate.fits == "maybe" else "does not fit"
+        return f"{sure}, {max(candidate.memory[part]) / GIB:,.1f} GiB are {part}"
+    if candidate.step is None or candidate.parts is None or best is None or best.step is None or best.parts is None:
         return ""
     if alike:
         return "equal, and less simple"
-    ratio = it.step.p50 / best.step.p50 - 1
+    ratio = candidate.step.p50 / best.step.p50 - 1
     if ratio <= 0:
         return "quicker, but not the best by what was asked for"
     parts = best.parts
-    part = max(it.parts, key=lambda name: (it.parts or {})[name] - parts[name])
-    more = it.parts[part] - parts[part]
-    redone = it.hfu is not None and it.mfu is not None and it.hfu > 1.02 * it.mfu
+    part = max(candidate.parts, key=lambda name: (candidate.parts or {})[name] - parts[name])
+    more = candidate.parts[part] - parts[part]
+    redone = candidate.hfu is not None and candidate.mfu is not None and candidate.hfu > 1.02 * candidate.mfu
     word = "recomputation" if part == "compute" and redone else PART_WORDS.get(part, part)
     return f"slower, {word} +{seconds(more)}"

@@ -47,7 +47,8 @@ def parts(answer: Answer, whole: bool = False) -> Iterator[Text]:
 def _sections(answer: Answer, whole: bool) -> list[Section]:
     best = answer.best
     if best is None:
-        return [*_nothing(answer), *_remarks(answer, None if whole else LINES - 8)]
+        familiar = [Section(["", _titled("").rstrip()]), _familiar(answer)] if answer.familiar else []
+        return [*_nothing(answer), *familiar, *_remarks(answer, None if whole else LINES - 20)]
     top = [_heading(best), Section(["", *_command(answer, best)], style="cyan"), _budgets(best, whole)]
     if whole and best.outlook:
         top.append(Section(_outlook(best.outlook)))

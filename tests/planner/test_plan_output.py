@@ -160,6 +160,14 @@ def test_familiar_layouts_always_have_a_row(given: tuple[str, ...]) -> None:
             assert "fit" in it.why
 
 
+def test_where_nothing_fits_the_familiar_layouts_say_what_they_need() -> None:
+    found = asked(*ONE, "model=llama_70b", "parallel.offload.parameters=none", "parallel.offload.optimizer=none")
+    assert found.best is None
+    assert all("does not fit" in it.why for it in found.familiar)
+    assert len(found.familiar) == 3
+    assert all(any(line.endswith(it.why) for line in text(found)) for it in found.familiar)
+
+
 def test_one_node_has_its_familiar_layouts_too() -> None:
     assert [it.name for it in asked(*ONE).familiar] == ["plain dp", "FSDP", "TP in the node"]
 

@@ -39,25 +39,25 @@ def only_runnable(advice: Advice, config: RunConfig, world: int) -> Advice:
 
     Where a degree is changed, data parallelism takes the ranks, and the advice says so.
     """
-    kept: list[str] = []
+    texts: list[str] = []
     overrides: list[tuple[str, ...]] = []
     for way in advice.fix.split(_OR):
         found = list(_SETTING.finditer(way))
         if not found:
-            kept.append(way)
+            texts.append(way)
             continue
         tried = [_accepted(config, settings, world) for settings in _variants(found)]
-        accepted = [it for it in tried if it]
+        accepted = [settings for settings in tried if settings]
         if accepted:
-            overrides += [tuple(overrides_of(it)) for it in accepted]
-            kept.append(way[: found[0].start()] + _written(accepted) + way[found[-1].end() :])
-    return replace(advice, fix=_OR.join(kept) or NOTHING, overrides=tuple(overrides))
+            overrides += [tuple(overrides_of(settings)) for settings in accepted]
+            texts.append(way[: found[0].start()] + _written(accepted) + way[found[-1].end() :])
+    return replace(advice, fix=_OR.join(texts) or NOTHING, overrides=tuple(overrides))
 
 
 def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
     """Each of the values of a single setting, or several settings together."""
     if len(found) > 1:
-        yield {it[1]: yaml.safe_load(it[2]) for it in found}
+        yield {match[1]: yaml.safe_load(match[2]) for match in found}
         return
     (one,) = found
     for value in (one[2], *one[3].split(" or ")[1:]):
@@ -76,11 +76,11 @@ def _number(text: str) -> Any:
 
 
 def _written(accepted: list[dict[str, Any]]) -> str:
-    if len(accepted) > 1 and all(len(it) == 1 for it in accepted):
+    if len(accepted) > 1 and all(len(settings) == 1 for settings in accepted):
         (first, *others) = accepted
-        more = "".join(f" or {overrides_of(it)[0].partition('=')[2]}" for it in others)
+        more = "".join(f" or {overrides_of(settings)[0].partition('=')[2]}" for settings in others)
         return overrides_of(first)[0] + more
-    return _OR.join(" ".join(overrides_of(it)) for it in accepted)
+    return _OR.join(" ".join(overrides_of(settings)) for settings in accepted)
 
 
 def _accepted(config: RunConfig, settings: dict[str, Any], world: int) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ def judge(
         return Fit(True, None, ("fits: not known, as no step was trained",))
     changed = real_less_stand_in or {}
     wrong = [line for built in stepped for line in _compare(built, planned.get(built.rank, {}))]
-    kept = not wrong
+    within_plan = not wrong
     needs = {built.rank: (built.counted.peak or 0) + changed.get(built.rank, 0.0) for built in stepped}
     over = [built for built in stepped if device is not None and device.taken(needs[built.rank]) > device.bytes]
     for built in over:
@@ -79,7 +79,7 @@ def judge(
         wrong.append(_exceeds(built, needs[built.rank], device))
     fullest = max(stepped, key=lambda built: needs[built.rank])
     if wrong:
-        return Fit(kept, None if device is None else not over, tuple(wrong))
+        return Fit(within_plan, None if device is None else not over, tuple(wrong))
     return Fit(True, None if device is None else True, (_good(fullest, needs[fullest.rank], planned, device),))
 
 

@@ -21,7 +21,7 @@ def as_json(found: Rehearsal) -> dict[str, Any]:
     return {
         "ok": found.ok,
         "fits": found.fit.fits,
-        "within_plan": found.fit.kept,
+        "within_plan": found.fit.within_plan,
         "verdict": list(found.fit.lines),
         "world": found.degrees.world,
         "degrees": asdict(found.degrees),

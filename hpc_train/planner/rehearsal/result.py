@@ -53,7 +53,7 @@ class Counted:
 class Fit:
     """The verdict on all ranks that trained a step."""
 
-    kept: bool
+    within_plan: bool
     """No rank's counted peak is more than fit.TOLERANCE above the plan."""
     fits: bool | None
     """All ranks fit on the device; None: its memory is not known, or no step was trained."""
@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def ok(self) -> bool:
-        return self.kept and self.fits is not False
+        return self.within_plan and self.fits is not False
 
 
 @dataclass(frozen=True)
