@@ -48,10 +48,7 @@ def check_files(config: RunConfig, folder: RunFolder) -> None:
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data)
-    if config.cluster.topology is not None:
-        read_switches(Path(config.cluster.topology))
-    if config.cluster.calibration is not None:
-        read_calibration(Path(config.cluster.calibration).expanduser())
+    check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
         raise UserError(f"parallel.offload.dir={offload}: no such folder on this node; make it, or leave it out")
@@ -61,6 +58,14 @@ def check_files(config: RunConfig, folder: RunFolder) -> None:
         raise UserError(f"checkpoint.resume={resume}: not a step in {folder.checkpoints}; {there}")
     if "/" in resume and not Path(resume).expanduser().exists():
         raise UserError(f"checkpoint.resume={resume}: does not exist; give a step-<n>, a run directory, or a step")
+
+
+def check_cluster_files(config: RunConfig) -> None:
+    """Raise UserError for a cluster.topology without switches and a cluster.calibration that is none."""
+    if config.cluster.topology is not None:
+        read_switches(Path(config.cluster.topology))
+    if config.cluster.calibration is not None:
+        read_calibration(Path(config.cluster.calibration).expanduser())
 
 
 def _check_text(data: TokenDataConfig) -> None:

@@ -13,6 +13,7 @@ from hpc_train.launch.code.snapshot import snapshot
 from hpc_train.launch.code.users import tidy
 from hpc_train.launch.dependencies import jobs_to_wait_for
 from hpc_train.launch.partitions import check_partition
+from hpc_train.launch.precheck import check_cluster_files
 from hpc_train.launch.request import Request, make_request, nodes_of
 from hpc_train.launch.slurm import render, submit
 from hpc_train.launch.train import check_run, freeze, planned
@@ -47,6 +48,7 @@ def submit_command(
     request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
+        check_cluster_files(config)
         script = render(folder, request)
         print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
         return 0

@@ -272,6 +272,34 @@ def test_more_nodes_than_the_file_has(conf: str, capsys: pytest.CaptureFixture[s
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model=llama_tiny", "parallel.pp=16"), "16 stages for a model of 4 blocks"),
+        (("model=vit_tiny", "parallel.cp=4"), "parallel.cp=4"),
+    ],
+)
+def test_models_that_cannot_be_cut_so_are_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, "place", "cluster=dgx_h100", "cluster.nodes=2", *words)
+
+
+NVIDIA_SMI = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV12\t0-7\nGPU1\tNV12\t X \t0-7\n"
+
+
+def test_a_file_of_one_node_is_no_topology_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "topo.txt"
+    file.write_text(NVIDIA_SMI)
+    assert main(["topology", "read", str(file)]) == 0
+    capsys.readouterr()
+    run = ("launch=slurm", "cluster=slurm", f"cluster.topology={file}", f"run_dir={tmp_path}/run")
+    assert main(["submit", "--dry-run", *run]) == 2
+    printed = capsys.readouterr().err
+    assert "cluster.topology needs switches with nodes on them" in printed
+    assert printed.count("\n") == 1
+
+
 def leaf_changes(nodes: list[str]) -> int:
     """Edges of the ring over these nodes that leave a leaf of CONF."""
     leaves = [(int(name[1:]) - 1) // 4 for name in nodes]

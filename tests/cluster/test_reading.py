@@ -1,0 +1,105 @@
+"""What every reader is spared: byte order marks, foreign line ends, files that are cut, files that are too large."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_fabric import rail_fabric
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from render_rocm_smi import Spec, render_text
+
+from hpc_train.cluster import reading
+from hpc_train.cluster.reading import read_file, read_text
+from hpc_train.cluster.spec import Cluster
+from hpc_train.errors import UserError
+
+IBSTATUS = "".join(
+    f"Infiniband device 'mlx5_{n}' port 1 status:\n\tdefault gid:\t fe80::1\n\tbase lid:\t 0x1\n\tsm lid:\t\t 0x1\n"
+    "\tstate:\t\t 4: ACTIVE\n\tphys state:\t 5: LinkUp\n\trate:\t\t 400 Gb/sec (4X NDR)\n\tlink_layer:\t InfiniBand\n\n"
+    for n in range(3)
+)
+ROCM = render_text(Spec(tuple(range(8)), ("XGMI",) * 28, (0,) * 8))
+TEXTS = {
+    "ibstatus": IBSTATUS,
+    "topology.conf": "SwitchName=l1 Nodes=n[1-2]\nSwitchName=l2 Nodes=n[3-4]\nSwitchName=s Switches=l[1-2]\n",
+    "topology.yaml": "- topology: t\n  tree:\n    switches:\n      - switch: l1\n        nodes: n[1-2]\n",
+    "ibnetdiscover": rail_fabric(2, 2, 2, 1).dump(),
+    "rocm-smi": ROCM,
+    "nvidia-smi": "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV12\t0-7\nGPU1\tNV12\t X \t0-7\n",
+    "hostfile": "n1 slots=8\nn2 slots=8\n",
+    "environment": "SLURM_JOB_NODELIST=n[1-2]\nSLURM_NNODES=2\n",
+    "nccl": '<system version="1">\n<cpu numaid="0" affinity="ff">\n</cpu>\n</system>\n',
+}
+
+
+def read_bytes(tmp_path: Path, content: bytes) -> Cluster:
+    (tmp_path / "file").write_bytes(content)
+    return read_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_marks_and_line_ends_change_nothing(name: str, tmp_path: Path) -> None:
+    text = TEXTS[name]
+    expected = read_bytes(tmp_path, text.encode())
+    for variant in (text, text.replace("\n", "\r\n"), text.replace("\n", "\r")):
+        for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+            assert read_bytes(tmp_path, variant.encode(encoding)) == expected, encoding
+    assert expected.nodes
+
+
+def test_a_mark_does_not_cost_the_first_device(tmp_path: Path) -> None:
+    (node,) = read_bytes(tmp_path, IBSTATUS.encode("utf-8-sig")).nodes
+    assert [nic.device for nic in node.nics] == ["mlx5_0", "mlx5_1", "mlx5_2"]
+
+
+@given(st.floats(0.05, 0.97))
+@settings(max_examples=60)
+def test_a_log_of_rocm_smi_that_is_cut_is_refused(share: float) -> None:
+    with pytest.raises(UserError) as raised:
+        read_text(ROCM[: int(len(ROCM) * share)], "rocm.txt")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_section_of_rocm_smi_alone_says_what_it_lacks() -> None:
+    whole = render_text(Spec((0, 1), ("XGMI",), (0, 0)), sections=("weight",))
+    cluster = read_text(whole, "rocm.txt")
+    assert cluster.links == ()
+    assert "no link types" in cluster.notes[0]
+
+
+def test_large_files_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    with file.open("wb") as sparse:
+        sparse.truncate(reading.LARGEST + 1)
+    with pytest.raises(UserError, match="larger than 64 MiB; not a topology file"):
+        read_file(file)
+    for name, most in (("nvidia_smi", 4), ("slurm_topology_conf", 8), ("ibstat", 4), ("slurm_topology_yaml", 8)):
+        with pytest.raises(UserError, match=f"expected at most {most} MiB"):
+            read_text("#\n" * (5 << 20), "large", name)
+
+
+@pytest.mark.parametrize("unit", ["\n", " ", "\t \n", "==(", "a", "[", "{", "x=", "- ", "'", '"# ', "<!-- "])
+def test_no_text_makes_a_reader_slower_than_its_length(unit: str) -> None:
+    """A reader that looks at the rest of the text from every place in it does not end on these within the hour."""
+    with pytest.raises(UserError):
+        read_text(unit * ((1 << 19) // len(unit)), "odd")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_file(tmp_path / "pipe")
+
+
+def test_groups_that_are_not_read_are_said() -> None:
+    """Four switches of one level with cables to one another, as within a dragonfly's group."""
+    fabric = rail_fabric(4, 2, 1, 0)
+    leaves = [device for device in fabric.devices if device.letter == "S"]
+    for number, leaf in enumerate(leaves):
+        for other in leaves[number + 1 :]:
+            fabric.cable(leaf, other)
+    (note,) = read_text(fabric.dump(), "dump").notes
+    assert "4 of 4 switches are cabled to others of their own level, as in a dragonfly or torus" in note
