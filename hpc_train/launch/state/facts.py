@@ -160,7 +160,9 @@ def _steps(events: Sequence[dict[str, Any]]) -> int | None:
 def _ending(facts: Facts) -> State | None:
     """Where Slurm keeps no accounts, or they do not answer, this is all that is left of a time limit."""
     newest = facts.newest
-    if newest is None or newest.result is not None or newest.begun is None or not newest.begun.job_id:
+    if newest is None or newest.begun is None or not newest.begun.job_id:
+        return None
+    if newest.result is not None and (newest.result.slurm or newest.result.exit_code == 0):
         return None
     job_log = facts.point.job_logs / f"job-{newest.begun.job_id}.log"
     srun_errors = facts.point.run / "logs" / str(newest.number) / SRUN_ERRORS
