@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import same_bits
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from hpc_train.api import Piece, World
+from hpc_train.checkpoint.formats.dcp import Stored
+from hpc_train.checkpoint.formats.dcp_metadata import parse_metadata
 from hpc_train.checkpoint.formats.pickled import read
+from hpc_train.checkpoint.offline.source import whole
+from hpc_train.testing import run_ranks
 
 
 def everything() -> dict[str, Any]:
@@ -67,3 +74,30 @@ def test_what_is_read_is_not_changed_in_the_file(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
     read(tmp_path / "a.pt")["w"].zero_()
     assert read(tmp_path / "a.pt")["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def _save_sharded(world: World, folder: str) -> None:
+    mesh = world.mesh["dp_replicate"]
+    state = {
+        "rows": distribute_tensor(ROWS, mesh, [Shard(0)]),
+        "columns": distribute_tensor(ROWS.bfloat16(), mesh, [Shard(1)]),
+        "copied": distribute_tensor(ROWS[0].clone(), mesh, [Replicate()]),
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+
+ROWS = torch.arange(77.0).reshape(7, 11)
+
+
+def test_sharded_tensors_of_dcp_are_put_together(tmp_path: Path) -> None:
+    run_ranks(lambda world: _save_sharded(world, str(tmp_path)), 3)
+    stored = parse_metadata(tmp_path)
+    assert {name: len(it.chunks) for name, it in stored.items()} == {"rows": 3, "columns": 3, "copied": 1}
+    source = Stored(tmp_path, stored, {it: it for it in stored}, dict.fromkeys(stored, torch.float32))
+    found = whole(source, source.tensors)
+    assert torch.equal(found["rows"], ROWS)
+    assert torch.equal(found["columns"], ROWS)
+    assert torch.equal(found["copied"], ROWS[0])
+    part = Piece("columns", (7, 11), torch.float32, (2, 3), torch.zeros(3, 6))
+    source.fill([part])
+    assert torch.equal(part.local, ROWS[2:5, 3:9])
