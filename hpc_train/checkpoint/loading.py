@@ -29,6 +29,10 @@ from hpc_train.errors import UserError
 __all__ = ["load", "plan_reads", "table_of", "undamaged"]
 
 
+_LARGE = 1 << 40
+"""Bytes of a step from which on the sizes of its files are seen to be true before ranks share out what they read."""
+
+
 def load(directory: Path, step: int, pieces: Iterable[Piece], world: World | None) -> dict[str, Any]:
     """Fill `piece.local` of every piece in place, bit for bit, from any layout it was saved in; returns `extra`.
 
@@ -60,6 +64,8 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | No
                     undamaged(where, source.check_all)
                 raise
             undamaged(where, lambda: check_reads(plan[0], source, targets))
+            if world.rank == 0 and world.size > 1 and sum(source.sizes) > _LARGE:
+                undamaged(where, source.check_sizes)
 
         on_all(world, planned, lambda _: None)
         own, shared = agree(plan[0], source.sizes, world)

@@ -40,6 +40,8 @@ LARGEST_TEXT = 1 << 30
 """Bytes of a manifest, at most."""
 _INFLATION = 2200
 """Bytes of an image that one byte of a compressed file can stand for: deflate's 1032, and room between tensors."""
+_MANY = 4096
+"""Rows of a layout from which on the size of a file is looked at first."""
 _PART, _DEPTH = 255, 8
 """Bytes of a part of a file's name, and parts of it, at most."""
 
@@ -171,6 +173,8 @@ def _manifest(data: bytes, directory: Path | None) -> Manifest:
     listed = older.listed(body) if version in older.FORMATS else body
     holdings = from_json(listed, len(files), budget)
     check_holdings(holdings, files)
+    if directory is not None:
+        _check_sizes(holdings, files, directory)
     told = origin.origin_from(body.get("origin")), origin.times_from(body.get("times"))
     return Manifest(
         _number(body["step"]),
@@ -342,6 +346,20 @@ def _checked(name: Any) -> str:
     if not plain or len(parts) > _DEPTH or not name.isprintable() or parts[0] in (MANIFEST, "bad", "index.h5"):
         raise ValueError(f"{str(name)[:200]!r} is not the name of a file of a step")
     return str(name)
+
+
+def _check_sizes(holdings: Holdings, files: Sequence[ShardFile], directory: Path) -> None:
+    """Raise CheckpointError where many rows are said to be in a file that is not of its size.
+
+    The others are looked at when they are opened; what is made of so many rows takes memory.
+    """
+    for layout in holdings.layouts:
+        if len(layout.tensors) > _MANY and len(layout.files):
+            file = files[layout.files[0]]
+            with suppress(OSError):
+                size = (directory / file.name).lstat().st_size
+                if size != file.bytes:
+                    raise CheckpointError(f"{file.name} has {size} bytes, {file.bytes} were committed")
 
 
 def _bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:

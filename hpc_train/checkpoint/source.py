@@ -173,6 +173,13 @@ class Source:
             if parts is None or not covers(parts, begin[mine], end[mine]).all():
                 raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
 
+    def check_sizes(self) -> None:
+        """Raise CheckpointError unless every file is as large as it was when it was committed; OSError."""
+        for file in self._files:
+            size = (self._directory / file.name).lstat().st_size
+            if size != file.bytes:
+                raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
+
     def check_all(self) -> None:
         """Raise CheckpointError unless every file is there and holds what the manifest says, as far as it says."""
         for file, it in enumerate(self._files):

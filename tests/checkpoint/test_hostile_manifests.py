@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_commands import Terminal
-from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, whole
+from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, sharded, whole
 
-from hpc_train.checkpoint import CheckpointError, load, resume, verify
+from hpc_train.api import World
+from hpc_train.checkpoint import CheckpointError, load, resume, save, verify
 from hpc_train.checkpoint.files import checksum_of
+from hpc_train.testing import run_ranks
 
 Body = dict[str, Any]
 TENSORS = {
@@ -256,3 +258,30 @@ def test_what_is_checked_does_not_hang_on_asserts(directory: Path) -> None:
     command = [sys.executable, "-O", "-c", code, directory, Path(__file__).parent]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "would be at byte" in found.stdout
+
+
+def two_of_a_rank(world: World, directory: Path) -> None:
+    """Rows that both ranks want, of which each would read some for the other."""
+    save(directory, 2, sharded(TENSORS, 0, world.rank, world.size), {}, world).wait()
+
+
+def refused_by_all(world: World, directory: Path) -> str:
+    pieces = blank(whole(TENSORS))
+    with pytest.raises(CheckpointError) as error:
+        load(directory, 2, pieces, world)
+    return str(error.value)
+
+
+SHARED = ("place 2^62", "a file of 2^60", "a larger file", "places swapped", "names swapped", "loops of 10^10")
+
+
+def test_all_ranks_refuse_it(tmp_path: Path) -> None:
+    run_ranks(two_of_a_rank, 2, tmp_path)
+    step = tmp_path / "step-2"
+    sound = (step / "manifest.json").read_bytes()
+    for what in SHARED:
+        (step / "manifest.json").write_bytes(sound)
+        reseal(step, CHANGES[what])
+        one, other = run_ranks(refused_by_all, 2, tmp_path)
+        assert one == other
+        assert "step 2" in one

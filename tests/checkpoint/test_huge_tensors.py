@@ -83,8 +83,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     temporary = directory / "step-1.tmp-1"
     (temporary / NAME).parent.mkdir(parents=True)
     table = _write(temporary / NAME, image, marks())
-    file = write_table(temporary, NAME, image.size, table)
-    manifest = Manifest(1, 1, 1, gather([held_by(ROWS, image)]), (file,), {"n": 1})
+    held = held_by(ROWS, image)
+    file = write_table(temporary, NAME, image.size, table, held)
+    manifest = Manifest(1, 1, 1, gather([held]), (file,), {"n": 1})
     assert commit(temporary, directory / "step-1", manifest) == image.size > 10 << 30
     return directory
 
