@@ -106,8 +106,7 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
     if config.checkpoint.dir and config.checkpoint.every:
         _make_checkpoints(folder, config)
     try:
-        folder.path.parent.mkdir(parents=True, exist_ok=True)
-        folder.path.mkdir(mode=0o700, exist_ok=True)
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.path.chmod(0o700)
         (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
         write_private(folder.config, to_yaml(config))
@@ -164,8 +163,7 @@ def _check_ours(folder: RunFolder) -> None:
 def _make_checkpoints(folder: RunFolder, config: RunConfig) -> None:
     """Elsewhere than in the run directory: made before anything is computed that could then not be saved."""
     try:
-        folder.checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        folder.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"

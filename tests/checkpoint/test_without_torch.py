@@ -53,8 +53,8 @@ def test_a_command_that_reads_no_tensor_imports_no_torch(steps: Path, words: tup
     assert run(*words, steps.parent) == (0, ["loaded []"])
 
 
-@pytest.mark.parametrize("command", [("ls",), ("inspect",), ("mark", "--bad"), ("prune", "--keep", 1)])
-@pytest.mark.parametrize("where", ["nowhere", "/dev/null", ""])
+@pytest.mark.parametrize("command", [("ls",), ("inspect",), ("mark", "--bad", "x"), ("prune", "--keep", 1)])
+@pytest.mark.parametrize("where", ["nowhere", ""])
 def test_a_wrong_path_is_one_line_without_torch(command: tuple[object, ...], where: str) -> None:
     code, said = run(*command, where)
     assert (code, said[1:]) == (2, ["loaded []"])

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hpc_train.runtime.store.server import StoreServer
 from hpc_train.runtime.store.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -27,6 +27,9 @@ from hpc_train.runtime.store.wire import (
     make_nonce,
     payload_bytes,
 )
+
+if TYPE_CHECKING:
+    from hpc_train.runtime.store.server import StoreServer
 
 _RETRY_SECONDS = 0.05
 _MOST_READ_AT_ONCE = 1 << 20
