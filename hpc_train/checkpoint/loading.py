@@ -52,6 +52,7 @@ def load(directory: Path, step: int, pieces: Iterable[Piece], world: World | Non
 def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | None) -> dict[str, Any]:
     path, manifest = on_first(world, lambda: _open(directory, step))
     where = f"checkpoint step {step} in {directory}"
+    is_first = world is None or world.rank == 0
     plan: list[Strips] = []
     targets = Targets(wanted)
     with Source(path, manifest) as source:
@@ -60,11 +61,11 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | No
             try:
                 plan.append(plan_reads(wanted, manifest, where))
             except UserError:
-                if world is None or world.rank == 0:  # who asks for what is not there may be right, and the manifest wrong
+                if is_first:  # who asks for what is not there may be right, and the manifest wrong
                     undamaged(where, source.check_all)
                 raise
             undamaged(where, lambda: check_reads(plan[0], source, targets))
-            if world.rank == 0 and world.size > 1 and sum(source.sizes) > _LARGE:
+            if is_first and world is not None and world.size > 1 and sum(source.sizes) > _LARGE:
                 undamaged(where, source.check_sizes)
 
         on_all(world, planned, lambda _: None)
