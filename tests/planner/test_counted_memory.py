@@ -10,7 +10,6 @@ from planner_runs import run
 from hpc_train.config.degrees import resolve
 from hpc_train.errors import UserError
 from hpc_train.parallel.support import check_support
-from hpc_train.planner.rehearsal.ledger import KINDS
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 from hpc_train.planner.rehearsal.run import rehearse
 
@@ -65,13 +64,11 @@ OFFLOADS = {
     "optimizer": ("parallel.offload.optimizer=cpu",),
     "parameters": ("parallel.offload.parameters=cpu",),
 }
-# A rehearsal that does not tell a host from its device counts both.
-TOLD_APART = OFFLOADS if "host" in KINDS else {"": ()}
 MATRIX = {
     ", ".join(filter(None, (strategy, pipeline, again, f"offload {place}" if place else ""))): (
         *STRATEGIES[strategy], *PIPELINES[pipeline], *RECOMPUTE[again], *OFFLOADS[place],
     )
-    for strategy, pipeline, again, place in product(STRATEGIES, PIPELINES, RECOMPUTE, TOLD_APART)
+    for strategy, pipeline, again, place in product(STRATEGIES, PIPELINES, RECOMPUTE, OFFLOADS)
 }  # fmt: skip
 """Everything together that the rules let be; recomputation does not go with split backwards."""
 DRAWN = (
