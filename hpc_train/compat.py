@@ -225,7 +225,7 @@ def take_over_gathering(schedule: PipelineScheduleMulti, gather_ahead: bool) -> 
         runtime.unsharded_stages.add(index)
         (stage,) = (stage for stage in runtime._stages if stage.stage_index == index)
         modules = [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
-        if gather_ahead:
+        if gather_ahead and modules:
             runtime.unshard_ops[index] += [module.unshard(async_op=True) for module in modules]
 
     def reshard(action: Any, context: Any) -> None:
