@@ -37,7 +37,9 @@ def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str
 
 def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: str, config_dir: str | None) -> None:
     group, _, field = key.partition(".")
-    if group not in _LABELLED or field not in _LABELS or (group == "model" and field == "name" and _is_custom(config)):
+    if group not in _LABELLED or field not in _LABELS:
+        return
+    if (group, field) == ("model", "name") and (_is_custom(config) or _changes_model(overrides)):
         return
     option = _option(group, overrides)
     value, named = value_of(config, key), _said(config, group, option, field, config_dir)
@@ -52,6 +54,12 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
 
 def _is_custom(config: RunConfig) -> bool:
     return isinstance(config.model, CustomModelConfig)
+
+
+def _changes_model(overrides: Sequence[str]) -> bool:
+    """Whether the model is given another shape, and so deserves another name."""
+    keys = {text.lstrip("+").partition("=")[0] for text in overrides}
+    return any(key.startswith("model.") for key in keys - {"model.name", "model.kind"})
 
 
 def _option(group: str, overrides: Sequence[str]) -> str:

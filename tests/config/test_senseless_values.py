@@ -146,3 +146,7 @@ def test_labels_that_agree_and_those_of_your_own_files(tmp_path: Path) -> None:
     assert compose(["data=text", "data.name=text"]).data.name == "text"
     assert compose(["model=custom", "model.name=anything"]).model.name == "anything"
     assert compose(["train.steps=null", "train.epochs=2"]).train.wanted_steps is None
+
+
+def test_a_model_of_another_shape_may_have_another_name() -> None:
+    assert compose(["model=llama_tiny", "model.name=mine", "model.layers=3"]).model.name == "mine"
