@@ -19,7 +19,8 @@ from hydra_plugins.hpc_train_launchers._resources import Shape, shape_of
 from hydra_plugins.hpc_train_launchers._slurm import Array, throttles
 
 NOT_FOR_ANY_APPLICATION = {
-    *("kind", "chain", "placement", "bind", "timeout_seconds"),  # of our own training
+    *("kind", "chain", "placement", "bind", "timeout_seconds", "rendezvous_seconds"),  # of our own training
+    "cancel_seconds",  # of `hpc-train cancel`
     *("ranks", "threads"),  # hpc_local's; Slurm has ranks_per_node and the CPUs of a task
 }
 ELSEWHERE = {"snapshot", "modules", "container", "points"}

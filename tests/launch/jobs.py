@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
+from hpc_train.checkpoint import load
+from hpc_train.checkpoint.catalogue import readable
+from hpc_train.checkpoint.offline.source import blank
 from hpc_train.training.records import read_metrics
 
 HERE = Path(__file__).parent
@@ -173,13 +175,13 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def parameters(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All pieces of the last checkpoint, read as any HDF5 tool would."""
-    found: dict[str, np.ndarray[Any, Any]] = {}
-    for shard in sorted((run_dir / "checkpoints" / f"step-{saved_steps(run_dir)[-1]}").glob("*.h5")):
-        with h5py.File(shard) as file:
-            for name in file:
-                found[f"{shard.name} {name}"] = file[name][()]
-    return found
+    """All tensors of the last checkpoint, whole."""
+    directory, step = run_dir / "checkpoints", saved_steps(run_dir)[-1]
+    manifest = readable(directory / f"step-{step}", step)
+    assert manifest is not None
+    pieces = [blank(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    load(directory, step, pieces, None)
+    return {piece.name: piece.local.numpy() for piece in pieces}
 
 
 def assert_same_run(one: Path, other: Path) -> None:
