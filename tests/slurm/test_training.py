@@ -19,6 +19,10 @@ import numpy as np
 import pytest
 from slurm_client import SlurmCluster
 
+from hpc_train.checkpoint import load
+from hpc_train.checkpoint.catalogue import readable
+from hpc_train.checkpoint.offline.source import blank
+
 RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64", "train.sequence_length=32"]
 
@@ -69,14 +73,12 @@ def wait_until(what: str, true: Callable[[], bool], timeout: float = 120) -> Non
 
 
 def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Every dataset of a checkpoint, by name, read with plain h5py."""
-    found: dict[str, np.ndarray] = {}
-    for shard in sorted((run / f"checkpoints/step-{step}").glob("*.h5")):
-        with h5py.File(shard) as file:
-            file.visititems(
-                lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
-            )
-    return found
+    """Every tensor of a checkpoint, whole."""
+    manifest = readable(run / f"checkpoints/step-{step}", step)
+    assert manifest is not None
+    pieces = [blank(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    load(run / "checkpoints", step, pieces, None)
+    return {piece.name: piece.local.numpy() for piece in pieces}
 
 
 def assert_same_result(run: Path, reference: Path, step: int) -> None:
