@@ -36,7 +36,7 @@ class MessageError(ValueError):
 class Codec:
     """Values of Python's plain types, numpy arrays, paths, and the dataclasses and named tuples that are listed.
 
-    Tuples stay tuples and lists lists. as_text: classes that are sent as text, each with what makes its object again.
+    Tuples stay tuples and lists lists; a frozenset must be sortable. as_text: classes that are sent as text, each with what makes its object again.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class Codec:
             return value
         if kind is list or kind is tuple:
             return ["list" if kind is list else "tuple", *self._row(value, arrays)]
+        if kind is frozenset:
+            return ["frozenset", *self._row(sorted(value), arrays)]
         if kind is dict:
             return ["dict", *self._row(list(value), arrays), *self._row(list(value.values()), arrays)]
         if kind in self._fields:
@@ -120,6 +122,8 @@ class Codec:
             return self._values(code[1], code[2], data)
         if kind == "tuple":
             return tuple(self._values(code[1], code[2], data))
+        if kind == "frozenset":
+            return frozenset(self._values(code[1], code[2], data))
         if kind == "dict":
             keys = self._values(code[1], code[2], data)
             return dict(zip(keys, self._values(code[3], code[4], data), strict=True))
