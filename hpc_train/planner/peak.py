@@ -199,7 +199,7 @@ class _Held:
         jobs = self.jobs
         whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
         shards = self.weights * jobs.gradient_bytes / self.shards
-        return np.where(self.keeps_gradients, whole, shards)
+        return np.where(self.keeps_gradients, np.maximum(whole, shards), shards)
 
     def _whole(self, gathered: Column) -> Column:
         """Gathered parameters: of the ends always, of blocks as given."""

@@ -14,10 +14,10 @@ import pytest
 import torch
 from checkpoint_helpers import holds, names, save_alone, state
 from faults import at_call, disk_full, kill
+from other_user import need_root
 
 from hpc_train.checkpoint import committed, newest, prune
 from hpc_train.checkpoint.retention import new_token
-from tests.other_user import need_root
 
 SMALL = {"w": torch.ones(2)}
 

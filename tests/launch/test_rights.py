@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from other_user import SOMEBODY, as_somebody, need_root
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.launch.whole import submission
 from hpc_train.training.folder import check_owner, open_folder, prepare
-from tests.other_user import SOMEBODY, as_somebody, need_root
 
 QUICK = ("model=llama_tiny", "launch.ranks=2", "train.steps=1", "train.sequence_length=16", "train.tensorboard=true")
 

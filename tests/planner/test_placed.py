@@ -63,11 +63,15 @@ def test_a_group_that_straddles_two_leaves_pays_for_it(tmp_path: Path) -> None:
         assert float(there.tokens_per_second) == pytest.approx(float(found.tokens_per_second) / slower)
 
 
-def test_it_changes_which_layout_is_the_best(tmp_path: Path) -> None:
+def test_the_search_pays_for_straddling(tmp_path: Path) -> None:
     """To the closed form the two files are the same: a middle leaf has four nodes."""
-    even, odd = leaves(tmp_path, 4, 4), leaves(tmp_path, 5, 4, 3, 4)
-    best = [asked(*RUN, *FREE, it).best for it in (even, odd)]
-    assert [it.settings["parallel.pp"] for it in best if it] == [2, 4]
+    for stages in STAGES:
+        fixed = ("parallel=fsdp", *STAGES[stages], "parallel.pipeline.schedule=1f1b")
+        even, odd = (asked(*RUN, *fixed, leaves(tmp_path, *sizes)).best for sizes in ((4, 4), (5, 4, 3, 4)))
+        assert even is not None
+        assert odd is not None
+        assert odd.step.p50 == pytest.approx(float(both(stages, leaves(tmp_path, 5, 4, 3, 4))[1].time.step))
+        assert odd.step.p50 > 1.01 * even.step.p50
 
 
 def test_the_nodes_are_told_and_too_few_are_left_alone(tmp_path: Path) -> None:

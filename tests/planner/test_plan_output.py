@@ -65,7 +65,7 @@ def alike(one: RunConfig, other: RunConfig) -> bool:
         (*TWO[:-1], "parallel=auto", "parallel.recompute.mode=full"),
         (*ONE, "parallel=fsdp"),
         (*TWO[:-1], "plan.nodes=[1,2]", "plan.tokens=1e10", "+launch.extra.comment='a b; $(date)'", "launch=slurm"),
-        (*TWO, "parallel.pp=2", "parallel.cp=2", 'model.name="it\'s"'),
+        (*TWO, "parallel.pp=2", "parallel.cp=2", "launch=slurm", '+launch.extra.comment="it\'s"'),
     ],
     ids=["searched", "fixed", "auto", "whole", "quoted", "apostrophe"],
 )
@@ -238,7 +238,7 @@ def test_days_are_told_only_where_somebody_said_how_long_the_run_is() -> None:
         (("plan.nodes=[a]",), "plan.nodes=[a]"),
         (("cluster.nodes=1000000000",), "cluster.nodes=1000000000: more nodes than any machine has"),
         (("plan.global_batches=[1000000000000000000]",), "plan.global_batches=1000000000000000000: sequences"),
-        (("train.global_batch=1000000000000",), "train.global_batch=1000000000000: sequences of a step"),
+        (("train.global_batch=1000000000000",), "train.global_batch=1000000000000: must be <= 1073741824"),
         (("plan.deadline_days=3",), "plan.deadline_days=3: how long the run is must be known"),
         (("plan.budget=3", "plan.price_per_gpu_hour=1"), "plan.budget=3: how long the run is must be known"),
     ],

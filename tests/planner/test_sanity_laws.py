@@ -10,6 +10,7 @@ from hpc_train.planner.constants import default
 from hpc_train.planner.estimate import Estimate, estimate
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.jobs import OFFLOAD, SCHEDULES, STACKS, Jobs, with_columns
+from hpc_train.planner.stages import layers_of
 
 COUNT = 600
 SURE = 1 + 1e-9
@@ -92,7 +93,12 @@ def test_more_work_takes_longer(jobs: Jobs, told: Estimate, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sequence", "layers", "vocab", "feed_forward", "micro_batch"])
 def test_more_of_a_model_needs_more_memory(jobs: Jobs, told: Estimate, name: str) -> None:
-    assert (held(with_columns(jobs, **{name: 2 * getattr(jobs, name)})) > told.memory.total / SURE).all()
+    """On a rank that has the same layers: a larger head leaves the last stage of a pipeline fewer of them."""
+    more = with_columns(jobs, **{name: 2 * getattr(jobs, name)})
+    if name == "micro_batch":  # as many of them a step
+        more = with_columns(more, global_batch=2 * jobs.global_batch)
+    same = layers_of(more).last == layers_of(jobs).last if name == "vocab" else np.full(jobs.layers.shape, True)
+    assert (held(more) > told.memory.total / SURE)[same].all()
 
 
 SPEEDS = ("peak_flops", "memory_bandwidth", "link_bandwidth", "nic_bandwidth", "host_bandwidth", "checkpoint_bandwidth")
@@ -140,6 +146,7 @@ def test_recomputation_saves_memory_and_takes_time(jobs: Jobs) -> None:
 def test_a_higher_stage_of_zero_needs_no_more_memory(jobs: Jobs) -> None:
     sharded = with_columns(jobs, dp_shard=np.maximum(jobs.dp_shard, 2), offload=0)
     one, two, three = (held(with_columns(sharded, zero=stage)) for stage in (1, 2, 3))
-    assert (two <= one * SURE).all()
+    # In hpc_train's own, the buffers that each backward reduces may cost more than the halves of so few ranks spare.
+    assert (two <= one * np.where(sharded.stack == STACKS.index("hpc_train"), 1.1, SURE)).all()
     plain = sharded.stack != STACKS.index("deepspeed")
     assert (three <= two * 1.02)[plain].all()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from other_user import SOMEBODY, as_somebody, need_root
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_train.errors import UserError
@@ -27,7 +28,6 @@ from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
 from hpc_train.runtime.store.client import JobStore
 from hpc_train.runtime.store.server import STRANGERS, StoreServer
 from hpc_train.runtime.store.wire import ANSWER_BYTES, GREETING_BYTES, PROOF_BYTES, REFUSAL
-from tests.other_user import SOMEBODY, as_somebody, need_root
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
 SECRET = bytes(range(32))
