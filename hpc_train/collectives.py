@@ -1,4 +1,4 @@
-"""Plain values between ranks. torch's own collectives of objects unpickle what comes from the network."""
+"""Exchange plain values between ranks. torch's own collectives of objects unpickle what comes from the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T]:
-    """What every rank of the group has, in the order of its ranks. Over CPU tensors."""
+    """Return the values of all ranks of the group, in rank order. Uses CPU tensors."""
     message = _tensor(codec.encode(mine))
     lengths = _lengths(message, group)
     found = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8))
@@ -26,7 +26,7 @@ def all_gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec =
 
 
 def gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T] | None:
-    """The same on rank 0; None on the others."""
+    """Return the values of all ranks of the group, in rank order, on rank 0; None on the others."""
     message = _tensor(codec.encode(mine))
     lengths = _lengths(message, group)
     first = dist.get_rank(group) == 0
@@ -38,7 +38,7 @@ def gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLA
 
 
 def broadcast_value(value: T | None, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> T:
-    """Rank 0's value on every rank; what the others give does not matter."""
+    """Return rank 0's value on every rank; the values of the others are ignored."""
     first = dist.get_rank(group) == 0
     message = _tensor(codec.encode(value) if first else b"")
     length = torch.tensor([len(message)])

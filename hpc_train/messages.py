@@ -1,8 +1,8 @@
-"""Python values as bytes that hold no code: what ranks send to one another, in place of pickles.
+"""Encode Python values as bytes that hold no code, for messages between ranks in place of pickles.
 
-A message is JSON and, behind it, the raw bytes of arrays. It names only the classes that its receiver listed, each made
-by its own constructor from its fields. Objects of a class in a row are sent as columns, so that thousands of them cost
-little more than their numbers.
+A message is JSON, followed by the raw bytes of arrays. It names only classes that its receiver has listed; each object
+is made by its class's own constructor from its fields. Consecutive objects of one class are sent as columns, so that
+thousands of them cost little more than their numbers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ _HEAD = struct.Struct("<Q")
 _PLAIN = {str, int, float, bool, type(None)}
 _DTYPES = frozenset(np.dtype(it).str for it in ("?", *"bhilqBHILQfd", "<f2"))
 _ALIKE = 4
-"""Values for one that differs, from which on an index of it is sent."""
+"""Minimum values for each distinct one, for the distinct ones to be sent with an index."""
 _FEW = 4
-"""Objects of a class that are not worth columns."""
+"""Maximum objects of a class that are not worth sending as columns."""
 
 
 AsText = dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
 
 
 class MessageError(ValueError):
-    """Bytes that no rank of this job has sent."""
+    """Received bytes that no rank of this job has sent."""
 
 
 class Codec:
-    """Values of Python's plain types, numpy arrays, paths, and the dataclasses and named tuples that are listed.
+    """Encodes values of Python's plain types, numpy arrays, paths, and the listed dataclasses and named tuples.
 
-    Tuples stay tuples and lists lists; a frozenset must be sortable. as_text: classes that are sent as text, each with what makes its object again.
+    Tuples stay tuples and lists stay lists; the values of a frozenset must be sortable.
+    as_text: classes that are sent as text, with functions to text and back.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Codec:
         self._of_text = {it.__name__: make for it, (_, make) in self._as_text.items()}
 
     def encode(self, value: Any) -> bytes:
-        """Raises TypeError for a class that is not listed."""
+        """Return the value as bytes. Raises TypeError for a class that is not listed."""
         arrays = bytearray()
         text = json.dumps(self._plain(value, arrays), separators=(",", ":")).encode()
         return b"".join((_HEAD.pack(len(text)), text, arrays))
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """What `encode` was given. Raises MessageError for bytes that it did not make; no code from them runs."""
+        """Return the value that `encode` was given. Raises MessageError for other bytes; no code from them runs."""
         try:
             (length,) = _HEAD.unpack_from(data)
             body = memoryview(data)[_HEAD.size :]
@@ -67,7 +68,7 @@ class Codec:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
             raise MessageError(f"a message that no rank of this job sends ({type(error).__name__}: {error})") from None
 
-    # to what JSON can hold: plain values as they are, all else a list that begins with its kind
+    # to JSON: plain values as they are, anything else as a list that begins with its kind
 
     def _plain(self, value: Any, arrays: bytearray) -> Any:
         kind = type(value)
@@ -96,7 +97,7 @@ class Codec:
         raise TypeError(f"{kind.__name__} is not sent between ranks")
 
     def _row(self, values: Sequence[Any], arrays: bytearray) -> list[Any]:
-        """[how, what] of values in a row."""
+        """Return [how, what] for a sequence of values."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return ["plain", values]
@@ -112,7 +113,7 @@ class Codec:
                 return _few(values, lambda some: ["texts", [kind.__name__, list(map(as_text, some))]])
         return ["mixed", [self._plain(it, arrays) for it in values]]
 
-    # and back
+    # from JSON
 
     def _made(self, code: Any, data: memoryview) -> Any:
         if type(code) is not list:
@@ -168,14 +169,14 @@ def _field_names(kind: type) -> list[str]:
 
 
 def _few(values: Sequence[Any], row: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    """A row in which most values are equal to others: those that differ, and an index of each."""
+    """Encode values that are mostly equal as the distinct ones and an index of each; others as they are."""
     index: dict[Any, int] = {}
     of_value = [index.setdefault(it, len(index)) for it in values]
     return row(values) if len(index) * _ALIKE > len(values) else ["few", [row(list(index)), of_value]]
 
 
 def _put(data: Any, arrays: bytearray) -> int:
-    """Where it is among the raw bytes."""
+    """Append data to the raw bytes; returns its offset."""
     at = len(arrays)
     arrays += data if type(data) is bytes else data.tobytes()
     return at
@@ -197,4 +198,4 @@ def _array(name: Any, shape: Any, at: Any, data: memoryview) -> Any:
 
 
 PLAIN = Codec()
-"""For values of plain types only."""
+"""Codec for values of plain types only."""

@@ -1,7 +1,7 @@
 """Open files that somebody else may have put there: only regular ones, of a bounded size, and without ever waiting.
 
 Opening a named pipe waits for a writer, reading a device may never end, and a link may lead anywhere. So a file is
-opened without waiting, looked at through its descriptor, and only then read.
+opened without waiting, checked through its descriptor, and only then read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT = 1 << 30
-"""Bytes of a text file of a run (metrics, events, markers), at most."""
+"""Maximum bytes of a text file of a run (metrics, events, markers)."""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 class NotRegularError(OSError):
-    """Something that is no regular file, or a larger one than there can be; `strerror` says what it is."""
+    """Not a regular file, or larger than allowed; `strerror` says what it is."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(errno.EINVAL, what, str(path))
@@ -36,8 +36,8 @@ class NotRegularError(OSError):
 def open_regular(path: Path, most: int | None = None, follow: bool = False, flags: int = 0) -> int:
     """Open a regular file for reading; returns its descriptor.
 
-    most: bytes that it may have. follow: whether `path` may be a link to one; directories above it always may.
-    flags: more of open(2). Raises NotRegularError for anything else, OSError as open(2) does.
+    most: maximum bytes of the file. follow: whether `path` may be a link; the directories above it always may be.
+    flags: further flags of open(2). Raises NotRegularError for anything else, OSError as open(2) does.
     """
     text = os.fspath(path)
     if "\0" in text:
@@ -64,7 +64,7 @@ def open_regular(path: Path, most: int | None = None, follow: bool = False, flag
 
 
 def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises as `open_regular`."""
+    """Return the content of a regular file of at most `most` bytes. Raises as `open_regular`."""
     with os.fdopen(open_regular(path, most, follow), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         found = bytearray()
@@ -77,12 +77,12 @@ def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a file of a run; links are followed. Raises as `open_regular`, and UnicodeDecodeError."""
+    """Return the text of a file of a run, following links. Raises as `open_regular`, and UnicodeDecodeError."""
     return read_regular(path, TEXT, follow=True).decode("utf-8", errors)
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file of a run. Raises as `open_regular`, and ValueError for what is no JSON."""
+    """Return the value of a JSON file of a run. Raises as `open_regular`, and ValueError for text that is not JSON."""
     try:
         return json.loads(read_text(path))
     except RecursionError as error:
@@ -90,12 +90,12 @@ def read_json(path: Path) -> Any:
 
 
 def check_regular(path: Path, follow: bool = True) -> None:
-    """For libraries that open files by themselves. Raises as `open_regular`."""
+    """Check a file before a library opens it by itself. Raises as `open_regular`."""
     os.close(open_regular(path, follow=follow))
 
 
 def is_plain_directory(path: Path) -> bool:
-    """Whether it is a directory, and not a link to one. Raises OSError where that cannot be seen."""
+    """Return whether the path is a directory, and not a link to one. Raises OSError if that cannot be determined."""
     return stat.S_ISDIR(os.lstat(path).st_mode)
 
 

@@ -35,7 +35,7 @@ _MODULES = {
     "saving": ("Saved", "save"),
     "verification": ("newest", "verify"),
 }
-"""Where each name is. They are imported when they are asked for: most need torch, and `ls` or `prune` do not."""
+"""Module of each public name. Names are imported on first use: most need torch, which `ls` and `prune` do not."""
 
 __all__ = [
     "CheckpointError",

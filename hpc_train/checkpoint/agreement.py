@@ -145,8 +145,8 @@ def _error_of(failure: Failure) -> Exception:
 
 @cache
 def codec() -> Codec:
-    """Of all that ranks say to one another about checkpoints."""
-    # imported here, because those modules speak through this one
+    """Return the codec for all messages between ranks about checkpoints."""
+    # imported here, because those modules use this one
     from hpc_train.checkpoint import holdings, manifest, saving
     from hpc_train.checkpoint.dtypes import dtype_name, dtype_of
     from hpc_train.checkpoint.errors import Problem
@@ -210,7 +210,7 @@ def _missing(first: Tensor) -> int:
 
 
 def _said(first: Tensor, rest: Tensor) -> Any:
-    """What another rank of the job has said. Raises LostRanksError for bytes that no rank says."""
+    """Decode a message from another rank. Raises LostRanksError for bytes that no rank sends."""
     data = first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes()
     try:
         return codec().decode(data)

@@ -112,8 +112,8 @@ class Saver:
         """Begin a save; the pieces may change when this returns, but for `overlap`. Waits for the one before, with a
         warning if it must.
 
-        What becomes of it is told by `ended`, by `wait`, and by the future: its `result` raises CheckpointError where
-        nothing was committed. It is left out, and told as failed, where the one before
+        `ended`, `wait` and the future report the outcome; the future's `result` raises CheckpointError if nothing was
+        committed. The save is skipped, and reported as failed, if the one before
         has not ended within `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
         finite, validation_loss: see Manifest, as far as the training knows; rank 0's count.
         """
@@ -185,7 +185,7 @@ class Saver:
         self._told(future, saved)
 
     def _told(self, future: Future[Saved], saved: Saved) -> Future[Saved]:
-        """The outcome, to both who may ask for it. A save that came too late keeps the outcome that was told."""
+        """Report the outcome to `ended` and to the future. A save that ends too late keeps the first one reported."""
         self._ended.append(saved)
         with suppress(InvalidStateError):
             if saved.error is not None:

@@ -1,4 +1,4 @@
-"""What a manifest says of tensors and bytes must be possible: seen for all rows of a layout at once, before any use."""
+"""Check that what a manifest says of tensors and bytes is possible: all rows of a layout at once, before any use."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 _PAIRS, _DIMENSIONS = 4096, 32
 _DATASET = 64
-"""Bytes that a dataset takes in a file, at the very least, without its data."""
+"""Minimum bytes that a dataset takes in a file, without its data."""
 _ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 }
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element; 1, which is the least there is, of a dtype that this release does not know."""
+    """Return bytes per element; 1, the minimum, for a dtype that this release does not know."""
     return _ITEM.get(dtype, 1)
 
 
 def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
     """Raise CheckpointError unless every rectangle is in its tensor, and every row has bytes of its files to itself.
 
-    And unless the rectangles of every tensor have together as many elements as the tensor: whether they are the same
-    elements is for `manifest.incomplete` to say, which looks at tensors one by one.
+    The rectangles of a tensor must also have as many elements together as the tensor. Whether they are the same
+    elements is checked by `manifest.incomplete`, which looks at tensors one by one.
     """
     twice = named_twice(holdings.names)
     if twice is not None:
@@ -56,10 +56,10 @@ def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
         if len(layout.files):
             if layout.within is None and len(layout.tensors) * _DATASET > min(files[it].bytes for it in layout.files):
                 raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
-            sizes = volume * items[holdings.kind[layout.tensors]]  # a rectangle is within its tensor: no overflow
+            sizes = volume * items[holdings.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
             _check_places(holdings, layout, sizes, int(images[layout.files].min()), files)
     elements[1] = volumes[holdings.kind]
-    # the first sum may have overflowed: then it is another than the second, or the third is far from both
+    # the first sum may overflow: then it differs from the second, or the float sum is far from both
     wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
     if wrong.any():
         tensor = int(wrong.argmax())
@@ -70,12 +70,12 @@ def check_holdings(holdings: Holdings, files: Sequence[ShardFile]) -> None:
 
 
 def named_twice(names: Sequence[str]) -> str | None:
-    """A name that occurs more than once."""
+    """Return a name that occurs more than once, if any."""
     return None if len(set(names)) == len(names) else Counter(names).most_common(1)[0][0]
 
 
 def _volume(shape: tuple[int, ...], item: int) -> int:
-    """Elements. Raises CheckpointError for more than memory can have."""
+    """Return the number of elements. Raises CheckpointError for more than memory can have."""
     volume = prod(shape)
     if volume * item > LARGEST:
         raise CheckpointError(f"a tensor of shape {shape}")
@@ -83,7 +83,7 @@ def _volume(shape: tuple[int, ...], item: int) -> int:
 
 
 def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
-    """Each is within its tensor, in every file."""
+    """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
     whole, dimensions = _padded([it.shape for it in holdings.kinds])
     shape, of_cut = _padded([it.shape for it in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
@@ -103,7 +103,7 @@ def _check_rectangles(holdings: Holdings, layout: Layout) -> None:
 
 
 def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
-    """([shapes, 32], zeros where there are no more dimensions; the numbers of dimensions)"""
+    """Return the shapes as [shapes, 32], padded with zeros, and the number of dimensions of each."""
     found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
     for at, shape in enumerate(shapes):
         found[at, : len(shape)] = shape
@@ -111,7 +111,7 @@ def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
 
 
 def pairs_of(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:
-    """(kind, cut): which kinds of tensors are cut in which ways; in ascending order."""
+    """Return the (kind, cut) pairs of a layout, in ascending order: which kinds of tensors are cut in which ways."""
     if not len(layout.tensors):
         return []
     both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
@@ -126,7 +126,7 @@ def pairs_of(holdings: Holdings, layout: Layout) -> list[tuple[int, int]]:
 
 
 def _check_within(layout: Layout) -> None:
-    """Each row is within the dataset that it is a part of."""
+    """Raise CheckpointError unless each row is within the dataset that it is a part of."""
     if layout.within is None:
         return
     for within, shape in zip(layout.within, layout.shapes, strict=True):
@@ -136,7 +136,7 @@ def _check_within(layout: Layout) -> None:
 
 
 def _check_places(holdings: Holdings, layout: Layout, sizes: Integers, image: int, files: Sequence[ShardFile]) -> None:
-    """No row lies outside of the smallest file, and no two share a byte; rows without elements lie nowhere."""
+    """Raise CheckpointError if a row lies outside the smallest file or two share a byte; empty rows lie nowhere."""
     rows = np.flatnonzero(sizes)
     begin, size = layout.places[rows], sizes[rows]
     outside = (begin < 0) | (begin > image) | (size > image - begin)

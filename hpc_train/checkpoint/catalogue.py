@@ -59,7 +59,7 @@ def found(directory: Path) -> dict[int, Path]:
 
 
 def _is_step(entry: os.DirEntry[str], directory: Path) -> bool:
-    """Whether it is a directory of its own: what a link leads to may be anything, and may be anywhere."""
+    """Return whether the entry is a directory and not a link, which could lead to anything, anywhere."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return True
@@ -103,7 +103,7 @@ def next_sequence(directory: Path) -> int:
             hidden += 1
         except CheckpointError:
             continue
-    return min(max(numbers) + 1 + hidden * _ROOM, LARGEST)  # of equal ones the higher step is the newer
+    return min(max(numbers) + 1 + hidden * _ROOM, LARGEST)  # with equal numbers, the higher step is newer
 
 
 def _identity(path: Path) -> tuple[int, ...]:

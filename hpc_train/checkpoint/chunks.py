@@ -23,7 +23,7 @@ LENGTH = 256 << 10
 LEAST = 4096
 """Bytes of a tensor that is worth it."""
 LEAST_STORED = 8
-"""Bytes of a file that a part takes, at the very least."""
+"""Minimum bytes that a part takes in a file."""
 PART = np.dtype([(name, "<i8") for name in ("begin", "size", "at", "stored", "whole", "item")])
 """`size` bytes from `begin` of the image are `stored` bytes from `at` of the file: a stream that inflates to `whole`
 bytes of elements of `item`, of which the first are meant; if whole is 0, the bytes as they are."""
@@ -55,7 +55,7 @@ def chunk_shape(row: Row) -> tuple[int, ...] | None:
 
 
 def chunk_spans(shape: Sequence[int], item: int, chunk: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of the dataset, of its chunks, in the order of memory; of `most` chunks at most."""
+    """Yield (first byte, bytes) within the dataset for its chunks, in memory order; at most `most` chunks."""
     return ((it.begin, it.size) for it in islice(_chunks(tuple(shape), item, chunk), most))
 
 
@@ -75,10 +75,9 @@ def _chunks(shape: tuple[int, ...], item: int, chunk: Sequence[int]) -> Iterator
 
 
 def check_parts(parts: Parts, size: int, inflated: int) -> None:
-    """Raise CheckpointError unless a file of `size` bytes can have these parts, and its image of `inflated` bytes too.
+    """Raise CheckpointError unless a file of `size` bytes with an image of `inflated` bytes can have these parts.
 
-    They lie in the order of the image, each in bytes of the image and of the file that no other has, and what a stream
-    inflates to is bounded.
+    Parts must lie in the order of the image, share no bytes of the image or of the file, and inflate to a bounded size.
     """
     if any(len(parts) and not 0 <= parts[name].min() <= parts[name].max() <= LARGEST for name in PART.names or ()):
         raise CheckpointError("a part of a compressed file has a number that is negative or too large")
@@ -95,7 +94,7 @@ def check_parts(parts: Parts, size: int, inflated: int) -> None:
 
 
 def covers(parts: Parts, begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of each pair whether the parts have all bytes [begin, end) of the image."""
+    """Return for each pair whether the parts cover all bytes [begin, end) of the image."""
     if not len(parts):
         return np.zeros(len(begin), dtype=np.bool_)
     stops = parts["begin"] + parts["size"]

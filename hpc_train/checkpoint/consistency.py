@@ -1,4 +1,4 @@
-"""Does a manifest say of a shard file what the file says of itself?"""
+"""Check that a manifest describes a shard file as the file describes itself."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hpc_train.checkpoint.manifest import ShardFile
 from hpc_train.checkpoint.seal import code_of, seal, seal_of_table
 
 Read = Callable[[int, int], bytes]
-"""Gives bytes [begin, end) of a file."""
+"""Reads bytes [begin, end) of a file."""
 _UNMASKED, _MASKED = 0, 0b11
 
 
 class Expected(NamedTuple):
-    """What a manifest says of a dataset."""
+    """A dataset as the manifest describes it."""
 
     tensor: str
     dtype: str
@@ -32,14 +32,14 @@ class Expected(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     place: int | None
-    """Byte of the image; None where it is not told, as of one without elements."""
+    """Byte of the image; None if the manifest does not tell, as for a dataset without elements."""
 
 
 def check_file(holdings: Holdings, index: int, file: ShardFile, table: Table, read: Read, thorough: bool) -> None:
-    """Raise CheckpointError unless a manifest says of a file what its writer has said.
+    """Raise CheckpointError unless a manifest describes a file as its writer did.
 
-    index: of the file in the step. thorough: look at the file's own HDF5 structure even where its seal is right, which
-    takes some 50 microseconds a dataset.
+    index: of the file in the step. thorough: check the file's own HDF5 structure even if its seal is right, which takes
+    some 50 microseconds a dataset.
     """
     found = ((layout, np.flatnonzero(layout.files == index)) for layout in holdings.layouts)
     layout, members = next(((layout, members) for layout, members in found if len(members)), (None, None))
@@ -55,7 +55,7 @@ def check_file(holdings: Holdings, index: int, file: ShardFile, table: Table, re
 
 
 def seal_of_layout(holdings: Holdings, layout: Layout, member: int) -> bytes:
-    """The seal of a file as a manifest describes it. member: index of the file among those of the layout."""
+    """Return the seal of a file as a manifest describes it. member: index of the file among those of the layout."""
     pairs = pairs_of(holdings, layout)
     codes = np.zeros(len(pairs), dtype=np.uint64)
     for at, (kind, cut) in enumerate(pairs):
@@ -75,7 +75,7 @@ def _names(holdings: Holdings, tensors: Integers) -> Sequence[str]:
 
 
 def _expected(holdings: Holdings, layout: Layout, member: int) -> dict[str, list[Expected]]:
-    """By the name of the dataset; several where a dataset is wanted in parts."""
+    """Return what is expected of each dataset, by its name; several entries where a dataset is wanted in parts."""
     tensors = [holdings.tensors[it] for it in layout.tensors.tolist()]
     rows = zip(tensors, layout.shapes, layout.offsets, layout.places.tolist(), strict=True)
     found: dict[str, list[Expected]] = {}
@@ -100,7 +100,7 @@ def _expected(holdings: Holdings, layout: Layout, member: int) -> dict[str, list
 
 
 def _is_contiguous(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a rectangle of a row-major array is one row of its bytes."""
+    """Return whether a rectangle of a row-major array is one contiguous run of its bytes."""
     dim = next((dim for dim, size in enumerate(part) if size > 1), len(part))
     return part[dim + 1 :] == whole[dim + 1 :]
 
@@ -108,7 +108,7 @@ def _is_contiguous(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def _compare(
     expected: dict[str, list[Expected]], datasets: dict[str, Dataset], parts: Parts | None, whole: bool
 ) -> None:
-    """whole: the file has no other datasets than these."""
+    """Raise CheckpointError if datasets differ from the expected ones. whole: the file must have no other datasets."""
     if whole and len(datasets) != len(expected):
         raise CheckpointError(f"it has {len(datasets)} datasets, the manifest says {len(expected)}")
     for name, rows in expected.items():

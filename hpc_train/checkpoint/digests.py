@@ -73,7 +73,7 @@ class Table(NamedTuple):
     parts: Parts | None
     """Of its image, where the file is compressed."""
     seal: bytes | None = None
-    """Of what the file holds (see seal); None in tables of formats before 5."""
+    """Seal of the file's contents (see seal); None in tables of formats before 5."""
 
 
 def to_bytes(size: int, digests: Sequence[int], seal: bytes, parts: Parts | None = None) -> bytes:
@@ -83,15 +83,15 @@ def to_bytes(size: int, digests: Sequence[int], seal: bytes, parts: Parts | None
 
 
 def table_bytes(size: int, compressed: bool = False) -> int:
-    """Bytes of the table of a file of `size` bytes, at most."""
+    """Return the maximum bytes of the table of a file of `size` bytes."""
     parts = PART.itemsize * (size // LEAST_STORED + 1) if compressed else 0
     return _HEADER.size + _SEAL + 8 * blocks(size) + parts
 
 
 def from_bytes(data: bytes, size: int, inflated: int | None = None) -> Table:
-    """Raises CheckpointError if it is not the table of a file of `size` bytes.
+    """Read a table. Raises CheckpointError if it is not the table of a file of `size` bytes.
 
-    inflated: bytes of its image, where it is compressed.
+    inflated: bytes of the file's image, if it is compressed.
     """
     sealed, compressed = data[:8] == _MAGIC, inflated is not None
     begin = _HEADER.size + _SEAL * sealed

@@ -11,7 +11,7 @@ from h5py import h5t
 from hpc_train.checkpoint.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch  # not at run time: what only lists checkpoints does without
+    import torch  # not at run time: listing checkpoints must not need torch
 
 _NUMPY = {
     "float64": "<f8",
@@ -55,7 +55,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @cache
 def itemsize_of(name: str) -> int:
-    """Bytes of an element of the dtype of that name. Raises ValueError if there is none."""
+    """Return bytes per element of the dtype of that name. Raises ValueError if there is none."""
     if name in _NUMPY:
         return np.dtype(_NUMPY[name]).itemsize
     return _OTHER_SIZES.get(name) or dtype_of(name).itemsize

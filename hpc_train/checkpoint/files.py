@@ -63,7 +63,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Put all files below a directory on the disk, and then the names in it and in the directories within."""
+    """Fsync all files below a directory, and the directories themselves, from the bottom up."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             with opened(Path(folder) / name, os.O_RDONLY) as descriptor:

@@ -1,9 +1,9 @@
-"""Read where the datasets of one of our shard files lie, without libhdf5: a file from elsewhere must not reach its C.
+"""Find the datasets in one of our shard files without libhdf5: a file from elsewhere must not reach its C code.
 
-It knows of the HDF5 file format (version 3.0 of the specification, The HDF Group) what our writer uses, which is the
+It supports what our writer uses of the HDF5 file format (version 3.0 of the specification, The HDF Group), which is the
 same in HDF5 1.10 to 2.0: superblock 2 and 3, object headers of version 2, links in the header of the root group or in a
-fractal heap with a version-2 B-tree, contiguous data, and chunks in a fixed array or a single one. Whatever else it
-finds is an error. Every read is bounded, and so is how much is read together.
+fractal heap with a version-2 B-tree, contiguous data, and chunks in a fixed array or a single one. Anything else is an
+error. Every read is bounded, and so is the sum of all reads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hpc_train.checkpoint.errors import CheckpointError
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _USUAL = b"OHDR\x02\x01"
-"""How a header of more than 255 bytes, and without times, begins: its size follows, in two bytes."""
+"""First bytes of an object header of more than 255 bytes without times; its size follows in two bytes."""
 _UNDEFINED = (1 << 64) - 1
 _BLOCKS = 32
-"""Blocks of the file that are kept."""
+"""Blocks of the file to keep in memory."""
 _DATASPACE, _LINK_INFO, _DATATYPE, _LINK, _LAYOUT, _ATTRIBUTE, _CONTINUATION = 0x01, 0x02, 0x03, 0x06, 0x08, 0x0C, 0x10
 _CONTIGUOUS, _CHUNKED = 1, 2
 _SINGLE_CHUNK, _FIXED_ARRAY = 1, 3
 _MOST_MESSAGES = 256
-"""Of an object's header."""
+"""Maximum number of messages of an object's header."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +35,45 @@ class Chunk:
     """A chunk of a dataset as it is stored."""
 
     at: int
-    """Byte of the file."""
+    """Byte of the file where it begins."""
     stored: int
-    """Bytes."""
+    """Bytes in the file."""
     mask: int
-    """Bits of the filters that it did not go through."""
+    """Bit mask of the filters that it did not go through."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What the structure of a file says of one dataset."""
+    """A dataset as the structure of the file describes it."""
 
     name: str
     dtype: str
-    """The attribute torch_dtype."""
+    """Attribute torch_dtype."""
     itemsize: int
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    """The attribute offset: where its rectangle begins in the logical tensor."""
+    """Attribute offset: where its rectangle begins in the logical tensor."""
     whole: tuple[int, ...]
-    """The attribute global_shape: of the logical tensor."""
+    """Attribute global_shape: shape of the logical tensor."""
     place: int | None
-    """Byte of the file; None if it has no data, or is in chunks."""
+    """Byte of the file where its data begins; None if it has no data, or is in chunks."""
     chunk: tuple[int, ...] | None = None
     """Shape of its chunks."""
     chunks: tuple[Chunk, ...] = ()
-    """In row-major order."""
+    """Chunks, in row-major order."""
 
 
 def read_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Dataset]:
-    """Every dataset of a file of `size` bytes, by its name.
+    """Return every dataset of a file of `size` bytes, by its name.
 
-    read: gives bytes [begin, end) of the file. Raises CheckpointError for a structure that our writer does not make,
-    and what `read` raises.
+    read: returns bytes [begin, end) of the file. Raises CheckpointError for a structure that our writer does not make,
+    and whatever `read` raises.
     """
     file = _File(read, size)
     root = _root(file)
     found: dict[str, Dataset] = {}
     alike = _Alike(file)
-    for name, address in sorted(_links(file, root), key=itemgetter(1)):  # as the file is read forwards, once
+    for name, address in sorted(_links(file, root), key=itemgetter(1)):  # in the order of the file, which is read once
         if name in found:
             raise CheckpointError(f"its HDF5 structure has two datasets called {name[:100]!r}")
         found[name] = alike.dataset(name, address)
@@ -81,9 +81,9 @@ def read_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Dat
 
 
 class _Alike:
-    """Headers that are the same but for where the data and the name of the dtype lie, as those of most datasets are.
+    """Cache of headers that differ only in where the data and the name of the dtype lie, as those of most datasets do.
 
-    What one of them says need not be read from each of thousands.
+    So thousands of similar headers are parsed once.
     """
 
     def __init__(self, file: _File) -> None:
@@ -105,13 +105,13 @@ class _Alike:
         dtype = self._file.text(
             heap, *(int.from_bytes(data[at : at + 4], "little") for at in (spots[1] + 12, spots[1]))
         )
-        found = Dataset.__new__(Dataset)  # as `replace`, which takes longer than all else here
+        found = Dataset.__new__(Dataset)  # like `replace`, which would take longer than all else here
         found.__dict__.update(like.__dict__)
         found.__dict__.update(name=name, dtype=dtype, place=place if like.place is not None else None)
         return found
 
     def _learn(self, name: str, address: int, size: int) -> Dataset:
-        """size: of a header that may be like others."""
+        """Parse a header and remember it. size: of a header that may be like others."""
         found, of_layout, of_text = _dataset(self._file, name, address)
         spots = of_layout + 2 - address, of_text - address
         if found.chunk is None and size and 8 <= spots[0] < spots[1] <= size - 20:
@@ -121,19 +121,19 @@ class _Alike:
 
 
 def _without(data: bytes, place: int, text: int) -> bytes:
-    """A header without the bytes in which it differs from others; the last four are its checksum."""
+    """Return a header without the bytes in which it differs from others; the last four are its checksum."""
     return data[:place] + data[place + 8 : text] + data[text + 16 : -4]
 
 
 class _File:
-    """Bytes of a file, in blocks of which the last are kept."""
+    """Bytes of a file; the most recently used blocks are kept."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
         self._read, self.size = read, size
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._heap: tuple[int, dict[int, bytes]] = (-1, {})
         self._left = 1000 + size // 4
-        """Reads; each is of some bytes that no other should need."""
+        """Reads that are left; no two should need the same bytes."""
 
     def take(self, begin: int, size: int) -> bytes:
         self._left -= 1
@@ -152,14 +152,14 @@ class _File:
         return cursor
 
     def text(self, address: int, index: int, length: int) -> str:
-        """A string of variable length, which lies in a global heap."""
+        """Return a string of variable length, which lies in a global heap."""
         text = self._texts(address).get(index, b"")
         if not len(text) >= length <= 64:
             raise CheckpointError("its HDF5 structure has a dtype without a name")
         return text[:length].decode("utf-8", "replace")
 
     def _texts(self, address: int) -> dict[int, bytes]:
-        """The objects of a global heap, by their numbers; the last one is kept."""
+        """Return the objects of a global heap, by their numbers; the last heap is kept."""
         if self._heap[0] != address:
             heap = self.cursor(address, 16, b"GCOL")
             heap.number(4)
@@ -184,15 +184,15 @@ class _File:
 
 
 class _Cursor:
-    """Numbers of a piece of the structure, one after the other."""
+    """Reads the numbers of a piece of the structure, one after the other."""
 
     def __init__(self, data: bytes, begin: int = 0) -> None:
-        """begin: byte of the file at which they lie."""
+        """begin: byte of the file where the data begins."""
         self._data, self._at, self._begin = data, 0, begin
 
     @property
     def position(self) -> int:
-        """Byte of the file of what comes next."""
+        """Byte of the file where the next number begins."""
         return self._begin + self._at
 
     @property
@@ -214,7 +214,7 @@ class _Cursor:
 
 
 def _root(file: _File) -> int:
-    """Address of the root group's header."""
+    """Return the address of the root group's header."""
     cursor = file.cursor(0, min(48, file.size), _SIGNATURE) if file.size >= 48 else _Cursor(b"")
     version, offsets, lengths = cursor.numbers(3, 1)
     if version not in (2, 3) or (offsets, lengths) != (8, 8):
@@ -227,7 +227,7 @@ def _root(file: _File) -> int:
 
 
 def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
-    """(type, content) of every message of an object's header."""
+    """Yield (type, content) of every message of an object's header."""
     cursor = file.cursor(address, min(64, file.size - min(address, file.size)), b"OHDR")
     version, flags = cursor.numbers(2, 1)
     if version != 2:
@@ -255,7 +255,7 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
 
 
 def _dataset(file: _File, name: str, address: int) -> tuple[Dataset, int, int]:
-    """(the dataset, byte of the file of its layout message, and of the value of torch_dtype)"""
+    """Return (the dataset, byte of the file of its layout message, byte of the value of torch_dtype)."""
     shape: tuple[int, ...] | None = None
     itemsize, layout = 0, None
     attributes: dict[str, _Cursor] = {}
@@ -288,7 +288,7 @@ def _dataspace(content: _Cursor) -> tuple[int, ...]:
 
 
 def _attribute(content: _Cursor) -> tuple[str, _Cursor]:
-    """(name, value)"""
+    """Return (name, value) of an attribute message."""
     version, _ = content.numbers(2, 1)
     of_name, of_type, of_space = content.numbers(3, 2)
     content.number(1)
@@ -302,7 +302,7 @@ def _attribute(content: _Cursor) -> tuple[str, _Cursor]:
 def _layout(
     file: _File, content: _Cursor, shape: tuple[int, ...], itemsize: int
 ) -> tuple[int | None, tuple[int, ...] | None, tuple[Chunk, ...]]:
-    """(place, chunk shape, chunks)"""
+    """Return (place, chunk shape, chunks) of a layout message."""
     version, kind = content.numbers(2, 1)
     if version in (3, 4) and kind == _CONTIGUOUS:
         address, size = content.numbers(2, 8)
@@ -351,7 +351,7 @@ def _chunks(cursor: _Cursor, count: int, width: int) -> tuple[Chunk, ...]:
 
 
 def _links(file: _File, root: int) -> Iterator[tuple[str, int]]:
-    """(name, address of the header) of everything in the root group."""
+    """Yield (name, address of the header) of everything in the root group."""
     for kind, content in _messages(file, root):
         if kind == _LINK:
             yield _link(content)
@@ -380,7 +380,7 @@ def _dense_links(file: _File, heap: int, tree: int) -> Iterator[tuple[str, int]]
 
 
 def _records(file: _File, address: int) -> Iterator[bytes]:
-    """Of a version-2 B-tree of names, in no order of use."""
+    """Yield the records of a version-2 B-tree of names, in no particular order."""
     header = file.cursor(address, 34, b"BTHD")
     version, kind = header.numbers(2, 1)
     node, record, depth = header.number(4), header.number(2), header.number(2)
@@ -390,7 +390,7 @@ def _records(file: _File, address: int) -> Iterator[bytes]:
         raise CheckpointError("its HDF5 structure has a tree of another kind")
     leaf = (node - 10) // record
     counts, most = _width(leaf), [leaf]
-    pointers = [0]  # bytes of a pointer to a node of each depth
+    pointers = [0]  # bytes of a pointer to a node, for each depth
     for _ in range(depth):
         pointers.append(8 + counts + (_width(most[-1]) if len(most) > 1 else 0))
         here = (node - 10 - pointers[-1]) // (record + pointers[-1])
@@ -408,12 +408,12 @@ def _records(file: _File, address: int) -> Iterator[bytes]:
 
 
 def _width(most: int) -> int:
-    """Bytes in which a count of at most so many is stored."""
+    """Return how many bytes store a count of at most `most`."""
     return (most.bit_length() - 1) // 8 + 1
 
 
 class _Heap:
-    """A fractal heap: blocks of doubling sizes, addressed as if they were one row of bytes."""
+    """A fractal heap: blocks of doubling sizes, addressed as one range of bytes."""
 
     def __init__(self, file: _File, address: int) -> None:
         header = file.cursor(address, 146, b"FRHP")
@@ -432,7 +432,7 @@ class _Heap:
         self._pages: dict[int, int] = {}
 
     def spot(self, identifier: bytes) -> tuple[int, int]:
-        """(byte of the file, bytes) of an object."""
+        """Return (byte of the file, bytes) of an object."""
         middle = 1 + self._of_offset
         if identifier[0] & 0x70 or middle + self._of_length > len(identifier):
             raise CheckpointError("its HDF5 structure has a name that is too long")
@@ -444,7 +444,7 @@ class _Heap:
         return self._pages[page] + inside, length
 
     def _address(self, offset: int) -> int:
-        """Byte of the file of a byte of the heap."""
+        """Return the byte of the file for an offset in the heap."""
         if not self._rows:
             return self._root + offset
         block, rows = self._root, self._rows
@@ -469,5 +469,5 @@ class _Heap:
         return (self._start * self._width << row - 1) if row else 0
 
     def _size(self, row: int) -> int:
-        """Of a block of the row."""
+        """Return the size of a block in the row."""
         return self._start << max(0, row - 1)

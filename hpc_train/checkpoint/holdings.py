@@ -66,7 +66,7 @@ class Held:
 
     @cached_property
     def seal(self) -> bytes:
-        """See seal; made once, as most saves are like the one before."""
+        """Seal of the file (see seal); computed once, as most saves are like the one before."""
         return seal_of_rows(self.rows, self.places)
 
 

@@ -1,8 +1,8 @@
 """index.h5: a list of a step's tensors and files, for people and their HDF5 tools.
 
-It holds no tensor, and no view of one. HDF5 has no checksum for the data of our shard files (contiguous, so that they
-are written at the speed of the disk), and a virtual dataset shows zeros where a file is missing: a tool would take
-damage for numbers. So values are read by `load` or `export`, which verify every byte. The list itself has HDF5's
+It contains no tensors, and no views of them. HDF5 has no checksum for the data of our shard files (contiguous, so that
+they are written at the speed of the disk), and a virtual dataset shows zeros where a file is missing: a tool would take
+damage for numbers. So read values with `load` or `export`, which verify every byte. The list itself has HDF5's
 checksums.
 """
 
@@ -33,7 +33,7 @@ _TEXT = (
 
 
 def mappings(manifest: Manifest) -> int:
-    """Parts of all tensors in all files."""
+    """Return the number of parts of all tensors in all files."""
     return sum(len(layout.files) * len(layout.tensors) for layout in manifest.holdings.layouts)
 
 
@@ -82,7 +82,7 @@ def index_problem(path: Path, manifest: Manifest) -> Problem | None:
 
 
 def _tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
-    """The datasets: tensors, and files."""
+    """Return the datasets of the index: tensors, and files."""
     tensors = manifest.holdings.tensors
     dimensions = max([1, *(len(it.shape) for it in tensors)])
     rows = [
@@ -99,7 +99,7 @@ def _tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
 
 
 def _text(values: Any) -> str:
-    """The type of a column of text."""
+    """Return the numpy type of a column of text."""
     return f"S{max([1, *map(len, values)])}"
 
 
@@ -112,7 +112,7 @@ def _difference(file: Any, manifest: Manifest) -> Problem | None:
 
 
 def _earlier(file: Any, manifest: Manifest) -> Problem | None:
-    """Of an earlier release: it had a virtual dataset for each tensor."""
+    """Compare the index of an earlier release, which had a virtual dataset for each tensor."""
     tensors = manifest.holdings.tensors
     names = dataset_names(it.name for it in tensors)
     if set(file) != set(names):

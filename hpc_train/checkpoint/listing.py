@@ -13,29 +13,29 @@ from hpc_train.checkpoint.holdings import Cut, Holdings, Integers, Kind, Layout,
 from hpc_train.checkpoint.pattern import LARGEST, check_integers, decode, encode, length
 
 NAME = 65_535
-"""Characters of the name of a tensor, at most: HDF5 has no longer ones."""
+"""Maximum characters of a tensor's name; HDF5 allows no more."""
 DIMENSIONS = 32
-"""Of a tensor, at most: HDF5 has no more."""
+"""Maximum dimensions of a tensor; HDF5 allows no more."""
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FREE = 1 << 21
-"""Numbers that loops may stand for in any manifest, however few bytes it has."""
+"""Numbers that loops may expand to in any manifest, however few bytes it has."""
 
 
 class Budget:
-    """How many numbers the columns of a manifest may have: what a few bytes of text ask for is bounded.
+    """Limit on the numbers in the columns of a manifest, because a few bytes of text can ask for many.
 
-    Loops say in a few bytes what takes millions of numbers, as it should for a job of thousands of ranks. But each
-    number is of a dataset that takes some hundred bytes in a shard file, so more than `_FREE` are believed only where
-    the shard files are that large.
+    Loops say in a few bytes what takes millions of numbers, as they should for a job of thousands of ranks. But each
+    number is of a dataset that takes some hundred bytes in a shard file, so more than `_FREE` are accepted only if the
+    shard files are that large.
     """
 
     def __init__(self, text: int, stored: Callable[[], int]) -> None:
-        """text: bytes of the manifest. stored: finds out how many bytes the shard files have on the disk."""
+        """text: bytes of the manifest. stored: returns how many bytes the shard files have on the disk."""
         self._left, self._stored = _FREE + text, stored
         self._asked = False
 
     def take(self, number: int) -> None:
-        """Raises ValueError where that is more than there can be."""
+        """Take `number` numbers off the budget. Raises ValueError if that is more than there can be."""
         if number > self._left and not self._asked:
             self._left, self._asked = self._left + self._stored() // 64, True
         if number > self._left:
@@ -43,8 +43,8 @@ class Budget:
         self._left -= number
 
     def column(self, code: Any, most: int) -> Integers:
-        """A column that is decoded, of at most `most` numbers."""
-        if type(code) is not list:  # that has its price in text
+        """Decode a column of at most `most` numbers."""
+        if type(code) is not list:  # a list is as long in the text
             self.take(min(length(code), most))
         return decode(code, most)
 
@@ -68,7 +68,7 @@ def to_json(holdings: Holdings) -> dict[str, Any]:
 
 
 def from_json(body: dict[str, Any], files: int, budget: Budget) -> Holdings:
-    """files: of the step. Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` did not make."""
+    """Read holdings of `files` files; KeyError, TypeError, ValueError or OverflowError if not made by `to_json`."""
     names = _names(body["tensors"])
     kinds = tuple(_kind(it) for it in _list(body["kinds"]["are"]))
     kind = _indices(body["kinds"]["of"], len(kinds), len(names), budget)
@@ -85,7 +85,7 @@ def texts(holdings: Holdings) -> dict[str, bytes]:
 def _names(names: Any) -> tuple[str, ...]:
     if not set(map(type, _list(names))) <= {str}:
         raise TypeError("a name that is no text")
-    "".join(names).encode()  # raises ValueError for what is no text, as a half of a surrogate pair
+    "".join(names).encode()  # raises ValueError for invalid text, such as half of a surrogate pair
     if max(map(len, names), default=0) > NAME:
         raise ValueError(f"a name of more than {NAME} characters")
     return tuple(names)
@@ -99,7 +99,7 @@ def _kind(body: Any) -> Kind:
 
 
 def sizes(values: Any) -> tuple[int, ...]:
-    """A shape, or where something begins: none is negative or so large that a volume would overflow."""
+    """Return a shape or an offset; raises if a number is negative, or so large that a volume would overflow."""
     check_integers(_list(values))
     if len(values) > DIMENSIONS or any(not 0 <= it <= LARGEST for it in values):
         raise ValueError("a shape that no tensor has")
@@ -130,7 +130,7 @@ def _within(body: Any) -> Within:
 
 
 def _indices(code: Any, among: int, number: int | None, budget: Budget) -> Integers:
-    """Indices of `among` things. number: how many; None: as many as there are, each once."""
+    """Decode indices of `among` things. number: how many; None: as many as there are, each once."""
     found = budget.column(code, among if number is None else number)
     if number is not None and len(found) != number:
         raise ValueError("columns that do not fit each other")

@@ -30,7 +30,7 @@ __all__ = ["load", "plan_reads", "table_of", "undamaged"]
 
 
 _LARGE = 1 << 40
-"""Bytes of a step from which on the sizes of its files are seen to be true before ranks share out what they read."""
+"""Bytes of a step above which file sizes are checked before ranks share out the reads."""
 
 
 def load(directory: Path, step: int, pieces: Iterable[Piece], world: World | None) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _load(directory: Path, step: int, wanted: Sequence[Piece], world: World | No
             try:
                 plan.append(plan_reads(wanted, manifest, where))
             except UserError:
-                if is_first:  # who asks for what is not there may be right, and the manifest wrong
+                if is_first:  # the manifest may be wrong, not the one who asks for that tensor
                     undamaged(where, source.check_all)
                 raise
             undamaged(where, lambda: check_reads(plan[0], source, targets))
@@ -87,7 +87,7 @@ def _open(directory: Path, step: int) -> tuple[Path, Manifest]:
 
 
 def check_reads(strips: Strips, source: Source, targets: Targets) -> None:
-    """Raise CheckpointError unless the files have all that is to be read, and every byte of every piece comes once."""
+    """Raise CheckpointError unless the files have all bytes to be read, and every byte of every piece comes once."""
     source.check(strips)
     last = strips["at"] + (strips["count"] - 1) * strips["step"] + strips["run"]
     outside = (strips["at"] < 0) | (last > targets.sizes[strips["piece"]])

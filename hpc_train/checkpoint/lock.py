@@ -2,8 +2,8 @@
 
 No clock is compared: those of nodes and file servers differ, and go back. Whether an owner on this machine lives, the
 kernel tells; whether an earlier attempt of a Slurm job is over, its restart count; and of any other the heartbeat, a
-number in the file that its owner changes again and again, which a newcomer watches for a while. Who takes a lock takes
-their names from the temporary directories of former owners, so that none of them can commit after it.
+number in the file that its owner changes again and again, which a newcomer watches for a while. A new owner renames the
+temporary directories of former owners, so that none of them can commit any more.
 Readers take no lock.
 """
 

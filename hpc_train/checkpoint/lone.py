@@ -64,7 +64,7 @@ class Lone:
 
 
 def lone(holdings: Holdings) -> Lone:
-    """Of a step, no two of whose tensors have one name (see bounds.check_holdings)."""
+    """Return the lone tensors of a step in which no two tensors have the same name (see bounds.check_holdings)."""
     names, none = holdings.names, np.zeros(0, dtype=np.int64)
     forms: dict[Form, int] = {}
     times, found = np.zeros(len(names), dtype=np.int64), [(none, none, none, none)]

@@ -31,19 +31,19 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 5
 """Goes up when an older release could no longer read what is written."""
 WITHOUT_SEALS = 4
-"""The format before the tables of digests had seals, and else the same."""
+"""The last format whose tables of digests have no seals; otherwise the same."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
 _NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 LARGEST_TEXT = 1 << 30
-"""Bytes of a manifest, at most."""
+"""Maximum bytes of a manifest."""
 _INFLATION = 2200
-"""Bytes of an image that one byte of a compressed file can stand for: deflate's 1032, and room between tensors."""
+"""Maximum bytes of an image per byte of its compressed file: deflate's 1032, and room between tensors."""
 _MANY = 4096
-"""Rows of a layout from which on the size of a file is looked at first."""
+"""Rows of a layout above which the size of a file is checked first."""
 _PART, _DEPTH = 255, 8
-"""Bytes of a part of a file's name, and parts of it, at most."""
+"""Maximum bytes of a component of a file's name, and maximum number of components."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Manifest:
     times: Times | None = None
     """Of its save; None for one that no training saved, and of earlier releases."""
     version: int = FORMAT_VERSION
-    """Of the format that it was read from."""
+    """Version of the format that it was read from."""
 
     @property
     def size(self) -> int:
@@ -262,7 +262,7 @@ def incomplete(holdings: Holdings) -> tuple[str, str] | None:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """The JSON object. Raises CheckpointError, and RecursionError for one that is nested too deeply."""
+    """Return the JSON object. Raises CheckpointError, and RecursionError if it is nested too deeply."""
     try:
         body = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_number)
     except ValueError as error:  # also UnicodeDecodeError
@@ -340,7 +340,7 @@ def _score(value: Any) -> float | None:
 
 
 def _checked(name: Any) -> str:
-    """The name of a shard file: a path below the directory of the step."""
+    """Return the name of a shard file, a path below the directory of the step. Raises ValueError for any other."""
     parts = name.split("/") if type(name) is str else [""]
     plain = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= _PART for part in parts)
     if not plain or len(parts) > _DEPTH or not name.isprintable() or parts[0] in (MANIFEST, "bad", "index.h5"):
@@ -349,9 +349,9 @@ def _checked(name: Any) -> str:
 
 
 def _check_sizes(holdings: Holdings, files: Sequence[ShardFile], directory: Path) -> None:
-    """Raise CheckpointError where many rows are said to be in a file that is not of its size.
+    """Raise CheckpointError if many rows are said to be in a file that does not have its size.
 
-    The others are looked at when they are opened; what is made of so many rows takes memory.
+    Other files are checked when they are opened; expanding so many rows takes memory.
     """
     for layout in holdings.layouts:
         if len(layout.tensors) > _MANY and len(layout.files):
@@ -363,7 +363,7 @@ def _check_sizes(holdings: Holdings, files: Sequence[ShardFile], directory: Path
 
 
 def _bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:
-    """Of the shard files that are there and are as large as they should be."""
+    """Return the total bytes of the shard files that exist and have the right size."""
     if directory is None:
         return 0
     found = 0

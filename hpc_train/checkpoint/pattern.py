@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 LARGEST = 1 << 62
-"""No number in a manifest is greater, or the sum of two could overflow."""
+"""Largest number in a manifest; with larger ones, the sum of two could overflow."""
 _DEPTH = 64
-"""Loops within each other, at most: each that is one at least doubles the row."""
+"""Maximum nesting of loops: each that really loops at least doubles the row."""
 
 
 def encode(values: Sequence[int]) -> Any:
@@ -29,7 +29,7 @@ def encode(values: Sequence[int]) -> Any:
 
 
 def decode(code: Any, most: int) -> Integers:
-    """The values, of which there are at most `most`: that is seen before memory is taken for them.
+    """Return the values. That there are at most `most` is checked before memory is allocated for them.
 
     Raises TypeError, KeyError, ValueError or OverflowError for what `encode` did not make.
     """
@@ -46,13 +46,13 @@ def decode(code: Any, most: int) -> Integers:
 
 
 def check_integers(values: Sequence[Any]) -> None:
-    """Raise TypeError unless all are integers: true and 1.0 are none."""
+    """Raise TypeError unless all values are integers; true and 1.0 are not."""
     if not set(map(type, values)) <= {int}:
         raise TypeError("a number that is no integer")
 
 
 def length(code: Any) -> int:
-    """How many values `decode` would give, without giving them. Raises as `decode`."""
+    """Return how many values `decode` would return, without decoding them. Raises as `decode`."""
     if type(code) is list:
         return len(code)
     if type(code) is not dict or code.keys() != {"from", "loops"}:

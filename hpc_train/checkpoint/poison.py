@@ -27,7 +27,7 @@ MARK = "bad"
 """File in the directory of a step that is marked; its text is the reason."""
 _PADDING = 4096
 _REASON = 64 << 10
-"""Bytes of a reason, at most."""
+"""Maximum bytes of a reason."""
 
 
 def mark_bad(directory: Path, step: int, why: str) -> None:
@@ -68,7 +68,7 @@ def poison_of(path: Path, manifest: Manifest | None) -> str | None:
 
 
 def mark_of(path: Path) -> str:
-    """Why a step is marked bad. Raises FileNotFoundError if it is not, OSError if that cannot be seen."""
+    """Return why a step is marked bad. Raises FileNotFoundError if it is not, OSError if that cannot be determined."""
     try:
         return read_regular(path / MARK, _REASON).decode("utf-8", "replace").strip()
     except NotRegularError as error:

@@ -112,7 +112,7 @@ def _meant(directory: Path, how: str) -> tuple[Path, int | None]:
         locate(directory, int(how))
         return directory, int(how)
     path = Path(how).expanduser().absolute()
-    for it in (path, path.resolve()):  # a link that somebody names is followed
+    for it in (path, path.resolve()):  # follow a link that the user names
         step = step_of(it)
         if step is not None and found(it.parent).get(step) == it:
             return it.parent, step

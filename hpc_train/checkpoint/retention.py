@@ -46,9 +46,9 @@ def prune(directory: Path, keep: int, also: Also = Also(), sole: bool = False) -
 
     For one process a run. Newest by the order of commits, not by step. Good is what is not marked bad, has neither NaN
     nor infinity, a sound manifest and files of the right size; as long as there are fewer than `keep` good ones nothing
-    committed is removed but steps with NaN or infinity older than another one of these, so that a run whose loss is
-    lost does not fill the disk. The newest of those that have all their bytes but are no good stays, to be looked at,
-    if it is newer than all good ones; and so does what cannot be read just now. sole: see `sweep`.
+    committed is removed, except steps with NaN or infinity that are older than another such step, so that a run whose
+    loss is lost does not fill the disk. The newest complete step that is not good stays, for inspection, if it is newer
+    than all good ones; so does any step that cannot be read just now. sole: see `sweep`.
 
     Returns the steps removed. What cannot be removed is logged and left for the next time.
     """
@@ -105,7 +105,7 @@ def _look_at(path: Path, step: int) -> _Whole | str | None:
 
 
 def _size(path: Path) -> int:
-    """Of a regular file; -1 of anything else. Raises OSError."""
+    """Return the size of a regular file; -1 for anything else. Raises OSError."""
     found = path.lstat()
     return found.st_size if S_ISREG(found.st_mode) else -1
 
@@ -128,7 +128,7 @@ def discard(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, or whatever else has its name; a link, not what it leads to. What will not go stays."""
+    """Delete a directory, or anything else of that name; of a link only the link. What cannot be deleted stays."""
     with suppress(OSError):
         if is_plain_directory(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -152,10 +152,10 @@ def sweep(directory: Path, sole: bool = False) -> None:
 
 
 def withdraw(directory: Path) -> None:
-    """Take their names from all temporary directories: whoever writes there can commit none of them any more.
+    """Rename all temporary directories, so that whoever writes there cannot commit any of them.
 
-    For one process that has just got the lock. A commit is one rename of such a directory: it came before, and is
-    there, or it fails. What loses its name is trash for a later sweep. Raises OSError.
+    For one process that has just got the lock. A commit is one rename of such a directory: either it came before, and
+    the step is there, or it fails. The renamed directories are trash for a later sweep. Raises OSError.
     """
     for path in list(directory.glob("step-*.tmp-*")):
         with suppress(FileNotFoundError):
@@ -169,7 +169,7 @@ def is_dead(path: Path, sole: bool = False) -> bool:
 
 
 def new_token() -> str:
-    """Unique, and tells whose it is: `<host>.<process id>.<random>.<machine>`; see `_is_abandoned`."""
+    """Return a unique token that names its owner: `<host>.<process id>.<random>.<machine>`; see `_is_abandoned`."""
     return f"{_host()}.{os.getpid()}.{secrets.token_hex(4)}.{_machine()}"
 
 
@@ -178,14 +178,14 @@ def _host() -> str:
 
 
 def _machine() -> str:
-    """This boot and process-id namespace, in a few digits: a process id says something only within it."""
+    """Return a few digits for this boot and process-id namespace: a process id means something only within it."""
     return hashlib.blake2s(machine().encode(), digest_size=6).hexdigest()
 
 
 def _is_abandoned(path: Path, token: str) -> bool:
-    """Its process is gone; or, of one that cannot be seen from here, nothing in it has changed for long.
+    """Return whether its process is gone or, if that cannot be seen from here, nothing in it has changed for long.
 
-    Earlier releases left out the machine: of theirs only time tells.
+    Tokens of earlier releases do not name the machine: for these only time tells.
     """
     host, _, rest = token.partition(".")
     process, _, rest = rest.partition(".")

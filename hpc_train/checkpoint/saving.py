@@ -158,7 +158,7 @@ def take(
 
 
 def _checked(pieces: Iterable[Piece]) -> Iterable[Piece]:
-    """The same pieces. Raises CheckpointError for what is often given in their place."""
+    """Return the pieces unchanged. Raises CheckpointError for objects that are often given instead of pieces."""
     if isinstance(pieces, Mapping):
         raise CheckpointError("it was given a state dict; give one api.Piece a tensor, which tells where it belongs")
     for piece in pieces:
@@ -332,7 +332,7 @@ def commit(
     sync_directory(temporary)
     if lock is not None:
         lock.check()
-    replaced = beside(path, "old", new_token()) if os.path.lexists(path) else None  # also a link to nowhere
+    replaced = beside(path, "old", new_token()) if os.path.lexists(path) else None  # lexists: also for a dangling link
     ours = _inode(temporary)
     try:
         if replaced:
@@ -353,9 +353,9 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 def _undo(temporary: Path, path: Path, replaced: Path | None, ours: tuple[int, int]) -> None:
-    """Give the names back, so that an error means that nothing was committed.
+    """Rename everything back, so that an error means that nothing was committed.
 
-    ours: inode of what was to be committed. Another one of that name was committed by whoever took the lock over.
+    ours: inode of what was to be committed. Another inode of that name was committed by whoever took the lock over.
     """
     with suppress(OSError):
         if path.exists() and not temporary.exists() and _inode(path) == ours:

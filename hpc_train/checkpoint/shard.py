@@ -181,7 +181,7 @@ def write_table(
 ) -> ShardFile:
     """Put the table of a shard file of that size beside it, and on the disk. Raises OSError.
 
-    held: what is in it. parts, inflated: of a compressed one; see chunks and ShardFile.
+    held: contents of the file. parts, inflated: of a compressed file; see chunks and ShardFile.
     """
     table = to_bytes(size, digests, seal_of_table(held.seal, parts), parts)
     write_file(beside(directory / name), table)

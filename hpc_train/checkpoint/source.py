@@ -161,7 +161,7 @@ class Source:
         return not self._opened(file).direct and self._opened(file).parts is None
 
     def check(self, strips: Strips) -> None:
-        """Raise CheckpointError unless the files have every byte that the strips want."""
+        """Raise CheckpointError unless the files have every byte that the strips need."""
         begin, end = strips["begin"], ends(strips)
         sizes = np.array(self.sizes, dtype=np.int64)[strips["file"]]
         if ((begin < 0) | (end < begin) | (end > sizes)).any():
@@ -174,14 +174,14 @@ class Source:
                 raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
 
     def check_sizes(self) -> None:
-        """Raise CheckpointError unless every file is as large as it was when it was committed; OSError."""
+        """Raise CheckpointError unless every file has the size that was committed; OSError if a size cannot be read."""
         for file in self._files:
             size = (self._directory / file.name).lstat().st_size
             if size != file.bytes:
                 raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
 
     def check_all(self) -> None:
-        """Raise CheckpointError unless every file is there and holds what the manifest says, as far as it says."""
+        """Raise CheckpointError unless every file is there and describes itself as the manifest does."""
         for file, it in enumerate(self._files):
             opened = _Opened(self._directory, it)
             try:
@@ -208,7 +208,7 @@ class Source:
             return self._open[file]
 
     def _check(self, file: int, it: _Opened) -> None:
-        """Raise CheckpointError unless the file holds what the manifest says."""
+        """Raise CheckpointError unless the file describes itself as the manifest does."""
 
         def read(begin: int, end: int) -> bytes:
             memory = memoryview(pages(end - begin))
@@ -301,7 +301,7 @@ def table_of(directory: Path, file: ShardFile) -> Table:
 
 
 def check_folders(directory: Path, name: str) -> None:
-    """Raise CheckpointError where a folder between a step and its file is a link, which could lead anywhere."""
+    """Raise CheckpointError if a folder between a step and its file is a link, which could lead anywhere."""
     folder = directory
     for part in ("", *name.split("/")[:-1]):
         folder = folder / part

@@ -52,9 +52,9 @@ def verify(directory: Path, step: int, world: World | None = None) -> list[Probl
 def verify_alone(
     path: Path, step: int, jobs: int = 1, tell: Callable[[int], object] = lambda done: None
 ) -> tuple[Manifest | None, list[Problem]]:
-    """The same in one process, of a step whose directory is known; the manifest is None where it is damaged.
+    """Verify a step in one process, given its directory; the returned manifest is None if it is damaged.
 
-    jobs, tell: as `file_problems`.
+    jobs, tell: as in `file_problems`.
     """
     manifest, problems = _manifest(path, step)
     if manifest is None:
@@ -65,7 +65,7 @@ def verify_alone(
 
 
 def index_problems(path: Path, manifest: Manifest) -> list[Problem]:
-    """What is wrong with the index of a step, if it has one; only a regular file is opened."""
+    """Return the problems of a step's index, if it has one; only a regular file is opened."""
     try:
         check_regular(path / INDEX, follow=False)
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def file_problems(
 
 
 def _contradiction(path: Path, manifest: Manifest, number: int) -> Problem | None:
-    """What a file, whose bytes are those that were committed, says of itself that the manifest does not."""
+    """Return how a file contradicts the manifest, if it does, although its bytes are those that were committed."""
     file = manifest.files[number]
     try:
         with os.fdopen(open_regular(path / file.name), "rb", buffering=0) as opened:

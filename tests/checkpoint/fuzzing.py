@@ -1,6 +1,6 @@
-"""Damage that a person could have thought of: small steps, of which every file is changed in every way there is.
+"""Fuzz small checkpoint steps: change every file in every way that a person could have thought of.
 
-Run as a program in a process of its own: whatever a case does to it, the process that started it can tell.
+Run it as a program in a process of its own: whatever a case does to that process, its parent can tell.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ DTYPES = ("float32", "float64", "int8", "bool", "bfloat16", "complex128", "nn", 
 
 
 def tensors(step: int) -> State:
-    """Several that are alike, so that one can be taken for another; and some that are not."""
+    """Return tensors, several of them alike so that one can be taken for another, and some not."""
     draw = torch.Generator().manual_seed(step)
 
     def some(*shape: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Base:
     tensors: State
     files: dict[str, bytes] = field(default_factory=dict)
     structure: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """Of every shard file the spans that are no tensor's."""
+    """Spans of each shard file that belong to no tensor."""
     step: int = STEP
 
     @property
@@ -124,7 +124,7 @@ class Base:
         self.files = {
             it.relative_to(self.path).as_posix(): it.read_bytes() for it in self.path.rglob("*") if it.is_file()
         }
-        for name in self.files:  # no longer the files of another step too
+        for name in self.files:  # so that no file is shared with another step any more
             self.put(name, self.files[name])
         manifest = read(self.path, self.step)
         for file in manifest.files:
@@ -143,7 +143,7 @@ class Base:
 
 
 def _data(manifest: Any, name: str) -> list[tuple[int, int]]:
-    """All bytes of tensors, also of those that the step has no use for any more: those of their pages."""
+    """Return the spans of all tensors in a file, including those that the step no longer uses (their pages)."""
     index = [file.name for file in manifest.files].index(name)
     sizes = {it.name: it.itemsize for it in manifest.holdings.tensors}
     return [
@@ -164,7 +164,7 @@ def _between(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
 
 
 def make_bases(where: Path, older: Path) -> list[Base]:
-    """Plain, of two files, compressed, sharing with an earlier step, and of older formats; step 1 is sound in all."""
+    """Make steps: plain, of two files, compressed, sharing with an earlier one, of older formats; step 1 is sound."""
     bases = []
     for name in ("plain", "split", "compressed", "shared"):
         directory, level = where / name, int(name == "compressed")
@@ -209,14 +209,14 @@ def whole_in_place(found: State) -> list[Piece]:
 
 
 def seal(base: Base, body: dict[str, Any], draw: random.Random) -> bytes:
-    """The text of a manifest with the checksum that it should have."""
+    """Return the text of a manifest with the right checksum."""
     body.pop("checksum", None)
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return text[:-1] + f',"checksum":"{checksum_of(text)}"}}\n'.encode()
 
 
 def spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to everything in a JSON value but to itself."""
+    """Yield the path to every value inside a JSON value."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*path, key)
@@ -230,7 +230,7 @@ def at(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def change_tree(tree: Any, draw: random.Random) -> None:
-    """One place of a JSON value."""
+    """Change one place of a JSON value."""
     ways = list(spots(tree))
     path = draw.choice(ways)
     holder, key = at(tree, path[:-1]), path[-1]
@@ -257,7 +257,7 @@ def change_tree(tree: Any, draw: random.Random) -> None:
 
 
 def change_bytes(data: bytes, draw: random.Random, spans: list[tuple[int, int]] | None = None) -> bytes:
-    """One place of bytes. spans: where it is, and then the length stays."""
+    """Change one place of some bytes. spans: where that may be; the length then stays the same."""
     low, high = draw.choice(spans) if spans else (0, max(1, len(data)))
     if spans and high - low > 4096 and draw.random() < 0.7:
         high = low + 4096
@@ -306,7 +306,7 @@ def deep(base: Base, draw: random.Random) -> dict[str, bytes]:
 
 
 def table(base: Base, draw: random.Random) -> dict[str, bytes]:
-    """Of digests, and of parts, which the manifest then names."""
+    """Change a table of digests and parts, and its checksum in the manifest."""
     name = draw.choice(base.shards)
     data = base.files[name + ".digests"]
     words = [(at, at + 8) for at in range(0, len(data) - 7, 8)]
@@ -329,7 +329,7 @@ def shard(base: Base, draw: random.Random) -> dict[str, bytes]:
 
 
 def structure(base: Base, draw: random.Random) -> dict[str, bytes]:
-    """HDF5's own bytes, with all digests made again."""
+    """Change HDF5's own bytes, and make all digests again."""
     name = draw.choice(base.shards)
     data = base.files[name]
     for _ in range(draw.choice((1, 1, 2, 4))):
@@ -338,7 +338,7 @@ def structure(base: Base, draw: random.Random) -> dict[str, bytes]:
 
 
 def cut_off(base: Base, draw: random.Random) -> dict[str, bytes]:
-    """The file ends earlier or later, and all else agrees with that."""
+    """Make a file shorter or longer, and everything else agree with that."""
     name = draw.choice(base.shards)
     data = base.files[name]
     data = data[: draw.randrange(len(data))] if draw.random() < 0.6 else data + bytes(draw.choice((1, 4096, 200_000)))
@@ -375,11 +375,11 @@ WAYS: tuple[tuple[Callable[[Base, random.Random], dict[str, bytes]], int], ...] 
 
 
 class TooSlow(BaseException):
-    """Not an Exception, so that nobody on the way takes it for damage."""
+    """A case took too long. Not an Exception, so that no handler takes it for damage."""
 
 
 def run_case(bases: list[Base], seed: int) -> tuple[str, str]:
-    """(what was done, what became of it); raises AssertionError for what must not be."""
+    """Run a case; returns (what was done, what became of it). Raises AssertionError for what must not happen."""
     draw = random.Random(seed)
     base = draw.choice(bases)
     way = draw.choices([it for it, _ in WAYS], [weight for _, weight in WAYS])[0]
@@ -428,7 +428,7 @@ def look(base: Base, also_resume: bool) -> str:
 
 
 def within_time(work: Callable[[], Any]) -> Any:
-    """No longer than SECONDS of this process, whatever else the machine does."""
+    """Call `work` for at most SECONDS of this process's time, whatever else the machine does."""
 
     def late(number: int, frame: object) -> None:
         raise TooSlow
@@ -447,7 +447,7 @@ def within_time(work: Callable[[], Any]) -> Any:
 
 
 def memory_now() -> int:
-    """Resident bytes; the peak is counted from now on (proc(5), clear_refs)."""
+    """Return the resident bytes, and count the peak from now on (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -462,7 +462,7 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Print JSON: how many cases ended how, and the failures with their seeds."""
+    """Print JSON: the number of cases by outcome, and the failures with their seeds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("where", type=Path)
     parser.add_argument("--cases", type=int, default=1000)

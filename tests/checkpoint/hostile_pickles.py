@@ -1,4 +1,4 @@
-"""Pickles that would run code in Python's own reader: each is written to make the file `canary`."""
+"""Pickles that would run code in Python's own reader: each tries to make the file `canary`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def programs(canary: Path) -> dict[str, bytes]:
-    """Name of a trick -> its pickle."""
+    """Return the pickle of each trick, by its name."""
     import os
 
     command = f"touch {canary}"
@@ -158,7 +158,7 @@ def programs(canary: Path) -> dict[str, bytes]:
 
 
 def bombs() -> dict[str, bytes]:
-    """Pickles that take all the memory, the stack or the time of a reader that believes them."""
+    """Return pickles that exhaust the memory, the stack or the time of a reader that believes them."""
     double = b"]q\x00" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
     nested = b"".join(b"}q" + bytes([i % 250]) for i in range(200)) + b"0" * 199
     shared = b"}q\x00" + b"".join(

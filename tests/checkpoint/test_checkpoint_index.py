@@ -1,4 +1,4 @@
-"""index.h5: a list of tensors for any HDF5 tool, which never shows wrong values because it shows none."""
+"""index.h5: a list of tensors for any HDF5 tool; it has no values, so it never shows wrong ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 
 
 def listed(step: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape), by plain h5py."""
+    """Return (dtype, shape) of each tensor by name, read with plain h5py."""
     with h5py.File(step / INDEX) as file:
         rows = file["tensors"][()]
     return {
@@ -78,7 +78,7 @@ def test_h5dump_and_h5ls_of_debian_list_the_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "cut"])
 def test_it_never_shows_values_of_a_shard_that_is_missing_or_damaged(tmp_path: Path, harm: str) -> None:
-    """A view would read as zeros or as garbage, as HDF5 does not know better."""
+    """A view would show zeros or garbage, because HDF5 cannot tell."""
     step = save_on(tmp_path, 2, 0)
     shard = next(step.glob("shards/*/*.h5"))
     content = bytearray(shard.read_bytes())

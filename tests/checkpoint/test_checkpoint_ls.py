@@ -163,7 +163,7 @@ def test_prune_keeps_the_newest_commits(run: Path, terminal: Terminal) -> None:
     directory = run / "checkpoints"
     (directory / "step-3.trash-host.1.ab").mkdir()
     host, _, random, machine = new_token().split(".")
-    dead = f"step-4.tmp-{host}.4194305.{random}.{machine}"  # above the largest process id
+    dead = f"step-4.tmp-{host}.4194305.{random}.{machine}"  # larger than any process id
     (directory / dead).mkdir()
     expected = {"removed": [5], "kept": [10, 7], "leftovers": ["step-3.trash-host.1.ab", dead], "dry_run": True}
     before = names(directory)

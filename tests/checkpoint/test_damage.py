@@ -136,7 +136,7 @@ def test_a_damaged_manifest(tmp_path: Path, damage: str) -> None:
 
 def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
     save_alone(tmp_path, 1, {"w": torch.ones(3)})
-    (tmp_path / "step-1" / "index.h5").unlink()  # looked at each time, for thousands of times
+    (tmp_path / "step-1" / "index.h5").unlink()  # it would be checked each of thousands of times
     shard = tmp_path / "step-1" / "shards/000/000000.h5"
     good = shard.read_bytes()
     for at in range(0, len(good), 29):

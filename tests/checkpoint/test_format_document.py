@@ -1,4 +1,4 @@
-"""docs/checkpoint_format.md says what is written: a reader made of the document alone reads every kind of step."""
+"""docs/checkpoint_format.md is right: a reader written from the document alone reads every kind of step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def body_of(path: Path) -> dict[str, Any]:
 
 
 def image_of(path: Path, body: dict[str, Any], file: int) -> tuple[bytes, bytes, bytes]:
-    """(the image of a file, its seal, the parts of its table)"""
+    """Return (the image of a file, its seal, the parts of its table)."""
     name, size, digests = body["files"][file]
     data, table = (path / name).read_bytes(), (path / (name + ".digests")).read_bytes()
     assert digests == "xxh3_128:" + xxhash.xxh3_128_hexdigest(table)
@@ -109,7 +109,7 @@ def image_of(path: Path, body: dict[str, Any], file: int) -> tuple[bytes, bytes,
 
 
 def pieces_of(body: dict[str, Any]) -> Iterator[tuple[int, list[tuple[Any, ...]], bool]]:
-    """(file, (tensor, dtype, shape of the tensor, offset, shape, place) of its rows, whether they are all of it)"""
+    """Yield (file, (tensor, dtype, tensor's shape, offset, shape, place) of its rows, whether they are all of it)."""
     kind_of = column(body["kinds"]["of"])
     for layout in body["layouts"]:
         cut_of = column(layout["cuts"]["of"])
@@ -147,7 +147,7 @@ def test_a_reader_of_the_document_reads_it(step: tuple[Path, State]) -> None:
 
 
 def table_after(words: str) -> set[str]:
-    """The names in the first column of the first table after some words of the document."""
+    """Return the names in the first column of the first table after some words of the document."""
     text = DOCUMENT.read_text().partition(words)[2]
     rows = text[text.index("\n|") :].partition("\n\n")[0].splitlines()
     return {name for row in rows if (name := row.split("|")[1].strip(" `") if "|" in row else "")} - {"---", "key"}

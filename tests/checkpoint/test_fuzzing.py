@@ -1,4 +1,4 @@
-"""Whatever is changed in a step, it is refused or gives what was saved: see fuzzing.py, a process of its own."""
+"""A changed step is refused or gives what was saved, whatever is changed: runs fuzzing.py in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("fuzzing.py")
 SHARE = 10_000
-"""Cases of one process."""
+"""Cases per process."""
 
 
 @pytest.fixture
 def where() -> Iterator[Path]:
-    """In memory, where there is room: every case writes files anew."""
+    """A folder in memory, where there is room: every case writes files anew."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield Path(directory)
@@ -28,7 +28,7 @@ def run(where: Path, first: int, cases: int) -> None:
     command = [sys.executable, PROGRAM, where, "--first", str(first), "--cases", str(cases)]
     ended = subprocess.run(command, capture_output=True, text=True)
     lines = ended.stdout.splitlines()
-    assert ended.returncode in (0, 1), ended.stderr[-2000:]  # a signal: the last line tells at which case
+    assert ended.returncode in (0, 1), ended.stderr[-2000:]  # after a signal, the last line tells at which case
     result = json.loads(lines[-1])
     assert result["failures"] == []
     assert sum(result["counts"].values()) == cases

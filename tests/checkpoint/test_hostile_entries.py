@@ -1,4 +1,4 @@
-"""What else can lie where checkpoints are: links, pipes, devices, files without end. Nothing waits, nothing follows."""
+"""Links, pipes, devices and endless files where checkpoints are: nothing waits for them, and nothing follows them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARD = "shards/000/000000.h5"
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """What takes longer is ended by an error."""
+    """Raise an error if the body takes longer."""
 
     def late(number: int, frame: object) -> None:
         raise AssertionError(f"it takes more than {seconds} s")
@@ -57,12 +57,12 @@ def replaced(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def to_itself(path: Path) -> None:
-    """A link, to the very file that was there."""
+    """Put a link there that leads to the file that was there."""
     path.symlink_to(path.with_name("moved-" + path.name))
 
 
 def without_end(path: Path) -> None:
-    """A file of a terabyte that takes no room."""
+    """Make a sparse file of a terabyte."""
     path.touch()
     os.truncate(path, 1 << 40)
 

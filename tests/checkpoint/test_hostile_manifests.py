@@ -1,4 +1,4 @@
-"""A manifest that lies, with its checksum made again, is found by `verify`, refused by `load`, and passed over."""
+"""A manifest that lies, with a valid checksum, is found by `verify`, refused by `load`, and skipped on resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENSORS = {
     "c": torch.arange(30, dtype=torch.float64).reshape(5, 6),
     "zeros": torch.zeros(4, 4096),
 }
-"""a and b are alike but for their values; zeros are worth compressing."""
+"""a and b differ only in their values; zeros are worth compressing."""
 
 
 def reseal(step: Path, change: Callable[[Body], object]) -> None:
@@ -90,7 +90,7 @@ def a_hole(body: Body) -> None:
 
 
 def overlapping(body: Body) -> None:
-    """Two rectangles of one tensor, with as many elements as it has."""
+    """Make two rectangles of one tensor overlap, with as many elements together as it has."""
     body["layouts"][0]["tensors"] = [0, 0, 2, 3]
     body["kinds"]["are"][0][1] = [128]
 
@@ -172,7 +172,7 @@ CHANGES: dict[str, Callable[[Body], object]] = {
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two sound steps, the second of which is damaged in a copy of them."""
+    """Two sound steps; tests damage the second in a copy of them."""
     directory = tmp_path_factory.mktemp("hostile")
     save_alone(directory, 1, TENSORS, {"consumed": 1})
     save_alone(directory, 2, TENSORS, {"consumed": 2})
@@ -190,7 +190,7 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
 
 
 def refuses(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Step 2, in every way there is to come across it; and step 1 is gone on from."""
+    """Check that every way to read step 2 refuses it, and that resuming takes step 1."""
     assert verify(directory, 2) != []
     with pytest.raises(CheckpointError, match="step 2"):
         load(directory, 2, poisoned(), alone())
@@ -244,9 +244,9 @@ def test_the_command_says_what_the_function_says(directory: Path, what: str, ter
     assert [it["what"] for it in json.loads(found.out)["problems"]] == [it.what for it in verify(directory, 2)]
 
 
-@pytest.mark.long  # all of torch is compiled for it
+@pytest.mark.long  # compiles all of torch
 def test_what_is_checked_does_not_hang_on_asserts(directory: Path) -> None:
-    """As under PYTHONOPTIMIZE, which removes them."""
+    """PYTHONOPTIMIZE, or -O, removes asserts."""
     reseal(directory / "step-2", CHANGES["place 2^62"])
     code = (
         "import sys, torch; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
@@ -261,7 +261,7 @@ def test_what_is_checked_does_not_hang_on_asserts(directory: Path) -> None:
 
 
 def two_of_a_rank(world: World, directory: Path) -> None:
-    """Rows that both ranks want, of which each would read some for the other."""
+    """Save rows that both ranks want, so that each would read some for the other."""
     save(directory, 2, sharded(TENSORS, 0, world.rank, world.size), {}, world).wait()
 
 

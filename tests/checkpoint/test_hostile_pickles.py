@@ -27,10 +27,10 @@ from hpc_train.checkpoint.formats.dcp_metadata import parse_metadata
 from hpc_train.checkpoint.offline.source import blank
 from hpc_train.errors import UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says of one process
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch warns in a single process
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "model": {"b": torch.ones(5)}}
 ROOM = 1 << 30
-"""Bytes of address space that a reader may take beyond what the process has."""
+"""Bytes of address space that a reader may use beyond what the process has."""
 Write = Callable[[Path, bytes], None]
 
 
@@ -41,7 +41,7 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """A reader that allocates what a file claims gets a MemoryError, in place of the machine's memory."""
+    """Limit the address space: a reader that allocates what a file claims gets a MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + ROOM, before[1]))
@@ -52,13 +52,13 @@ def little_memory() -> Iterator[None]:
 
 
 def write_dcp(folder: Path) -> Path:
-    """A sound checkpoint of torch.distributed.checkpoint."""
+    """Write a sound checkpoint of torch.distributed.checkpoint."""
     dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     return folder
 
 
 def as_zip(path: Path, data: bytes) -> None:
-    """The pickle of an archive of torch.save."""
+    """Write the pickle as that of a torch.save archive."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", bytes(64))
@@ -66,13 +66,13 @@ def as_zip(path: Path, data: bytes) -> None:
 
 
 def as_legacy(path: Path, data: bytes) -> None:
-    """The pickle of a file of before torch 1.6."""
+    """Write the pickle as that of a file from before torch 1.6."""
     head = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True}]
     path.write_bytes(b"".join(pickle.dumps(it, 2) for it in head) + data + pickle.dumps([], 2))
 
 
 def as_first(path: Path, data: bytes) -> None:
-    """The first bytes of a file without any format."""
+    """Write the pickle as the first bytes of a file without any format."""
     path.write_bytes(data)
 
 
@@ -80,7 +80,7 @@ WAYS: dict[str, Write] = {"zip": as_zip, "legacy": as_legacy, "raw": as_first}
 
 
 def refuse(read: Callable[[], object]) -> None:
-    """One line, and no traceback of anything else."""
+    """Check that `read` raises an error of one printable line, and nothing else."""
     with pytest.raises((UserError, CheckpointError)) as caught:
         read()
     assert "\n" not in str(caught.value)
@@ -88,7 +88,7 @@ def refuse(read: Callable[[], object]) -> None:
 
 
 def read_or_refuse(read: Callable[[], Any]) -> Any:
-    """What a reader makes of a file that may be harmless after all; None if it is refused, in one line."""
+    """Return the result of `read`, as the file may be harmless after all; None if it is refused, in one line."""
     try:
         return read()
     except (UserError, CheckpointError) as error:
@@ -113,7 +113,7 @@ def test_no_program_runs_from_dcp_metadata(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(data)
         refuse(lambda: parse_metadata(folder))
         assert not canary.exists(), name
-        (folder / ".metadata").write_bytes(data[:-1] + b"0" + sound[2:])  # with sound metadata behind it
+        (folder / ".metadata").write_bytes(data[:-1] + b"0" + sound[2:])  # followed by sound metadata
         assert read_or_refuse(lambda: parse_metadata(folder)) in (None, expected), name
         assert not canary.exists(), name
 
@@ -128,7 +128,7 @@ def test_no_program_runs_from_dcp_data(tmp_path: Path) -> None:
     for name, data in programs(canary).items():
         as_zip(tmp_path / "one", data)
         archive = (tmp_path / "one").read_bytes()
-        comment = chunk.size - len(archive)  # fills up what the metadata says is the length of this item
+        comment = chunk.size - len(archive)  # pads the item to the length that the metadata says
         content = archive[:-2] + struct.pack("<H", comment) + bytes(comment)
         file.write_bytes(sound[: chunk.begin] + content + sound[chunk.begin + chunk.size :])
         stored = Stored(folder, expected, names, {"w": torch.float32})
@@ -138,12 +138,12 @@ def test_no_program_runs_from_dcp_data(tmp_path: Path) -> None:
 
 
 def test_the_extension_registry_is_not_used(tmp_path: Path) -> None:
-    """Even where the process has registered a function, and Python has cached it."""
+    """Not even if the process has registered a function, and Python has cached it."""
     canary = tmp_path / "canary"
     copyreg.add_extension("posix", "system", 1)
     try:
         data = programs(canary)["EXT1"]
-        pickle.loads(b"\x80\x02\x82\x01.")  # now it is in the cache, where no find_class is asked
+        pickle.loads(b"\x80\x02\x82\x01.")  # now it is in the cache, and find_class is not called for it
         as_zip(tmp_path / "file.pt", data)
         refuse(lambda: pickled.read(tmp_path / "file.pt"))
         folder = write_dcp(tmp_path / "dcp")
@@ -187,7 +187,7 @@ def test_bombs_end_at_once(tmp_path: Path, name: str) -> None:
 def rebuilt(
     size: Any, stride: Any, offset: int = 0, count: int = 16, key: str = "0", storage: str = "FloatStorage"
 ) -> bytes:
-    """The pickle of {"w": a tensor in the storage `key` of 64 bytes}."""
+    """Return the pickle of {"w": a tensor in the storage `key` of 64 bytes}."""
 
     def number(value: int) -> bytes:
         return b"\x8a\x10" + value.to_bytes(16, "little", signed=True)
@@ -236,7 +236,7 @@ def test_a_tensor_is_within_its_storage_and_its_storage_within_the_file(tmp_path
 
 def test_archives_that_claim_too_much(tmp_path: Path) -> None:
     data, file = rebuilt((4, 4), (4, 1)), tmp_path / "file.pt"
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:  # 256 MiB in some kilobytes
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:  # 256 MiB in a few kilobytes
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", bytes(256 << 20))
     refuse(lambda: pickled.read(file))

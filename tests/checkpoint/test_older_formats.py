@@ -22,7 +22,7 @@ COUNTED = {**ZEROS, "counted": (torch.arange(4 * 80000) % 50).reshape(4, 80000).
 MOVED = {**COUNTED, "step": torch.tensor(8), "counted": COUNTED["counted"].clone()}
 MOVED["counted"][2] += 1
 FORMATS = {1: (2, TENSORS), 2: (3, ZEROS), 3: (4, TENSORS), 4: (4, COUNTED), 5: (4, COUNTED), 6: (4, MOVED)}
-"""By step; in 2 and 4 the tensors are compressed, and 6 shares a file with 5, of one rank."""
+"""Format and tensors of each step; in 2 and 4 the tensors are compressed, and 6 shares a file with 5, of one rank."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_it_is_sound_and_has_what_was_saved(directory: Path, step: int) -> None:
 
 
 def swap_two_halves(body: dict[str, Any]) -> None:
-    """Tensors that are alike but for their values and where they lie."""
+    """Swap the names of two tensors that differ only in their values and places."""
     body["tensors"][1], body["tensors"][2] = body["tensors"][2], body["tensors"][1]
 
 

@@ -20,7 +20,7 @@ STATE = {"w": torch.arange(6.0), "b": torch.ones(2)}
 
 
 def overlapping() -> list[Piece]:
-    """Two pieces of the same elements."""
+    """Return two pieces of the same elements."""
     return [Piece("w", (6,), torch.float32, (at,), torch.ones(4)) for at in (0, 2)]
 
 
@@ -72,7 +72,7 @@ def _one_rank_fails(world: World, folder: str) -> list[str]:
                 Saver(Path(folder), world).save(step, STATE if world.rank == 1 else pieces, {}).result(60)  # type: ignore[arg-type]
         except CheckpointError as error:
             said.append(str(error))
-    save(Path(folder), 3, whole(STATE) if world.rank == 0 else [], {}, world)  # and nobody is out of step
+    save(Path(folder), 3, whole(STATE) if world.rank == 0 else [], {}, world)  # and the ranks are still in step
     return said
 
 

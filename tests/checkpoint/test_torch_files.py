@@ -1,4 +1,4 @@
-"""Our reader of torch.save gives what torch.load gives, whatever torch can write."""
+"""Our reader of torch.save returns what torch.load returns, for everything that torch can write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpc_train.testing import run_ranks
 
 
 def everything() -> dict[str, Any]:
-    """Views, shared storages, parameters, every kind of dtype, and what is no tensor."""
+    """Return views, shared storages, parameters, all kinds of dtypes, and objects that are not tensors."""
     base = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
     parameter, tensor = torch.nn.Parameter(base[0].clone()), base[1].clone()
     parameter.note, tensor.note = 3, "x"  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def everything() -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """What is to be read."""
+    """Yield the name and value of every tensor that must be read."""
     if isinstance(value, torch.Tensor):
         yield name, value.detach()
     elif isinstance(value, dict):

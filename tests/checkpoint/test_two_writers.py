@@ -194,7 +194,7 @@ def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) ->
 
 
 class Sleeper(Lock):
-    """A lock whose owner falls asleep right after it has seen, before a commit, that it still has it."""
+    """A lock whose owner falls asleep right before a commit, after it has checked that it still has the lock."""
 
     asleep: Connection
 
@@ -207,7 +207,7 @@ class Sleeper(Lock):
 
 
 def sleep_before_commit(directory: Path, word: Connection) -> None:
-    """Save a step, as a process on another machine would, and say what came of it."""
+    """Save a step as a process on another machine would, and send the outcome."""
     take_lock(directory).release()
     owner = replace(this_process({}), host="node7", machine="another boot")
     lock = Sleeper(directory / "lock", owner, BEAT)

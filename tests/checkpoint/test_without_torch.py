@@ -1,4 +1,4 @@
-"""What only looks at checkpoints, or removes them, starts without torch, whose import takes seconds."""
+"""Commands that only look at checkpoints, or remove them, start without torch, which takes seconds to import."""
 
 from __future__ import annotations
 

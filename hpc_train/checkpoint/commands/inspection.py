@@ -159,7 +159,7 @@ def _file(file: ShardFile) -> dict[str, Any]:
 
 
 def writers_of(name: str) -> int:
-    """How many ranks have written the file of that name (or were to: some may have had nothing)."""
+    """Return how many ranks wrote the file of that name, or were to write it (some may have had nothing)."""
     found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
     return int(found[2]) - int(found[1]) + 1 if found else 1
 

@@ -94,7 +94,7 @@ def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> Ent
 
 
 def _verifies(directory: Path, step: int) -> bool:
-    from hpc_train.checkpoint.verification import verify  # imports torch, without which a listing takes a tenth
+    from hpc_train.checkpoint.verification import verify  # imports torch; listing without it takes a tenth of the time
 
     return not verify(directory, step)
 

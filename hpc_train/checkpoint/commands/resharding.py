@@ -38,9 +38,9 @@ def reshard(where: str, out: str, ranks: int, dim: int, json: bool) -> int:
 
 
 def _refuse_output(out: Path, directory: Path) -> None:
-    """Raise UserError where a copy would pass for one of a run's own steps, or lie among other files.
+    """Raise UserError if a copy would pass for one of a run's own steps, or lie among other files.
 
-    directory: of the checkpoints that are read, without links.
+    directory: of the checkpoints that are read, with links resolved.
     """
     place = out.resolve()
     for own in (Target(directory).run, directory):

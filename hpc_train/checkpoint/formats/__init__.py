@@ -1,4 +1,4 @@
-"""Formats of other libraries. No code from a file runs, and no size in a file is believed before it is checked.
+"""Formats of other libraries. No code from a file runs, and every size in a file is checked before use.
 
 family_config       config.json of transformers, both ways
 safetensors_files   one file, or several with an index; by the library of that name

@@ -1,4 +1,4 @@
-"""Open files from elsewhere: regular ones only, without waiting, and never more bytes than a bound."""
+"""Open files from elsewhere: only regular ones, without waiting, and never more bytes than a bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes; UserError for a larger one."""
+    """Return the content of a regular file of at most `most` bytes. Raises UserError for a larger one."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -37,7 +37,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, most: int = 64 << 20) -> Any:
-    """What a JSON file of at most `most` bytes holds. ValueError for other text, or nested too deeply."""
+    """Return the value of a JSON file of at most `most` bytes. ValueError for other text, or if nested too deeply."""
     try:
         return json.loads(read_bounded(path, most))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: written by torch, one tensor at a time; read by us, as torch would unpickle."""
+"""Files of torch.distributed.checkpoint: torch writes them, one tensor at a time; we read them without unpickling."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 class Stored:
-    """The tensors of such a checkpoint (a Tensors). We read its files ourselves: torch's reader unpickles."""
+    """Tensors of a torch.distributed.checkpoint (a Tensors). We read its files ourselves: torch's reader unpickles."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Stored:
         names: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """stored: of parse_metadata. names: ours, and theirs. dtypes: that ours are to have."""
+        """stored: from parse_metadata. names: ours to theirs. dtypes: that our tensors shall have."""
         self._folder, self._stored, self._names, self._dtypes = folder, stored, names, dtypes
         self._mapped: dict[str, MappedFile] = {}
 
@@ -90,7 +90,7 @@ class Stored:
         ]
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Raises CheckpointError for a file that does not hold what the metadata says, OSError."""
+        """Fill the pieces. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
         for piece in pieces:
             wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
             stored = self._stored[self._names[piece.name]]
@@ -102,7 +102,7 @@ class Stored:
                     piece.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
 
     def _read(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the mapped file."""
+        """Return the tensor of a chunk, as a view of the mapped file."""
         path = self._folder / chunk.file
         try:
             with open_regular(path) as file:

@@ -21,17 +21,17 @@ from hpc_train.errors import UserError
 METADATA = ".metadata"
 _MOST_BYTES = 512 << 20
 _MOST_OBJECTS = 10_000_000
-"""Some ten a chunk."""
+"""Limit on objects in the metadata; a chunk takes about ten."""
 _MOST_ODD_CHUNKS = 4096
-"""Chunks of a tensor that are not cells of a grid; to compare them takes the square of their number."""
+"""Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
 _HERE = "torch.distributed.checkpoint.metadata"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
-"""Where torch before 2.3 had the properties of tensors."""
+"""Module of the tensor properties before torch 2.3."""
 
 
 @cache
 def _allowed() -> frozenset[tuple[str, str]]:
-    """What torch's metadata is made of, exactly."""
+    """Return the exact names that torch's metadata is made of."""
     classes = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
     return frozenset(
@@ -52,7 +52,7 @@ def _allowed() -> frozenset[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and the bytes that hold it as an object of torch.save."""
+    """A part of a tensor and the bytes that hold it, as an object of torch.save."""
 
     rectangle: Rectangle
     file: str
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint; its chunks cover it exactly once, within files that are there."""
+    """A tensor of the checkpoint. Its chunks cover it exactly once and lie within existing files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Item:
-    """Where the metadata says that something is."""
+    """Place of an item, as the metadata says."""
 
     file: str
     begin: int
@@ -80,13 +80,13 @@ class _Item:
 
 
 _Key = tuple[str, tuple[int, ...]]
-"""(name of a tensor, offset of the chunk in it)"""
+"""(tensor name, offset of the chunk in it)"""
 
 
 def parse_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Name, dtype, shape and places of every tensor. Objects that are no tensors are left out, and never read.
+    """Return name, dtype, shape and places of every tensor. Other objects are left out, and never read.
 
-    Raises UserError if it is no such checkpoint, names what no metadata of torch has, or is at odds with its files.
+    Raises UserError if it is no such checkpoint, names what torch's metadata never does, or contradicts its files.
     """
     path = folder / METADATA
     try:
@@ -120,7 +120,7 @@ def _tensors(root: Any) -> dict[str, StoredTensor]:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object of that class, without making one."""
+    """Return the attributes of a pickled object of class `name`, without making one."""
     if type(value) is not Call or value.function.name != name or value.args or type(value.state) is not Pairs:
         raise PickleError(f"no {name} where one should be")
     return value.state.by_name()
@@ -130,7 +130,7 @@ def _items(value: Any) -> Iterable[tuple[_Key, _Item]]:
     for key, info in value.pairs:
         index, where = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
         if index.get("offset") is None:
-            continue  # no tensor, but an object
+            continue  # an object, not a tensor
         if where.get("transform_descriptors"):
             raise PickleError("its files are transformed (compressed or encrypted), which is not read")
         file, begin, size = where["relative_path"], where["offset"], where["length"]
@@ -183,7 +183,7 @@ def _columns(rectangles: list[Rectangle]) -> tuple[list[tuple[int, ...]], list[t
 
 
 def _check_sizes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
-    """Raise PickleError if a place is past the end of its file, or all tensors together are larger than all files."""
+    """Raise PickleError if a chunk ends past the end of its file, or all tensors together are larger than all files."""
     chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
     sizes = {name: (folder / name).stat().st_size for name in {it.file for it in chunks}}
     for it in chunks:

@@ -1,4 +1,4 @@
-"""Tensors as views of a mapped file: nothing is read before it is used."""
+"""Tensors as views of a mapped file: nothing is read until it is used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hpc_train.checkpoint.formats.torch_pickle import StridedTensor
 
 @dataclass(frozen=True)
 class FilePart:
-    """Some bytes of an open file, which hold one object of torch.save."""
+    """A byte range of an open file that holds one object of torch.save."""
 
     file: BinaryIO
     begin: int
     size: int
 
     def read(self, begin: int, size: int) -> bytes:
-        """Exactly so many bytes; PickleError where there are not so many."""
+        """Read exactly `size` bytes. Raises PickleError if there are not so many."""
         if not 0 <= begin <= begin + size <= self.size:
             raise PickleError("a place past the end of the file")
         data = os.pread(self.file.fileno(), size, self.begin + begin)
@@ -33,20 +33,20 @@ class FilePart:
 
 
 class MappedFile:
-    """A file in memory that is private to us: a write to a tensor does not reach the file."""
+    """A private memory mapping of a file: a write to a tensor does not reach the file."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
 
     def view(self, tensor: StridedTensor, begin: int = 0) -> torch.Tensor:
-        """A tensor of it. begin: byte of the file that the place of the tensor is relative to."""
+        """Return a tensor in the file. begin: byte of the file that the tensor's place is relative to."""
         start = begin + tensor.begin
         stop = start + tensor.extent
         if not 0 <= start <= stop <= self._storage.nbytes():
             raise CheckpointError("a tensor past the end of the file")
         span = self._storage[start:stop]
         if start % tensor.dtype.itemsize:
-            span = span.clone()  # processors and kernels expect elements at multiples of their size
+            span = span.clone()  # processors and kernels expect elements aligned to their size
         found = torch.empty(0, dtype=tensor.dtype)
         try:
             return found.set_(span, 0, tensor.shape, tensor.stride)

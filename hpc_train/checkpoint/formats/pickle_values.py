@@ -17,10 +17,10 @@ from hpc_train.checkpoint.collecting import uncollected
 from hpc_train.checkpoint.errors import CheckpointError
 
 MOST_OBJECTS = 2_000_000
-"""Containers that a pickle may make, and values that it may remember, of about 100 bytes each."""
+"""Limit on the containers that a pickle may make and on the values that it may memoize, of about 100 bytes each."""
 _MOST_STACK = 200_000
 _LONGEST_INTEGER = 64
-"""Bytes."""
+"""Maximum bytes of an integer."""
 
 
 class PickleError(CheckpointError):
@@ -28,7 +28,7 @@ class PickleError(CheckpointError):
 
 
 class ForbiddenError(PickleError):
-    """It asks for more than data: loading it could run code."""
+    """The pickle asks for more than data: loading it could run code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,44 +49,44 @@ class Call:
     function: Name
     args: tuple[Any, ...]
     state: Any = None
-    """Given to the object by BUILD."""
+    """State that BUILD gives to the object."""
     items: Pairs | None = None
-    """Set in the object by SETITEM, as in an OrderedDict."""
+    """Items that SETITEM sets in the object, as in an OrderedDict."""
 
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dictionary: (key, value) in the order in which they were set."""
+    """A dictionary, as (key, value) pairs in the order in which they were set."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def by_name(self) -> dict[str, Any]:
-        """The entries whose key is text; the last of a key counts."""
+        """Return the entries whose key is text; the last of equal keys counts."""
         return {key: value for key, value in self.pairs if type(key) is str}
 
 
 @dataclass(eq=False, slots=True)
 class Persistent:
-    """An object that is stored beside the pickle, by its identifier."""
+    """An object stored beside the pickle, named by its identifier."""
 
     identifier: Any
 
 
 class _Mark:
-    """Begins the arguments of an opcode that takes many."""
+    """Marks the start of the arguments of an opcode that takes many."""
 
 
 _MARK = _Mark()
 
 
 class Read(NamedTuple):
-    """What `read_pickle` found."""
+    """Result of `read_pickle`."""
 
     value: Any
     end: int
-    """The byte after the pickle."""
+    """First byte after the pickle."""
     persistent: list[Persistent]
-    """All of them, in the order in which they came."""
+    """All persistent objects, in the order in which they came."""
 
 
 def read_pickle(data: bytes, allowed: Collection[tuple[str, str]], begin: int = 0, most: int = MOST_OBJECTS) -> Read:
@@ -106,7 +106,7 @@ def read_pickle(data: bytes, allowed: Collection[tuple[str, str]], begin: int = 
 
 
 class _Reader:
-    """The stack machine of Python's pickle module, over values only."""
+    """The stack machine of Python's pickle module, for plain values only."""
 
     _steps: ClassVar[dict[int, Callable[[_Reader], None]]] = {}
 
@@ -141,7 +141,7 @@ class _Reader:
             return ForbiddenError(f"Unsupported operand {_RUNNING[code]}")
         return PickleError(f"not a pickle (byte {code} at {self.at - 1} is no opcode that torch writes)")
 
-    # what the opcodes need
+    # helpers of the opcodes
 
     def _take(self, size: int) -> bytes:
         begin, self.at = self.at, self.at + size
@@ -262,11 +262,11 @@ _RUNNING = {
     0x97: "NEXT_BUFFER",
     0x98: "READONLY_BUFFER",
 }
-"""Opcodes that make objects of classes in ways that torch does not write, or by tables outside the pickle."""
+"""Forbidden opcodes: they make objects in ways that torch does not write, or use tables outside the pickle."""
 
 
 def _opcodes() -> dict[int, Callable[[_Reader], None]]:
-    """Every opcode that torch.save and DCP write, with any binary protocol. Each is checked for what it takes."""
+    """Return a handler for every opcode that torch.save and DCP write, with any protocol; each checks its operands."""
 
     def value(constant: Any) -> Callable[[_Reader], None]:
         return lambda r: r._stack.append(constant)

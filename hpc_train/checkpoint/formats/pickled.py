@@ -1,4 +1,4 @@
-"""Files of torch.save, read without torch.load: no code runs, and no size is believed before it is checked."""
+"""Read files of torch.save without torch.load: no code runs, and every size is checked before use."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hpc_train.errors import UserError
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _TIMES, _SPARE = 4, 64 << 20
-"""All tensors take at most so many times the file and so many bytes more: tied and expanded ones share storage."""
+"""All tensors may take _TIMES times the file's bytes plus _SPARE bytes: tied and expanded ones share storage."""
 _COUNT = struct.Struct("<q")
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors in nested dictionaries, keys joined by dots, mapped; what is no tensor is left out.
+    """Return all tensors in nested dictionaries, mapped, with keys joined by dots; anything else is left out.
 
     Raises UserError for a file that is not of torch.save, or that holds more than torch.load with weights_only takes.
     """
@@ -74,7 +74,7 @@ def _find(file: BinaryIO, size: int) -> dict[str, StridedTensor]:
 
 
 def _legacy(file: FilePart) -> tuple[Any, Storages]:
-    """(value, where storages are) of a file of before torch 1.6: pickles one after the other, then the storages."""
+    """Return (value, lookup of storages) of a file from before torch 1.6: several pickles, and then the storages."""
     data = file.read(0, min(file.size, MOST_PICKLE))
     names = allowed_names()
     magic, at, _ = read_pickle(data, names)
@@ -101,7 +101,7 @@ def _legacy(file: FilePart) -> tuple[Any, Storages]:
 
 
 def _item_sizes(persistent: list[Persistent]) -> dict[str, int]:
-    """Bytes of an element of every storage."""
+    """Return the bytes per element of every storage, by its key."""
     found: dict[str, int] = {}
     for it in persistent:
         size = storage_dtype(it).itemsize
@@ -111,7 +111,7 @@ def _item_sizes(persistent: list[Persistent]) -> dict[str, int]:
 
 
 def _places(file: FilePart, keys: list[str], begin: int, item_sizes: dict[str, int]) -> dict[str, Span]:
-    """Each storage is a count of elements and then the elements; how large those are, only the pickle tells."""
+    """Return the place of each storage: a count of elements, then the elements, whose size only the pickle tells."""
     found: dict[str, Span] = {}
     for key in keys:
         (count,) = _COUNT.unpack(file.read(begin, _COUNT.size))

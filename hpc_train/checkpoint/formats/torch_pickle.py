@@ -1,4 +1,4 @@
-"""The pickle within a file of torch.save: which tensors it holds and where their bytes are, without torch.load."""
+"""Find the tensors in the pickle of a torch.save file, and where their bytes are, without torch.load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc_train.checkpoint.formats.pickle_values import Call, Name, Pairs, Persis
 from hpc_train.checkpoint.formats.zip_records import Bytes, Span, find_records
 
 MOST_PICKLE = 64 << 20
-"""Bytes of the pickle; the data of tensors is not in it."""
+"""Maximum bytes of the pickle, which does not contain the tensors' data."""
 _MOST_DIMENSIONS = 32
 _MOST_VALUES = 1_000_000
 _MOST_DEPTH = 64
@@ -46,13 +46,13 @@ _OTHERS = (
     "_rebuild_device_tensor_from_numpy",
     "_rebuild_device_tensor_from_cpu_tensor",
 )
-"""Tensors that are no rectangle of numbers in the file."""
+"""Functions that rebuild tensors which are not a strided array of numbers in the file."""
 _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
 
 
 @cache
 def allowed_names() -> frozenset[tuple[str, str]]:
-    """What a file of tensors may name: as torch.load with weights_only, and no more."""
+    """Return the names that a file of tensors may use: those that torch.load allows with weights_only, and no more."""
     functions = ("_rebuild_from_type_v2",)
     builtin = ("set", "frozenset", "bytearray", "complex")
     return frozenset(
@@ -76,12 +76,12 @@ def allowed_names() -> frozenset[tuple[str, str]]:
 
 @cache
 def dtype_names() -> frozenset[tuple[str, str]]:
-    """torch.float32 and its like."""
+    """Return the names of all dtypes, such as torch.float32."""
     return frozenset(("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
 
 
 def dtype_named(value: Any) -> torch.dtype:
-    """The dtype that a pickle names. Raises PickleError if it is none."""
+    """Return the dtype that a pickle names. Raises PickleError if it is none."""
     if type(value) is not Name or (value.module, value.name) not in dtype_names():
         raise PickleError("a dtype that torch does not have")
     found: torch.dtype = getattr(torch, value.name)
@@ -90,28 +90,28 @@ def dtype_named(value: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """A tensor in a file; all of it is within its storage, and its storage within the file."""
+    """A tensor in a file: all of it is within its storage, and the storage within the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     begin: int
-    """Byte of the file at which its first element is."""
+    """Byte of the file where its first element begins."""
     extent: int
     """Bytes from there to the end of its last element."""
 
     @property
     def bytes(self) -> int:
-        """That it takes in memory."""
+        """Bytes that it takes in memory."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 Storages = Callable[[Any, torch.dtype], Span]
-"""(what a persistent identifier names the storage, its dtype) -> its place in the file."""
+"""Maps (persistent identifier of a storage, its dtype) to its place in the file."""
 
 
 def zip_storages(file: Bytes) -> tuple[bytes, Storages]:
-    """(the pickle, where storages are) of an archive of torch.save. Raises PickleError if it is none."""
+    """Return (pickle, lookup of storages) of a torch.save archive. Raises PickleError if it is none."""
     records = find_records(file)
     if "data.pkl" not in records or records["data.pkl"][1] > MOST_PICKLE:
         raise PickleError("a zip archive without a data.pkl of a size that we read")
@@ -130,7 +130,7 @@ def zip_storages(file: Bytes) -> tuple[bytes, Storages]:
 
 
 def find_tensors(value: Any, storages: Storages) -> Iterator[tuple[str, StridedTensor]]:
-    """Every tensor in nested dictionaries, with its keys joined by dots; what is no tensor is left out.
+    """Yield every tensor in nested dictionaries, with its keys joined by dots; anything else is left out.
 
     Raises PickleError for a tensor that is not within its storage, and for more values or levels than we read.
     """
@@ -163,7 +163,7 @@ def _is_tensor(value: Call) -> bool:
 
 
 def read_tensor(value: Any, storages: Storages) -> StridedTensor:
-    """The tensor that a call would make. Raises PickleError if it is none, or not within its storage."""
+    """Return the tensor that a call would make. Raises PickleError if it is none, or not within its storage."""
     try:
         return _rebuilt(value, storages, 0)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -203,7 +203,7 @@ def _strided(name: str, args: tuple[Any, ...], storages: Storages) -> StridedTen
 
 
 def storage_dtype(stored: Any) -> torch.dtype:
-    """Of the elements of a Persistent ("storage", class, key, device, elements). Raises PickleError if it is none."""
+    """Return the dtype of a Persistent ("storage", class, key, device, elements). Raises PickleError if it is none."""
     if type(stored) is not Persistent or type(stored.identifier) is not tuple or stored.identifier[:1] != ("storage",):
         raise PickleError("a tensor without a storage")
     kind = stored.identifier[1]
@@ -215,7 +215,7 @@ def storage_dtype(stored: Any) -> torch.dtype:
 
 
 def storage_key(identifier: Any) -> tuple[str, int]:
-    """(key, elements) of that identifier."""
+    """Return (key, elements) of the identifier of a storage."""
     if len(identifier) < 5:
         raise PickleError("a storage without a name or a size")
     key, count = identifier[2], identifier[4]
@@ -225,7 +225,7 @@ def storage_key(identifier: Any) -> tuple[str, int]:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    """Of a shape or of strides."""
+    """Return a shape or strides as a tuple. Raises PickleError if it is neither."""
     if type(value) is Call and value.function == Name("torch", "Size"):
         (value,) = value.args
     if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:

@@ -1,4 +1,4 @@
-"""Where the records of a zip archive of torch.save are, without reading or inflating any of them.
+"""Find the records in a zip archive of torch.save, without reading or inflating any of them.
 
 torch stores its records as they are, so a record is a range of bytes of the file. An archive that says anything else
 (compressed, encrypted, past its own end) is refused before a byte is allocated for it. Layout: PKWARE's APPNOTE.TXT
@@ -19,7 +19,7 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _EXTRA = struct.Struct("<2H")
 _MOST_DIRECTORY = 64 << 20
-"""Bytes; a record takes about 80 of them."""
+"""Maximum bytes of the central directory; a record takes about 80 of them."""
 _COMMENT = 1 << 16
 _FULL, _FULL_16 = 0xFFFFFFFF, 0xFFFF
 Span = tuple[int, int]
@@ -31,14 +31,14 @@ class Bytes(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
 
     def read(self, begin: int, size: int) -> bytes:
-        """Exactly so many bytes; PickleError past the end."""
+        """Read exactly `size` bytes. Raises PickleError past the end."""
 
 
 def find_records(file: Bytes) -> dict[str, Span]:
-    """The place of every record, by its name without the archive's own folder ("archive/data.pkl" is "data.pkl").
+    """Return the place of every record, by its name without the archive's folder ("archive/data.pkl" is "data.pkl").
 
     Raises PickleError if it is no such archive.
     """
@@ -53,7 +53,7 @@ def find_records(file: Bytes) -> dict[str, Span]:
 
 
 def _entries(file: Bytes) -> list[tuple[str, int, int]]:
-    """(name, byte of its local header, bytes) of every record, from the central directory."""
+    """Return (name, byte of its local header, bytes) of every record, from the central directory."""
     at, size = _directory(file)
     if not 0 <= at <= at + size <= file.size or size > _MOST_DIRECTORY:
         raise PickleError(f"a zip archive with a directory of {size:,} bytes at byte {at:,} of {file.size:,}")
@@ -76,7 +76,7 @@ def _entries(file: Bytes) -> list[tuple[str, int, int]]:
 
 
 def _directory(file: Bytes) -> Span:
-    """Of the central directory."""
+    """Return the span of the central directory."""
     tail = file.read(begin := max(0, file.size - _END.size - _COMMENT), file.size - begin)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0:
@@ -91,7 +91,7 @@ def _directory(file: Bytes) -> Span:
 
 
 def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, int]:
-    """The numbers, from the field for 64 bits where they do not fit into 32."""
+    """Return the three numbers, from the 64-bit extra field where they do not fit into 32 bits."""
     place = 0
     while place + _EXTRA.size <= len(extra):
         kind, size = _EXTRA.unpack_from(extra, place)
@@ -104,7 +104,7 @@ def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, 
 
 
 def _span(file: Bytes, at: int, size: int) -> Span:
-    """Of a record's content, which follows its local header."""
+    """Return the span of a record's content, which follows its local header."""
     signature, *_, name, extra = _LOCAL.unpack(file.read(at, _LOCAL.size))
     begin = at + _LOCAL.size + name + extra
     if signature != b"PK\x03\x04" or begin + size > file.size:

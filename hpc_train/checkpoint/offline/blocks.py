@@ -39,9 +39,9 @@ class BlockWriter:
             at += size
 
     def close(self, seal: bytes) -> ShardFile:
-        """Complete the file, put it on the disk and its digests beside it. Raises OSError.
+        """Complete and fsync the file, and write its digests beside it. Raises OSError.
 
-        seal: of what is in it (see Held).
+        seal: of the file's contents (see Held).
         """
         for block in range(blocks(self._image.size)):
             if block not in self._digests:
