@@ -1,4 +1,4 @@
-"""torch.compile of blocks: the numbers of one process, one graph a block, in every row of the table of techniques."""
+"""torch.compile of blocks gives one process's numbers, one graph per block, for every row of the technique table."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def _truth(kind: str) -> Outcome:
 
 
 def _compiled_steps(world: World, case: Case) -> tuple[Outcome, int, int]:
-    """(three steps, graphs that were compiled, places where a graph had to end)."""
+    """Return (three steps, number of compiled graphs, places where a graph broke)."""
     outcome = matrix.steps(matrix.fresh(case, world), case, world, matrix.STEPS)
     return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def _compile(case: Case, graphs: int = 1) -> list[Outcome]:
-    """Train a case with compiled blocks, and count what was compiled."""
+    """Train a case with compiled blocks, and count the compilations."""
     case = Case(case.ranks, (*case.overrides, COMPILE), case.kind, case.micro)
     ranks = run_ranks(_compiled_steps, case.ranks, case, parallel=case.config().parallel, timeout=280)
     assert {(compiled, breaks) for _, compiled, breaks in ranks} == {(graphs, 0)}
@@ -113,9 +113,9 @@ def _compile(case: Case, graphs: int = 1) -> list[Outcome]:
 
 @pytest.fixture
 def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs, and their gradients' graphs, are made as ever, but run by torch's own kernels: no C++ compiler runs."""
+    """Trace graphs and their gradients as usual, but run them with torch's own kernels, without a C++ compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    # Once, before ranks are forked, so that not each of them imports the compiler anew.
+    # Import once, before ranks are forked, so that they do not each import the compiler again.
     torch.compile(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
     counters.clear()
 
@@ -131,12 +131,12 @@ def _long(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", _long(CASES, DRAWN))
 def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
     case = CASES[name]
-    graphs = 2 if "every" in name else 1  # every second block is recomputed, which is another graph
+    graphs = 2 if "every" in name else 1  # every second block is recomputed, which makes a second graph
     assert_outcome(_compile(case, graphs), _truth(case.kind))
 
 
 def _rows() -> list[Any]:
-    """The techniques that can run here: those of GPUs and of ranks that MPI starts change no block."""
+    """Return the techniques that can run here; those for GPUs or for ranks started by MPI change no block."""
     rows = [row for row in TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
     large = {row.option for row in rows if smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2}
     return [pytest.param(row, id=row.option, marks=pytest.mark.long if row.option in large else ()) for row in rows]
@@ -167,12 +167,12 @@ class NormBlock(nn.Module):
         self.linear = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, FEATURES) -> the same shape."""
+        """Map x (B, FEATURES) to the same shape."""
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class NormModel(nn.Module):
-    """Two such blocks and an output layer."""
+    """Two NormBlocks and an output layer."""
 
     plan: dict[str, str] = {}
 
@@ -182,22 +182,22 @@ class NormModel(nn.Module):
         self.out = nn.Linear(FEATURES, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, FEATURES) -> logits (B, 5)."""
+        """Map x (B, FEATURES) to logits (B, 5)."""
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.out(x)
         return out
 
     def blocks(self) -> dict[str, nn.Module]:
-        """By name."""
+        """Return the blocks by name."""
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def stage(self, names: list[str]) -> nn.Module:
-        """Has no stages."""
+        """The model has no stages."""
         raise NotImplementedError
 
     def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy."""
+        """Return the summed cross entropy."""
         return cross_entropy_sum(out, target)
 
 

@@ -44,7 +44,7 @@ MATRIX_MODEL = (
     "train.global_batch=32", "model=llama_1b", "model.layers=8", "model.hidden=1024", "model.heads=8",
     "model.kv_heads=4", "model.feed_forward=4096", "model.vocab_size=16384",
 )  # fmt: skip
-"""8 ranks; with a pipeline, two of it and two stages on each."""
+"""8 ranks; with a pipeline, two ranks of it with two stages each."""
 STRATEGIES = {
     "zero1": ("parallel.strategy=zero1",),
     "zero2": ("parallel.strategy=zero2",),
@@ -70,7 +70,7 @@ MATRIX = {
     )
     for strategy, pipeline, again, place in product(STRATEGIES, PIPELINES, RECOMPUTE, OFFLOADS)
 }  # fmt: skip
-"""Everything together that the rules let be; recomputation does not go with split backwards."""
+"""All combinations that the rules allow; recomputation does not go with split backwards."""
 DRAWN = (
     "zero1, 1f1b", "zero2, interleaved_1f1b", "zero3, no pp, full", "zero3, 1f1b", "zero3, zbv",
     "zero3, kept, interleaved_zero_bubble", "zero2, dualpipev",
@@ -91,7 +91,7 @@ def _overrides(layout: str) -> tuple[str, ...]:
 
 
 def _compare(layout: str) -> dict[int, tuple[float, float]]:
-    """Of the first and the last rank of the pipeline: (bytes that are planned, bytes that are counted)."""
+    """Return (planned bytes, counted bytes) of the first and the last rank of the pipeline."""
     found = rehearse(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
     counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
     assert len(counted) == len(found.ranks)
@@ -113,7 +113,7 @@ def test_every_way_to_shard_is_planned(layout: str) -> None:
 
 
 def test_zero3_shards_parameters_and_gradients_in_a_pipeline() -> None:
-    """Of a model of half a million parameters a rank, whole gradients alone would be as much as all shards together."""
+    """With half a million parameters per rank, whole gradients alone would take as much as all shards together."""
     found = {strategy: _compare(f"{strategy}, 1f1b")[0][1] for strategy in ("zero1", "zero2", "zero3")}
     whole = 4.0 * weights_of_first_rank()
     assert found["zero1"] - found["zero2"] > 0.5 * whole, "gradients"
@@ -121,12 +121,12 @@ def test_zero3_shards_parameters_and_gradients_in_a_pipeline() -> None:
 
 
 def weights_of_first_rank() -> float:
-    """Parameters of half the layers and of the embedding."""
+    """Parameters of half the layers and the embedding."""
     return 4 * (2 * 1024 * 128 * 12 + 3 * 1024 * 4096) + 16384 * 1024
 
 
 def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
-    """What stages receive is there while it is used, and not for a whole step."""
+    """Receive buffers live only while they are used, not for a whole step."""
     config = run(*_overrides("zero3, 1f1b"))
     degrees = resolve(config.parallel, 8)
     few, many = (rehearse_rank(config, degrees, 4, count).counted.peak for count in (4, 8))
