@@ -48,9 +48,9 @@ class StepBatch:
     stop: bool = False
     """This rank was asked to stop after this step; carried along by a reduction that is needed anyhow."""
     step: int = 0
-    """Updates before this one; with the seed and the index of a sample it decides what dropout drops."""
+    """Number of updates made so far; with the seed and a sample's index it decides what dropout drops."""
     first: int | None = None
-    """Index in the global batch of the first of these samples; None: equal shares, in the order of dp_index."""
+    """Index of the first of these samples in the global batch; None: equal shares, in the order of dp_index."""
     measure: bool = False
     """Measure a gradient of part of the batch too, where the engine can see one."""
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A UserError becomes one line on stderr and exit code 2."""
     arguments = _parse(argv)
     try:
-        # What a command draws itself, moves the cursor; what it shows of a job's output, must not.
+        # A command's own drawing may move the cursor; a job's output that it shows must not.
         with nullcontext() if _draws(arguments) else escaping_stdout():
             code: int = arguments.run(arguments)
         return code

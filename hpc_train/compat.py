@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
-from torch.utils._pytree import tree_map_only as tree_map_only  # nor to go through their arguments
+from torch.utils._pytree import tree_map_only as tree_map_only  # no public way to map over their arguments
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -85,7 +85,7 @@ def reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> Non
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name (ProcessGroup.group_name).
+    """Return the process group of this name (ProcessGroup.group_name).
 
     Private because torch has no public way back from a name, and an operator of a compiled graph takes no group.
     """
@@ -101,10 +101,10 @@ def check_later(condition: Tensor, message: str) -> None:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Why torch.compile left code of this process uncompiled, and how often, since the process began.
+    """Return why torch.compile left code of this process uncompiled, with counts since the process began.
 
-    Code that would have to be compiled too often counts as well. Private because torch only logs this, and breaks of a
-    graph only where TORCH_LOGS asks for them.
+    Code that hit the recompilation limit counts too. Private because torch only logs this, and logs graph breaks only
+    if TORCH_LOGS asks for them.
     """
     from torch._dynamo.utils import counters  # takes most of a second, and only compiled runs need it
 
@@ -213,10 +213,10 @@ def run_order(
 
 
 def take_over_gathering(schedule: PipelineScheduleMulti, gather_ahead: bool) -> None:
-    """Leave it to fully_shard's own hooks when the parameters of stages are gathered and freed.
+    """Let fully_shard's own hooks decide when the parameters of stages are gathered and freed.
 
-    torch's runtime would gather a stage whole before its first use, and free it where more than two others come first.
-    gather_ahead: still gather a stage before its first use, beside what computes then; it stays gathered.
+    torch's runtime would gather a whole stage before its first use, and free it if more than two others come first.
+    gather_ahead: still gather a stage before its first use, overlapped with computation; it stays gathered.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
@@ -238,10 +238,10 @@ def take_over_gathering(schedule: PipelineScheduleMulti, gather_ahead: bool) -> 
 
 @contextmanager
 def without_memory(stage: PipelineStage) -> Iterator[None]:
-    """Inside of it a stage describes what it is going to receive, and allocates nothing for it.
+    """Inside this context a stage describes what it will receive, but allocates no memory for it.
 
-    Private, as are the next two, because torch's stages keep memory for what they receive of every micro-batch of a
-    step, although few of them are in flight at once.
+    Private, as are the next two, because torch's stages keep receive buffers for every micro-batch of a step, although
+    only a few are in flight at once.
     """
     device, stage.device = stage.device, torch.device("meta")
     try:
@@ -251,21 +251,21 @@ def without_memory(stage: PipelineStage) -> Iterator[None]:
 
 
 def give_memory(received: Sequence[Any], device: torch.device) -> None:
-    """Allocate what one micro-batch is received into. received: torch's descriptions of it."""
+    """Allocate the receive buffers of one micro-batch. received: torch's descriptions of them."""
     for one in received:
         if one.buffer is not None and one.buffer.is_meta:
             one.buffer = torch.empty_like(one.buffer, device=device)
 
 
 def take_memory(received: Sequence[Any]) -> None:
-    """Leave the memory of what was received to those who use it."""
+    """Release the receive buffers; whoever uses the tensors keeps them alive."""
     for one in received:
         if one.buffer is not None:
             one.buffer = torch.empty_like(one.buffer, device="meta", requires_grad=False)
 
 
 def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-    """Add up the gradients of a stage's parameters; returns those of its inputs, which are not kept.
+    """Accumulate the gradients of a stage's parameters; returns its input gradients, which are not kept.
 
     Private, as are the next two, because torch's stages decide themselves when fully_shard reduces and frees.
     """
@@ -275,13 +275,13 @@ def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor
 
 
 PendingWeights = list[dict[str, Any]]
-"""What the gradients of a stage's weights are computed from: nodes of the graph, and the gradients of their results."""
+"""Inputs of the weight gradients: nodes of the graph, and the gradients of their results."""
 
 
 def backward_of_inputs(
     outputs: Any, gradients: Any, inputs: Any, module: FSDPModule
 ) -> tuple[tuple[Tensor | None, ...], PendingWeights]:
-    """The gradients of a stage's inputs, and what those of its weights can be computed from later.
+    """Return the input gradients of a stage, and what its weight gradients can be computed from later.
 
     The weights of the graph are the gathered ones, whose memory may have been freed since.
     """
@@ -292,10 +292,11 @@ def backward_of_inputs(
 
 
 def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int) -> None:
-    """Compute the gradients of a stage's weights, one group of fully_shard after another, the last one first.
+    """Compute a stage's weight gradients, one fully_shard group after another, starting with the last.
 
-    Each is gathered if it is not, reduced and freed as after any other backward. ahead: groups that are gathered before
-    the one that computes. Private because fully_shard's hooks run where gradients of inputs are computed, only.
+    Each group is gathered if needed, then reduced and freed as after any other backward. ahead: number of groups
+    gathered before the one that computes. Private because fully_shard's hooks run only where input gradients are
+    computed.
     """
     from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_weight
 
@@ -315,13 +316,13 @@ def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
-    """fully_shard's groups of a stage, that of what is in no block first."""
+    """Return fully_shard's groups of a stage; the group of what is in no block comes first."""
     states = module._get_fsdp_state()._state_ctx.all_states
     return [group for state in states for group in state._fsdp_param_groups]
 
 
 def _gathered_weights(group: Any) -> list[nn.Parameter]:
-    """What a group's modules compute with, whether or not it is gathered just now."""
+    """Return the weights a group's modules compute with, whether or not they are gathered right now."""
     return [held._unsharded_param for held in group.fsdp_params if held._unsharded_param.requires_grad]
 
 
@@ -357,9 +358,9 @@ def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
 
 
 def memory_number(tensor: Tensor) -> int:
-    """A number that stands for a tensor's memory as long as it exists; on the meta device, too.
+    """Return a number that identifies a tensor's memory as long as it exists; works on the meta device too.
 
-    Private because the public pointer is 0 where there is no memory.
+    Private because the public pointer is 0 if there is no memory.
     """
     return int(tensor.untyped_storage()._cdata)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-"""The run came to its last step and is not done: its result is no good, or is not on the disk."""
+"""Exit code of a run that made its last step but failed: its result is bad, or is not on the disk."""
 EXIT_USER_ERROR = 2
 """The user's input is wrong: one line on stderr says what, where and what to do."""
 EXIT_REQUEUE = 75
@@ -18,4 +18,4 @@ class UserError(Exception):
 
 
 class IncompleteRun(Exception):
-    """All steps are done and the run is not: its text is one line that says what is missing, and what to do."""
+    """Raised when all steps are made but the run is not done; one line says what is missing and what to do."""

@@ -1,4 +1,4 @@
-"""Text from elsewhere on a terminal: log files, names and reasons cannot steer it, only colour what they say."""
+"""Make text from elsewhere safe to print: log files, names and reasons may colour a terminal but not control it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TextIO, cast
 _COLOUR = r"\x1b\[[0-9;:]{0,64}m"
 _CONTROL = (
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # what changes the direction of writing
-    r"\ud800-\udfff]"  # bytes that are no text, as Python keeps them: raw C1 among them
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # characters that change the direction of writing
+    r"\ud800-\udfff]"  # undecodable bytes as Python keeps them, raw C1 among them
 )
 _FOUND = re.compile(f"({_COLOUR})|\r(\n)|{_CONTROL}")
 _EXTENDED = re.compile(r"[34]8[;:](?:5[;:]\d*|2(?:[;:]\d*){3})")
@@ -20,9 +20,9 @@ _CONCEAL = "8"
 
 
 def escape_controls(text: str, colours: bool = False) -> str:
-    """What would steer a terminal as a reader sees it in Python's source: `\\x1b` and so on; tabs and lines stay.
+    """Escape what would control a terminal, as in Python source (`\\x1b` and so on); tabs and line feeds stay.
 
-    colours: sequences that only colour text stay too, and are ended at its end. Those that hide text do not.
+    colours: sequences that only set colours stay too, and are reset at the end. Those that hide text are escaped.
     """
     coloured = False
 
@@ -40,18 +40,18 @@ def escape_controls(text: str, colours: bool = False) -> str:
 
 
 def one_line(text: str) -> str:
-    """For a message: nothing in it is more than a character on that line."""
+    """Escape text for a message, so that it stays on one line."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """The text as it is to be written to a stream: escaped on a terminal, unchanged elsewhere."""
+    """Return the text to write to a stream: escaped on a terminal, unchanged elsewhere."""
     return escape_controls(text, colours=True) if stream.isatty() else text
 
 
 @contextmanager
 def escaping_stdout() -> Iterator[None]:
-    """Within, what is printed to a terminal is escaped; nothing changes where stdout is a file or a pipe."""
+    """Inside this context, output to a terminal is escaped; a file or a pipe gets it unchanged."""
     before = sys.stdout
     if before.isatty():
         sys.stdout = cast(TextIO, _Escaping(before))
@@ -66,7 +66,7 @@ def _hides(colour: str) -> bool:
 
 
 class _Escaping:
-    """A text stream that escapes what it is given."""
+    """A text stream that escapes what is written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

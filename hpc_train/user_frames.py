@@ -1,4 +1,4 @@
-"""Which lines of a traceback are in the user's own files, and how a person is told of them. Imports no torch."""
+"""Find the lines of a traceback that are in the user's own files, and format them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|socket ?timeout|failed to recv|timed out",
     re.IGNORECASE,
 )
-"""What a rank says that only noticed that another one was gone."""
+"""Error texts of a rank that only noticed that another one was gone."""
 _LENGTH = 300
-"""Of an exception's text in one line."""
+"""Maximum characters of an exception's text in one line."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames in files of the user, innermost first, of the exception that began it.
+    """Return the frames in the user's files, innermost first, of the exception that started it.
 
-    Where none is the user's, those in installed packages that are neither ours nor torch's: a model may come from one.
+    If there are none, return those in installed packages that are neither ours nor torch's: a model may come from one.
     """
     frames = [frame for frame in _frames(error) if not frame.filename.startswith(("<", _OURS))]
     own = [frame for frame in frames if not _resolved(frame.filename).startswith(_INSTALLED)]
@@ -39,7 +39,7 @@ def _is_package_of_models(path: str) -> bool:
 
 
 def every_frame(error: BaseException) -> list[traceback.FrameSummary]:
-    """All of them, innermost first."""
+    """Return all frames, innermost first."""
     return list(_frames(error))
 
 
@@ -49,7 +49,7 @@ def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
 
 
 def _from_the_cause(error: BaseException) -> list[BaseException]:
-    """The exception that began it first: some libraries raise another one from the user's."""
+    """Return the exceptions from the root cause on: some libraries raise another one from the user's."""
     found: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in found:
@@ -63,24 +63,24 @@ def _resolved(path: str) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The exception that began it."""
+    """Return the exception that started the chain."""
     return _from_the_cause(error)[0]
 
 
 def describe(error: BaseException) -> str:
-    """An exception's type and text in one line."""
+    """Format an exception's type and text in one line."""
     text = " ".join(str(error).split())
     shown = text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
 def place(frame: traceback.FrameSummary) -> str:
-    """`file:line, in function`; the file relative to the current folder where it lies in it."""
+    """Format as `file:line, in function`; the file is relative to the current folder if it lies inside."""
     return f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
 
 
 def definition(function: Callable[..., Any]) -> str:
-    """`file:line` of a function's definition; nothing where it has none in a file."""
+    """Return `file:line` of a function's definition; empty if it has none in a file."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return "" if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno}"
 

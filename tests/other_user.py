@@ -1,4 +1,4 @@
-"""Code that runs as another user of this machine, which only root can start."""
+"""Run code as another user of this machine, which only root can do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 SOMEBODY = 61874
-"""A uid that nobody here has."""
+"""A uid that no user here has."""
 _PREAMBLE = """
 import json, os, sys
 os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
@@ -21,15 +21,15 @@ arguments = json.loads(sys.argv[2])
 
 
 def need_root() -> None:
-    """Skip where the tests cannot be another user."""
+    """Skip the test if it cannot switch to another user."""
     if os.geteuid():
         pytest.skip("needs root: another user of the machine is tried")
 
 
 def as_somebody(code: str, *arguments: Any, imports: str = "") -> Any:
-    """Run Python code with `arguments`, a list, as another user; returns what it printed, as JSON.
+    """Run Python code with `arguments`, a list, as another user; returns its output, parsed as JSON.
 
-    Imports that its user may not read from disk come first: `imports`, as in "import torch".
+    Modules that this user may not read from disk are imported first: `imports`, such as "import torch".
     """
     need_root()
     command = [sys.executable, "-c", f"{imports}\n{_PREAMBLE}\n{code}", str(SOMEBODY), json.dumps(arguments)]

@@ -1,4 +1,4 @@
-"""What ranks send to one another comes back as it was, and bytes from anybody else run no code."""
+"""Values that ranks send each other arrive unchanged, and bytes from anybody else run no code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hpc_train.testing import run_ranks
 
 
 class Pair(NamedTuple):
-    """A listed class."""
+    """A listed class of two fields."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """Another one."""
+    """Another listed class."""
 
     content: Any
     path: Path | None = None
@@ -67,7 +67,7 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = CODEC.decode(CODEC.encode(value))
-    assert repr(found) == repr(value)  # which tells 1 from True, and a list from a tuple
+    assert repr(found) == repr(value)  # repr tells 1 from True, and a list from a tuple
     assert found == value
 
 
@@ -78,7 +78,7 @@ def test_arrays_come_back_bit_for_bit(dtype: str) -> None:
     found, text = CODEC.decode(CODEC.encode((array[:, ::3], "x")))
     assert (found.dtype, text) == (array.dtype, "x")
     assert np.array_equal(found, array[:, ::3])
-    found[:] = 0  # it is the receiver's own
+    found[:] = 0  # the receiver owns it
 
 
 @settings(max_examples=150, deadline=None)
@@ -94,7 +94,7 @@ def test_changed_bytes_are_an_error_or_a_value(value: Any, data: st.DataObject) 
 
 
 def framed(value: Any) -> bytes:
-    """JSON as a message."""
+    """Encode JSON as a message."""
     text = json.dumps(value).encode()
     return struct.pack("<Q", len(text)) + text
 
@@ -145,7 +145,7 @@ def test_only_listed_classes_are_sent() -> None:
 
 
 class CallOnLoad:
-    """Pickles as a call."""
+    """An object whose pickle calls a function when loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +213,7 @@ def test_no_other_module_unpickles() -> None:
 
 
 def _saved_and_resumed(world: World, folder: str) -> list[str]:
-    """Everything that checkpoints send, where Python's reader of pickles and torch's collectives of objects fail."""
+    """Save and resume while Python's unpickler and torch's object collectives fail."""
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("unpickled")

@@ -1,4 +1,4 @@
-"""No text from elsewhere steers a terminal: seen on a real pseudo-terminal; a pipe gets every byte as it was."""
+"""No text from elsewhere controls a terminal, tested on a real pseudo-terminal; a pipe gets every byte unchanged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ordinary_text_stays(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a job that failed, as somebody else may have left it."""
+    """Make the run directory of a failed job, as another user may have left it."""
     path: Path = tmp_path_factory.mktemp("run")
     logs = path / "logs/0"
     logs.mkdir(parents=True)
@@ -87,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_a_terminal(*words: object) -> str:
-    """What a command writes to a terminal, stdout and stderr."""
+    """Return what a command writes to a terminal, stdout and stderr."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "hpc_train", *map(str, words)]
     with subprocess.Popen(command, stdout=follower, stderr=follower, stdin=subprocess.DEVNULL) as process:
@@ -96,7 +96,7 @@ def on_a_terminal(*words: object) -> str:
         while True:
             try:
                 data = os.read(leader, 1 << 16)
-            except OSError:  # the other end is closed
+            except OSError:  # the other end has closed
                 break
             if not data:
                 break

@@ -1,4 +1,4 @@
-"""Which hosts of a topology are compute nodes: a fabric's listing has storage and management servers too."""
+"""Find the compute nodes among the hosts of a topology, which also lists storage and management servers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpc_train.cluster.spec import Cluster, Node
 
 @dataclass(frozen=True)
 class Hardware:
-    """What tells one kind of host from another."""
+    """Hardware of a host, used to tell one kind of host from another."""
 
     gpus: int
     nics: int
-    """Adapters that are up, or of which the source does not say."""
+    """Number of adapters that are up, or whose state the source does not give."""
     gbit_s: float | None
-    """Of these adapters together; None where some rate is not known."""
+    """Total rate of these adapters; None if any rate is unknown."""
 
     def __str__(self) -> str:
         rate = f", {self.gbit_s:g} Gbit/s in all" if self.gbit_s else ""
@@ -26,7 +26,7 @@ class Hardware:
 
 
 def hardware_of(node: Node) -> Hardware:
-    """The node's hardware as its source tells it."""
+    """Return the node's hardware as its source describes it."""
     up = [nic for nic in node.nics if nic.active is not False]
     rates = [nic.gbit_s for nic in up]
     known = [rate for rate in rates if rate is not None]
@@ -34,11 +34,11 @@ def hardware_of(node: Node) -> Hardware:
 
 
 def compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> frozenset[str]:
-    """Names of the nodes on switches that have the hardware of compute nodes.
+    """Return the names of the nodes on switches that have the hardware of compute nodes.
 
-    nics, nic_gbit_s: of a compute node, where the cluster's description says (0: unknown). Where some host has just
-    that, compute nodes are the hosts that do; else those with the hardware that most hosts have (of two equally
-    frequent kinds, the one with more GPUs, then NICs). A source that tells of no hardware has compute nodes only.
+    nics, nic_gbit_s: of a compute node, from the cluster's description (0: unknown). If some hosts match these exactly,
+    they are the compute nodes; otherwise the hosts with the most common hardware are (of two equally frequent kinds,
+    the one with more GPUs, then more NICs). If a source lists no hardware, all its nodes are compute nodes.
     """
     hanging = dict.fromkeys(node for switch in cluster.switches for node in switch.nodes)
     kinds = {node.name: hardware_of(node) for node in cluster.nodes if node.name in hanging}
@@ -49,7 +49,7 @@ def compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> f
 
 
 def kinds_of(cluster: Cluster, names: Collection[str]) -> dict[Hardware, list[str]]:
-    """The named nodes by hardware."""
+    """Group the named nodes by hardware."""
     found: dict[Hardware, list[str]] = {}
     for node in cluster.nodes:
         if node.name in names:

@@ -15,11 +15,11 @@ from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
 LARGEST = 64 << 20
-"""Bytes; ibnetdiscover writes about a kilobyte for each adapter, so this is a fabric of 60,000."""
+"""Size limit in bytes; ibnetdiscover writes about a kilobyte per adapter, so this is a fabric of 60,000."""
 LARGEST_TEXT = 8 << 20
-"""Bytes of what an administrator writes."""
+"""Size limit in bytes of files that an administrator writes."""
 LARGEST_NODE = 4 << 20
-"""Bytes of what describes one node."""
+"""Size limit in bytes of files that describe one node."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Format:
     read: Callable[[str, str], Cluster]
     """(text, file name for messages) -> Cluster. UserError `FILE:LINE: what; expected ...` for what it cannot be."""
     largest: int = LARGEST
-    """Characters of a text."""
+    """Longest text accepted, in characters."""
 
 
 def formats() -> tuple[Format, ...]:
@@ -76,13 +76,13 @@ def read_text(text: str, name: str, format: str | None = None) -> Cluster:
 
 
 def decode(content: bytes) -> str:
-    """The text of a file: UTF-8, or UTF-16 with its mark, as some shells write what they are told to redirect."""
+    """Decode a file: UTF-8, or UTF-16 with a byte order mark, as some shells write redirected output."""
     encoding = "utf-16" if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
     return content.decode(encoding, "replace")
 
 
 def _plain(text: str) -> str:
-    """Without a byte order mark, and with lines that end as they do on Unix."""
+    """Remove the byte order mark and convert line ends to Unix style."""
     text = text.removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 

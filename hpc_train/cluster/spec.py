@@ -71,13 +71,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Trunk:
-    """All cables between a switch and another one that is not below it."""
+    """All cables between a switch and one other switch that is not below it."""
 
     switch: str
-    """The other one: on the level above, or on the same level where switches are joined directly."""
+    """The other switch: one level up, or on the same level if switches are joined directly."""
     cables: int
     gbit_s: float | None = None
-    """Line rate of all these cables together, one direction, 10^9 bit/s; None where the source does not tell."""
+    """Total line rate of these cables, one direction, 10^9 bit/s; None if the source does not give it."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Switch:
     switches: tuple[str, ...] = ()
     """Switches below it."""
     uplinks: tuple[Trunk, ...] = ()
-    """Its cables to switches that are not below it, where the source lists cables."""
+    """Cables to switches that are not below this one, if the source lists cables."""
     link_speed: int | None = None
-    """Slurm's LinkSpeed=, a number without a unit; None where none is given, or Slurm's default of 1."""
+    """Slurm's LinkSpeed=, a number without a unit; None if not given, or if it is Slurm's default of 1."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     switches: tuple[Switch, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the source has and this does not, one line each."""
+    """What the source contains but this tree does not, one line each."""
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 def _capacity(switch: Switch) -> dict[str, Any]:
-    """What is known of a switch's uplinks."""
+    """Describe what is known about a switch's uplinks."""
     found: dict[str, Any] = {}
     if switch.uplinks:
         found["uplinks"] = [{"switch": it.switch, "cables": it.cables, "gbit_s": it.gbit_s} for it in switch.uplinks]

@@ -40,20 +40,20 @@ class _Forest:
 
 @dataclass(frozen=True)
 class Uplink:
-    """What can leave a unit, as far as its source tells."""
+    """Capacity out of a unit, as far as its source gives it."""
 
     nodes: int
-    """Compute nodes under the unit."""
+    """Number of compute nodes under the unit."""
     cables: int = 0
-    """To switches outside that are not below it; 0 where the source lists no cables."""
+    """Number of cables to outside switches that are not below it; 0 if the source lists no cables."""
     gbit_s: float | None = None
-    """Of all these cables together, one direction."""
+    """Total rate of these cables, one direction."""
     link_speed: float = 1.0
-    """Mean of Slurm's LinkSpeed= over its switches; a switch without one has Slurm's default, 1."""
+    """Mean of Slurm's LinkSpeed= over the unit's switches; a switch without one has Slurm's default, 1."""
 
 
 def units_of(cluster: Cluster, compute: Collection[str] | None = None) -> list[Unit]:
-    """The outermost units, in the source's order. A switch that holds nothing at all is left out.
+    """Return the outermost units, in the source's order. A switch with nothing below it is left out.
 
     compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
     """
@@ -80,7 +80,7 @@ def paths_of(cluster: Cluster, compute: Collection[str] | None = None) -> dict[s
 
 
 def uplinks_of(cluster: Cluster, compute: Collection[str] | None = None) -> dict[tuple[str, ...], Uplink]:
-    """What can leave every unit, by its path from the top."""
+    """Return every unit's uplink capacity, by the unit's path from the top."""
     counted = compute_nodes(cluster) if compute is None else compute
     switches = {switch.name: switch for switch in cluster.switches}
     return {
@@ -90,7 +90,7 @@ def uplinks_of(cluster: Cluster, compute: Collection[str] | None = None) -> dict
 
 
 def _walk(units: Iterable[Unit]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
-    """Every unit with its path from the top."""
+    """Yield every unit with its path from the top."""
     stack: list[tuple[Unit, tuple[str, ...]]] = [(unit, (unit_name(unit),)) for unit in units]
     while stack:
         unit, path = stack.pop()
@@ -167,7 +167,7 @@ def _join(forest: _Forest, switches: Sequence[Switch], level: int, compute: Coll
 
 
 def group_alike(held: Sequence[frozenset[object]]) -> list[list[int]]:
-    """Numbers of the sets that belong together, in the order of the first: half of each is in the other one too."""
+    """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
     alike: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(held):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
@@ -191,11 +191,11 @@ def group_alike(held: Sequence[frozenset[object]]) -> list[list[int]]:
 
 
 _MOST_HOLDERS = 64
-"""Different sets that one thing is compared in; with more, each with the next only, so that time stays linear."""
+"""Each thing is compared in this many different sets; beyond that only with the next one, to stay linear."""
 
 
 def _shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]:
-    """(one set, another) -> how many things both have, for those that have any."""
+    """Map (one set, another) to the number of things they have in common, for pairs that have any."""
     holders: dict[object, list[int]] = {}
     for number, things in enumerate(kinds):
         for thing in things:
@@ -207,7 +207,7 @@ def _shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]
 
 
 def _homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:
-    """Thing -> the group with the most switches that hold it; of equals the one that holds more, then the first."""
+    """Map each thing to the group with the most switches that hold it; ties: the one that holds more, or the first."""
     cables: dict[object, Counter[int]] = {}
     size: Counter[int] = Counter()
     for of_group, members in enumerate(groups):
@@ -219,7 +219,7 @@ def _homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) ->
 
 
 def _held(switch: Switch, forest: _Forest) -> Iterator[object]:
-    """What a switch holds: units below (their ids), and nodes that are on none (their names)."""
+    """Return what a switch holds: ids of the units below it, and names of nodes that are on no unit."""
     for node in switch.nodes:
         yield id(forest.of_node[node]) if node in forest.of_node else node
     for below in switch.switches:
@@ -228,7 +228,7 @@ def _held(switch: Switch, forest: _Forest) -> Iterator[object]:
 
 
 def _hang(unit: Unit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
-    """Put under the unit what the switch holds, as far as that is the unit's own."""
+    """Put what the switch holds under the unit, as far as it belongs to the unit."""
     below = [forest.of_switch[name] for name in switch.switches if name in forest.of_switch]
     below += [forest.of_node[node] for node in switch.nodes if node in forest.of_node]
     known = {id(it) for it in unit.units}

@@ -20,12 +20,12 @@ _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9
 """`<pool>` or `<file system>.<pool>`."""
 _NO_SUCH = object()
 _NEAR = 0.7
-"""How like one another a slip of the hand and what was meant are."""
+"""Similarity above which an unknown word counts as a typo of a known one."""
 _PATHS = re.compile(r"run_dir|.*\.(\w*dir|path|cache|topology|calibration)")
 _PATH_BYTES, _NAME_BYTES = 3072, 255
-"""Linux takes 4,095 bytes of path; a run's own files are some hundred deep in it."""
+"""Linux allows 4,095 bytes in a path; a run's own files add a few hundred."""
 _MOST_WHOLE, _MOST = 1 << 63, 1e30
-"""Numbers from here on are slips of the hand."""
+"""Larger numbers are treated as typos."""
 _SHARED = "as ranks that share a file must know where all of it lies before any of it is compressed"
 _UNCOMPRESSED = {
     "ranks_per_file": _SHARED,
@@ -93,7 +93,10 @@ def _check_path(value: str, where: str) -> None:
 
 
 def _check_number(value: Any, where: str) -> None:
-    """Also those in lists; what is in the arguments of a user's model is the model's to judge."""
+    """Check a number, or a list of numbers.
+
+    The arguments of a user's model are not checked; they are the model's to judge.
+    """
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _check_number(item, f"{where}.{index}")

@@ -1,4 +1,4 @@
-"""Overrides that would be taken, and would not do what they say: labels that choose nothing, and no steps at all."""
+"""Reject overrides that have no effect: labels that choose nothing, and zero steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.config.suggest import close
 from hpc_train.errors import UserError
 
 _LABELLED = ("data", "model", "cluster")
-"""Groups whose `name` and `kind` only say what their option is."""
+"""Groups whose `name` and `kind` only label the option."""
 _LABELS = ("name", "kind")
 _OF_YOUR_OWN = {
     "data": "for text of your own data=text data.sources=[FILE]",
@@ -24,7 +24,7 @@ _OF_YOUR_OWN = {
 def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
     """Raise UserError, in one line, for the first of these overrides that would mislead.
 
-    config: what they have composed to. Of a frozen run there are none.
+    config: the configuration they compose to. A frozen run has no overrides.
     """
     for text in overrides:
         key, equals, _ = text.lstrip("+").partition("=")
@@ -57,7 +57,7 @@ def _is_custom(config: RunConfig) -> bool:
 
 
 def _changes_model(overrides: Sequence[str]) -> bool:
-    """Whether the model is given another shape, and so deserves another name."""
+    """Whether the overrides change the model's shape, so that it deserves another name."""
     keys = {text.lstrip("+").partition("=")[0] for text in overrides}
     return any(key.startswith("model.") for key in keys - {"model.name", "model.kind"})
 
@@ -68,7 +68,7 @@ def _option(group: str, overrides: Sequence[str]) -> str:
 
 
 def _said(config: RunConfig, group: str, option: str, field: str, config_dir: str | None) -> str | None:
-    """What the type, or the file, of an option says; None where it does not."""
+    """Return an option's declared type or file; None if it declares none."""
     if field == "kind":
         kind = type(getattr(config, group)).__dataclass_fields__.get(field)
         return None if kind is None else str(kind.default)

@@ -1,4 +1,4 @@
-"""Which variables of the environment look like secrets, and how a configuration is kept from reading them.
+"""Tell which environment variables look like secrets, and keep configurations from reading them.
 
 A configuration is printed, written to config.yaml and job.json, and copied into checkpoints' metadata.
 """
@@ -17,24 +17,25 @@ _SECRET = re.compile(
     r"TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|PASS$|_PWD$|CREDENTIAL|API_?KEY|ACCESS_?KEY|_KEY$|^KEY$|PRIVATE|COOKIE",
     re.IGNORECASE,
 )
-"""A tokenizer is none."""
+"""Names that look like secrets; a tokenizer does not."""
 _ANY: Any = object()
 
 
 class SecretVariableError(ValueError):
-    """A configuration names a variable that looks like a secret."""
+    """Raised when a configuration reads a variable that looks like a secret."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name looks as if its value were secret."""
+    """Whether a variable of this name looks like it holds a secret."""
     return _SECRET.search(name) is not None
 
 
 @contextmanager
 def refusing_secrets() -> Iterator[None]:
-    """Within, `${oc.env:NAME}` raises SecretVariableError where NAME looks like a secret, set or not.
+    """Inside this context, `${oc.env:NAME}` raises SecretVariableError if NAME looks like a secret, set or not.
 
-    However it is written: nested in others, with a default, or with a name that is put together. Not to be nested.
+    This holds for nested references, references with a default, and names that are put together. Do not nest this
+    context.
     """
     OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
     try:
@@ -44,7 +45,7 @@ def refusing_secrets() -> Iterator[None]:
 
 
 def _read_variable(name: str, default: Any = _ANY) -> Any:
-    """As OmegaConf's own `oc.env`."""
+    """Read a variable like OmegaConf's own `oc.env`."""
     if is_secret(str(name)):
         raise SecretVariableError(
             f"${{oc.env:{name}}} looks like a secret, and what a configuration says is printed and written to files; "

@@ -1,7 +1,7 @@
-"""Whether a file is text: by its name where that says it is a table or an archive, else by what is in it.
+"""Tell whether a file is text: by its name if that says table or archive, otherwise by its content.
 
-A file of something else would train without an error on what looks like noise. Samples are read, not whole files: the
-beginning, and windows at even distances.
+Training on anything else would run without an error on what looks like noise. Only samples are read, not whole files:
+the beginning, and windows at even distances.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 14
 _WINDOWS = 8
 _FEW, _MOST_INVALID = 8, 0.1
-"""Bytes, and share of them, that may be no UTF-8: source code has a few lines in older encodings."""
+"""Bytes, and share of bytes, that may be invalid UTF-8: source code has a few lines in older encodings."""
 _SHOWN = 4
 _TABLE_ROWS, _TABLE_COLUMNS = 5, 2
-"""Text whose lines all have so many equal columns is a table, whatever its name."""
+"""Fewest lines and columns that make text a table, if all its lines have equal columns; whatever its name."""
 _MAY_BE_TABLES = frozenset({"", ".txt", ".text", ".dat", ".data", ".tab", ".json", ".log"})
-"""Source code and markup may look like columns."""
+"""File name extensions that may hide tables; source code and markup are left out, since they may look like columns."""
 _UNPACK = "unpack it first"
 _COLUMN = "write the text that is in it to .txt files, one a document"
 _MAGIC = (
@@ -59,7 +59,7 @@ _MAGIC = (
     (b"{\\rtf", "is RTF: save it as plain text first"),
 )
 _BINARY_START = frozenset({b"ORC", b"RIFF", b"BZh", b"GIF8", b"ID3", b"FEA1", b"PAR1"})
-"""Letters that text may begin with, too: they count where the rest is no text."""
+"""Magic bytes that text may begin with too; they count only if the rest is not text."""
 _ENDINGS = {
     **dict.fromkeys((".csv", ".tsv", ".psv", ".xls", ".xlsx", ".ods"), f"is a table: {_COLUMN}"),
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro"), f"is a table: {_COLUMN}"),
@@ -80,9 +80,9 @@ _WIDE = (
 
 
 def check_text_files(files: Iterable[SourceFile]) -> None:
-    """Raise UserError, in one line that names the first few, if any of the files is no text in UTF-8.
+    """Raise UserError, in one line that names the first few, if any of the files is not UTF-8 text.
 
-    Python's own library is taken as it is: some files there are in other encodings on purpose.
+    Python's own library is exempt: some of its files use other encodings on purpose.
     """
     files = [file for file in files if not is_of_stdlib(file.path)]
     problems = [(file.path, problem) for file in files if (problem := find_problem(file.path))]
@@ -95,7 +95,7 @@ def check_text_files(files: Iterable[SourceFile]) -> None:
 
 
 def find_problem(path: Path) -> str | None:
-    """Why a file is no text in UTF-8, and what to do, as the end of a sentence; None if it is. Raises UserError."""
+    """Return why a file is not UTF-8 text and what to do, as the end of a sentence; None if it is. Raises UserError."""
     if (ending := _ENDINGS.get(path.suffix.lower())) is not None:
         return ending
     head, windows = _samples(path)
@@ -105,7 +105,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def _samples(path: Path) -> tuple[bytes, list[bytes]]:
-    """The beginning, and what is at even distances after it."""
+    """Return the beginning of the file and samples at even distances after it."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -132,7 +132,7 @@ def _packed(head: bytes, windows: list[bytes]) -> str | None:
 
 
 def _wide(head: bytes) -> str | None:
-    """Encodings of two and four bytes, with and without a mark."""
+    """Detect encodings of two and four bytes, with and without a byte order mark."""
     name = next((name for mark, name in _WIDE if head.startswith(mark)), None)
     if name is None and len(head) >= 8:
         even, odd = head[0::2].count(0) / len(head[0::2]), head[1::2].count(0) / len(head[1::2])
@@ -157,11 +157,11 @@ _CONTINUATION = bytes(range(128, 192))
 
 
 def _invalid_bytes(sample: bytes) -> int:
-    """Bytes that are no UTF-8, but for a character that the sample cuts at either end."""
+    """Count bytes that are not UTF-8, ignoring a character cut off at either end of the sample."""
     if sample.isascii():
         return 0
     decoder, last = codecs.getincrementaldecoder("utf-8")("surrogateescape"), sample.lstrip(_CONTINUATION)
-    text = decoder.decode(last)  # what is cut at the end stays in the decoder
+    text = decoder.decode(last)  # a character cut off at the end stays in the decoder
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -170,7 +170,7 @@ def _invalid_bytes(sample: bytes) -> int:
 
 
 def _table(head: bytes) -> str | None:
-    """Comma- and tab-separated columns, and JSON records, by whatever name."""
+    """Detect comma- and tab-separated columns and JSON records, whatever the file's name."""
     lines = head.decode("utf-8", errors="replace").splitlines()
     whole = [line for line in (lines if len(head) < _HEAD_BYTES else lines[:-1]) if line.strip()]
     if len(whole) >= 2 and all(map(_is_record, whole[:3])):
@@ -182,7 +182,7 @@ def _table(head: bytes) -> str | None:
         columns = {len(row) for row in rows}
         if len(columns) != 1 or min(columns) < _TABLE_COLUMNS:
             continue
-        # A line of prose may have one comma, and then a space.
+        # A line of prose may contain one comma followed by a space.
         if min(columns) > _TABLE_COLUMNS or not any(cell.startswith(" ") for row in rows for cell in row[1:]):
             return f"is a table ({min(columns)} columns by {delimiter!r}): {_COLUMN}"
     return None

@@ -75,7 +75,7 @@ def batches(files: Sequence[SourceFile]) -> Iterator[list[Piece]]:
 
 
 def is_of_stdlib(path: Path) -> bool:
-    """Whether a file is of the running Python's standard library, by where it lies."""
+    """Whether a file is in the running Python's standard library, judged by its path."""
     return path.is_relative_to(Path(os.__file__).parent) and not _NOT_STDLIB & set(path.parts)
 
 
@@ -120,7 +120,7 @@ def _pieces(path: Path) -> Iterator[Piece]:
         with path.open("rb") as file:
             text, first = file.read(PIECE_BYTES), True
             if text.startswith(codecs.BOM_UTF8) and not is_of_stdlib(path):
-                text = text.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, no text
+                text = text.removeprefix(codecs.BOM_UTF8)  # a byte order mark is not text
             while following := file.read(PIECE_BYTES - 4):
                 cut = _character_boundary(text)
                 yield Piece(text[:cut], first, False)

@@ -1,9 +1,9 @@
-"""The second half of `hpc-train cancel`: wait for what was asked to save and end, and end what does not.
+"""Second half of `hpc-train cancel`: wait for the ranks to save and end, then kill those that do not.
 
-A rank that hangs never comes to the end of its step, where stop requests are looked at, and its peers wait for it. The
-ranks are asked for their stacks first, so that those that did not answer can be named, and then killed; the batch
-script, or the local controller, sees that and writes down how the attempt ended. What does not end even then loses its
-job, or its controller.
+A rank that hangs never reaches the end of its step, where stop requests are checked, and its peers wait for it. The
+ranks are first asked for their stacks, so that those that did not answer can be named, and then killed; the batch
+script, or the local controller, sees that and records how the attempt ended. If even that does not end them, their job
+or controller is killed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hpc_train.runtime.alive import is_alive
 from hpc_train.training.records import add_event
 
 _DEFAULT_SECONDS = 120
-"""Of runs that were frozen before there was launch.cancel_seconds, and whose job.json cannot be read."""
+"""Default for runs frozen before launch.cancel_seconds existed, or whose job.json cannot be read."""
 _ANSWER_SECONDS = {True: 6.0, False: 3.0}
-"""For the stacks of the ranks, of a job of Slurm or here."""
+"""Seconds to wait for the ranks' stacks, by whether it is a Slurm job (True) or local (False)."""
 _GRACE_SECONDS = {True: 45.0, False: 5.0}
-"""From there to the end of their batch script (Slurm sends TERM first, KILL after KillWait), or of their controller."""
+"""Seconds from then until the batch script (Slurm sends TERM, then KILL after KillWait) or controller must end."""
 _JOBS_IN_ONE_CALL = 200
 _TOO_LATE = ("already completing", "already completed", "Invalid job id", "not running")
 _INTERRUPTED = 130
 
 
 def end_what_hangs(points: Sequence[Point], shared: frozenset[Path], ask: Ask) -> int:
-    """Wait until these points, which were asked to save and end, have ended; end those that do not in time.
+    """Wait for these points, which were asked to save and end; kill those that do not end in time.
 
-    shared: runs whose job goes on for other points, so that only their own job step is ended. Returns the exit code.
-    Ctrl-C leaves them as they are: asked.
+    shared: runs whose job goes on for other points, so only their own job step is ended. Returns the exit code. Ctrl-C
+    stops waiting; the points stay asked to end.
     """
     started, limits = time.monotonic(), {point.run: cancel_seconds(point) for point in points}
     backoff, ended = Backoff(0.2, 4.0), set[Path]()
@@ -68,7 +68,7 @@ def end_what_hangs(points: Sequence[Point], shared: frozenset[Path], ask: Ask) -
 
 
 def cancel_seconds(point: Point) -> int:
-    """launch.cancel_seconds of a run as it was frozen."""
+    """Return launch.cancel_seconds of a run as it was frozen."""
     try:
         launch = json.loads((point.run / "job.json").read_text())["config"]["launch"]
         return int(launch.get("cancel_seconds") or launch["signal_seconds"])
@@ -77,13 +77,13 @@ def cancel_seconds(point: Point) -> int:
 
 
 def jobs_of(facts: Facts, running: bool) -> list[str]:
-    """A run's jobs that run, or those that wait."""
+    """Return a run's running jobs, or its waiting ones."""
     states = {record.job_id: ours(record.state) for record in facts.records}
     return [job for job in facts.jobs if job in states and (states[job] is State.RUNNING) == running]
 
 
 def steps_of(facts: Facts, ask: Ask) -> list[str]:
-    """The job step of a point that runs beside others; it has the point's name."""
+    """Return the job step of a point that runs beside others; it has the point's name."""
     jobs = jobs_of(facts, running=True)
     if not jobs:
         return []
@@ -93,7 +93,7 @@ def steps_of(facts: Facts, ask: Ask) -> list[str]:
 
 
 def scancel(options: Sequence[str], jobs: Sequence[str], ask: Ask) -> None:
-    """Raises UserError, unless it is too late for these jobs."""
+    """Cancel these jobs. Raises UserError, unless they have already ended."""
     for first in range(0, len(jobs), _JOBS_IN_ONE_CALL):
         said = ask(["scancel", *options, *jobs[first : first + _JOBS_IN_ONE_CALL]])
         if said.code and not any(word in said.err for word in _TOO_LATE):
@@ -101,12 +101,12 @@ def scancel(options: Sequence[str], jobs: Sequence[str], ask: Ask) -> None:
 
 
 def _end(facts: Facts, shared: bool, waited: int, ask: Ask) -> None:
-    """Name the ranks that hang, and kill all of them."""
+    """Name the ranks that hang, then kill all ranks."""
     if facts.silent is not None:
         raise UserError(f"{facts.point.name}: {facts.silent}; it is asked to save and end; try again")
     newest = facts.newest
     if newest is None or newest.begun is None:
-        return  # it waits for its turn in a sweep here: see _end_for_good
+        return  # waiting for its turn in a local sweep: see _end_for_good
     if facts.jobs:
         ids = steps_of(facts, ask) if shared else jobs_of(facts, running=True)
         send: Callable[[signal.Signals], None] = partial(_signal_jobs, ids, ask)
@@ -123,13 +123,14 @@ def _end(facts: Facts, shared: bool, waited: int, ask: Ask) -> None:
 
 
 def _signal_jobs(ids: Sequence[str], ask: Ask, number: signal.Signals) -> None:
-    """To the ranks, not to the batch script."""
+    """Send a signal to the ranks, not to the batch script."""
     scancel([f"--signal={number.name.removeprefix('SIG')}"], ids, ask)
 
 
 def _signal_ranks(begun: Begun, number: signal.Signals) -> None:
-    """To the children of the local controller; by other launchers only the process that was written down is known, and
-    it need not answer.
+    """Send a signal to the children of the local controller.
+
+    For other launchers only the recorded process is known, and it need not answer.
     """
     if begun.launcher == "local":
         processes = _children(begun.process)
@@ -150,7 +151,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _end_for_good(still: Sequence[Facts], shared: frozenset[Path], ask: Ask) -> int:
-    """After a moment for batch scripts and controllers, end them too; returns the exit code."""
+    """Wait briefly for batch scripts and controllers, then end them too; returns the exit code."""
     points = [it.point for it in still]
     deadline = time.monotonic() + max(_GRACE_SECONDS[bool(it.jobs)] for it in still)
     while still and time.monotonic() < deadline:
@@ -165,7 +166,7 @@ def _end_for_good(still: Sequence[Facts], shared: frozenset[Path], ask: Ask) -> 
 
 
 def _end_job(facts: Facts, shared: bool, ask: Ask) -> None:
-    """The batch script may be gone, or hang on a file system."""
+    """End the whole job: its batch script may be gone, or hang on a file system."""
     if not shared:
         for job in facts.jobs:
             cancel_marker(facts.point.run, job).touch(0o600)
@@ -174,7 +175,7 @@ def _end_job(facts: Facts, shared: bool, ask: Ask) -> None:
 
 
 def _end_here(facts: Facts) -> None:
-    """The controller and its session, or the process that holds the sweep."""
+    """End the controller and its session, or the process that runs the sweep."""
     begun, pool = (facts.newest.begun if facts.newest else None), facts.point.placed
     if begun is not None and is_alive(begun.process, begun.started, begun.machine):
         with suppress(ProcessLookupError):

@@ -47,7 +47,7 @@ class FirstError:
         return f"{said} ({self.besides})" if self.besides else said
 
     def brief(self, log: Path) -> str:
-        """For a terminal: who and what, the user's own lines, and where the whole traceback is."""
+        """Format for a terminal: who and what, the user's own lines, and where to find the whole traceback."""
         if not self.traceback or not self.summary:
             return self.text
         first, *frames = self.summary

@@ -61,7 +61,7 @@ def check_files(config: RunConfig, folder: RunFolder) -> None:
 
 
 def check_cluster_files(config: RunConfig) -> None:
-    """Raise UserError for a cluster.topology without switches and a cluster.calibration that is none."""
+    """Raise UserError if cluster.topology has no switches or cluster.calibration is not a calibration file."""
     if config.cluster.topology is not None:
         read_switches(Path(config.cluster.topology))
     if config.cluster.calibration is not None:

@@ -47,7 +47,7 @@ class BatchExecutor(SlurmExecutor):
 
     def send(self, *options: str) -> str:
         """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets; the job id."""
-        with private_files():  # Slurm gives a job the umask that it was submitted with
+        with private_files():  # Slurm runs a job with the umask of its submission
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self.folder / f"script-{uuid.uuid4().hex}.sh"
             path.touch(0o600)

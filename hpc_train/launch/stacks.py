@@ -1,7 +1,7 @@
-"""What the ranks of a run that does not end are doing: each writes its Python stack into its log when it is asked.
+"""Find out what the ranks of a stuck run are doing: each writes its Python stack into its log on request.
 
-The request is SIGUSR1, which faulthandler answers without the interpreter: a rank in an endless loop, or one that waits
-in a collective, answers too; one that is stopped, or whose node is gone, does not.
+The request is SIGUSR1, which faulthandler answers without the interpreter: a rank in an endless loop, or waiting in a
+collective, answers too; one that is stopped, or whose node is gone, does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<funct
 _TAIL_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _SHOWN = 3
-"""Groups of ranks in one line; of the ranks of a group so many by number."""
+"""Groups of ranks shown in one line; each group lists only its first few ranks by number."""
 _SHOWN_RANKS = 8
 
 
@@ -36,16 +36,16 @@ def answer_stack_requests() -> None:
 
 @dataclass(frozen=True)
 class RankStack:
-    """What one rank answered."""
+    """One rank's answer."""
 
     name: str
     """`rank 1 (task 1 on n2)`; `task 1` before the ranks have met."""
     place: str | None
-    """Function and line it is in; None if it did not answer."""
+    """Function and line the rank is in; None if it did not answer."""
 
 
 def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> list[RankStack]:
-    """Ask all tasks of an attempt for their stacks by `request`, and wait up to `seconds` for their answers.
+    """Ask all tasks of an attempt for their stacks by calling `request`, and wait up to `seconds` for the answers.
 
     logs: the attempt's log directory.
     """
@@ -66,7 +66,7 @@ def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> l
 
 
 def describe_stacks(stacks: Iterable[RankStack]) -> str:
-    """One line: who did not answer; else where the ranks are, the odd ones first."""
+    """Return one line: the ranks that did not answer; otherwise where the ranks are, outliers first."""
     stacks = list(stacks)
     silent = [it.name for it in stacks if it.place is None]
     if silent:
@@ -80,7 +80,7 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
 
 
 def _waits(place: str) -> bool:
-    """Whether a rank in this place most likely waits for another one."""
+    """Whether a rank at this place is most likely waiting for another one."""
     return "torch/" in place
 
 
@@ -90,7 +90,7 @@ def _list(names: list[str]) -> str:
 
 
 def _tasks(logs: Path) -> list[int]:
-    """Those that the run was frozen for, or, where that cannot be read, those that have a log."""
+    """Return the tasks the run was frozen for or, if that cannot be read, those that have a log."""
     try:
         return list(range(int(json.loads((logs.parents[1] / "job.json").read_text())["ranks"])))
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,7 +119,7 @@ def _size(path: Path) -> int:
 
 
 def _place(path: Path, since: int) -> str | None:
-    """The innermost function of the stack that was written after `since` bytes; None if there is none (yet)."""
+    """Return the innermost function of the stack written after byte `since`; None if there is none (yet)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

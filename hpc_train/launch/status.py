@@ -32,7 +32,7 @@ _SHOWN_NODES = 4
 _WIDE = 4096
 _LOOK_SECONDS = 2.0
 _ROOM_FOR_REASONS = 120
-"""Columns of a screen from which on a reason stands beside the rest."""
+"""Screen width, in columns, from which reasons are shown beside the other columns."""
 _COLUMNS = ("point", "job", "attempt", "state", "step", "loss", "last step", "nodes", "exit")
 _OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
 
@@ -59,7 +59,10 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
 
 
 def _watch(points: Sequence[Point]) -> None:
-    """Slurm is asked rarer and rarer while nothing changes; how far runs have come is read more often."""
+    """Redraw the status as it changes.
+
+    Slurm is asked less and less often while nothing changes; progress is read more often.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -86,9 +89,9 @@ def _watch(points: Sequence[Point]) -> None:
 
 
 def table(rows: Sequence[Status], width: int = _WIDE) -> Group:
-    """A line a point, and for more than one the number of each state.
+    """Build a table with one line per point and, for several points, the number in each state.
 
-    What no row has is left out. On a screen of fewer than 120 columns reasons are lines below.
+    Columns that are empty in every row are left out. On screens under 120 columns, reasons are lines below.
     """
     from rich.console import Group
     from rich.table import Table

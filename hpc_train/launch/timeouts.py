@@ -1,4 +1,4 @@
-"""Ranks that stopped waiting for another one say so with an error of their own: the one to look at said nothing."""
+"""Recognise ranks that gave up waiting: their error is a consequence, and the rank they waited for is the cause."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _STOPPED_WAITING = re.compile(
     r"|wait timeout after \d+ ?ms|timed out after \d+ ?m?s(econds)? waiting for|socket ?timeout",
     re.IGNORECASE,
 )
-"""gloo, NCCL's watchdog, and torch's stores."""
+"""Messages of gloo, NCCL's watchdog, and torch's stores."""
 _SHOWN = 6
 
 
 def stopped_waiting(message: str) -> bool:
-    """Whether an error says that its rank gave up waiting for another one."""
+    """Whether an error says that its rank gave up waiting for another rank."""
     return _STOPPED_WAITING.search(message) is not None
 
 
 def silent_ranks(logs: Path) -> list[int]:
-    """Tasks of an attempt that left no error; [] where its rank map cannot be read."""
+    """Return the tasks of an attempt that reported no error; [] if its rank map cannot be read."""
     tasks = sorted(int(entry["process"]) for entry in entries(logs) if "process" in entry)
     return [task for task in tasks if not (logs / f"task-{task}.failure.json").exists()]
 
 
 def describe_timeout(logs: Path, silent: Sequence[int]) -> str:
-    """One line that names who stopped waiting, for whom, and after how long. silent: tasks without an error."""
+    """Say in one line who gave up waiting, for whom, and after how long. silent: tasks without an error."""
     known = {int(entry["process"]): entry for entry in entries(logs)}
     waited = [task for task in sorted(known) if task not in silent]
     which = "which reported nothing: it hangs" if len(silent) == 1 else "which reported nothing: one of them hangs"

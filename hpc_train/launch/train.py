@@ -183,7 +183,7 @@ def finished(config: RunConfig, folder: RunFolder) -> str | None:
 
 
 def _is_good(folder: RunFolder, step: int) -> bool:
-    """Whether nothing speaks against this last step, and its evaluation was not left out by a stop, or made up for."""
+    """Whether the last step is sound, and its evaluation was not skipped by a stop or has been made up for."""
     from hpc_train.checkpoint.catalogue import locate
     from hpc_train.checkpoint.manifest import read
     from hpc_train.checkpoint.poison import poison_of
@@ -256,7 +256,7 @@ def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
 
 
 def _before_the_run(error: BaseException) -> str:
-    """What to print where no log can be written yet."""
+    """Return what to print while no log can be written yet."""
     import traceback
 
     if isinstance(error, (UserError, IncompleteRun)):
@@ -265,7 +265,7 @@ def _before_the_run(error: BaseException) -> str:
 
 
 def _is_first(logs: Path) -> bool:
-    """Whether no other rank of this attempt has said why it ends."""
+    """Whether no other rank of this attempt has reported its failure yet."""
     try:
         os.close(os.open(logs / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -274,7 +274,7 @@ def _is_first(logs: Path) -> bool:
 
 
 def _record(error: BaseException, me: Identity, logs: Path) -> str:
-    """Leave the failure, and its traceback in the rank's log; returns what to print."""
+    """Record the failure, and its traceback in the rank's log; returns what to print."""
     from hpc_train.launch.failures import FirstError
     from hpc_train.training.failure import record_failure
 

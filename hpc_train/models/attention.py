@@ -15,7 +15,7 @@ class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v. A module of its own so that a technique can put another in its place."""
 
     site: Site | None = None
-    """See models.dropout: what decides which weights are dropped."""
+    """Where the weights are dropped; see models.dropout."""
 
     def __init__(self, *, causal: bool, dropout: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Build a user's model without memory for its large parameters, and make each of them later, alone and bit for bit.
+"""Build a user's model without memory for its large parameters, and make each of them later, bit for bit.
 
-A constructor runs as ever, but large tensors are on the meta device and what happens to them is written down, with the
-state of the generator before each random operation. To make one, its own operations are run again. So a rank that holds
-a share of a model never has the whole of it, and the numbers are those that the constructor would have drawn.
+The constructor runs as usual, but large tensors are on the meta device and every operation on them is recorded, with
+the generator's state before each random one. To make a parameter, its own operations are run again. So a rank that
+holds a share of a model never holds all of it, and the values are those the constructor would have drawn.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.overrides import TorchFunctionMode
 from hpc_train.compat import TorchDispatchMode, memory_number, tree_map_only
 
 LARGE = 1 << 20
-"""Bytes; smaller tensors are real at once, so that buffers and what constructors look at are just what they were."""
+"""Size in bytes from which tensors are deferred; smaller ones, such as buffers that constructors read, are real."""
 
 
 class NotDeferrable(Exception):
-    """What this constructor does cannot be written down; build the model as it is."""
+    """Raised when a constructor does something that cannot be recorded; build the model normally."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor that was deferred: which memory, and which part of it."""
+    """A deferred tensor: its memory, and which part of that it covers."""
 
     memory: int
     dtype: torch.dtype
@@ -44,31 +44,31 @@ class _Operation:
     kwargs: Any
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    """Memory that it makes, or changes."""
+    """Memory that the operation makes or changes."""
     outputs: tuple[_View | None, ...]
-    """Of the memory that it makes."""
+    """Outputs that lie in the memory it makes."""
     generator: Tensor | None
-    """State of torch's generator before it, where it is random."""
+    """State of torch's generator before the operation, if it is random."""
 
 
 @dataclass
 class Record:
-    """What was done to deferred memory, in order."""
+    """Operations on deferred memory, in order."""
 
     operations: list[_Operation] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
-    """By memory: the operations that write it."""
+    """For each memory, the operations that write it."""
     alive: dict[int, Tensor] = field(default_factory=dict)
-    """A tensor of each memory, so that its number stands for no other."""
+    """One tensor per memory, so that its number is not reused."""
 
     def add(self, operation: _Operation) -> None:
-        """The next one."""
+        """Append an operation."""
         for memory in operation.writes:
             self.writers.setdefault(memory, []).append(len(self.operations))
         self.operations.append(operation)
 
     def make(self, view: _View) -> Tensor:
-        """The values that a deferred tensor has now; its memory is fresh."""
+        """Compute the values a deferred tensor has now, in fresh memory."""
         made: dict[int, Tensor] = {}
         with torch.random.fork_rng([]), torch.no_grad():
             for index in self._needed(view.memory):
@@ -76,7 +76,7 @@ class Record:
         return _seen(made, view)
 
     def _needed(self, memory: int) -> list[int]:
-        """The operations that lead to a memory's values, in order."""
+        """Return the operations that lead to a memory's values, in order."""
         found: set[int] = set()
         waiting = [(memory, len(self.operations))]
         while waiting:
@@ -109,20 +109,20 @@ def _seen(made: dict[int, Tensor], view: _View) -> Tensor:
 
 
 class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Large tensors made inside of this are on the meta device, and `record` knows how to make them."""
+    """Put large tensors created inside this mode on the meta device, and record how to make them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = Record()
 
     def is_deferred(self, tensor: object) -> bool:
-        """Whether a tensor's values are yet to be made."""
+        """Whether a tensor's values are still to be made."""
         return (
             isinstance(tensor, Tensor) and tensor.layout == torch.strided and memory_number(tensor) in self.record.alive
         )
 
     def view(self, tensor: Tensor) -> _View:
-        """How to find a deferred tensor in the record."""
+        """Return how to find a deferred tensor in the record."""
         return _View(
             memory_number(tensor),
             tensor.dtype,
@@ -132,7 +132,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def make(self, tensor: Tensor) -> Tensor:
-        """The values of a deferred tensor now."""
+        """Compute the current values of a deferred tensor."""
         return self.record.make(self.view(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._derived(func, args, kwargs, deferred)
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on no tensor: deferred where its result is large."""
+        """Run an operation that takes no tensor; deferred if its result is large."""
         if not _is_pure(func):
             return func(*args, **kwargs)
         try:
@@ -165,7 +165,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._record(func, args, kwargs, [], shaped)
 
     def _derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
-        """An operation that changes nothing: a view, a large result that is deferred too, or real."""
+        """Run an operation that changes nothing: its result is a view, a large deferred tensor, or real."""
         try:
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
@@ -183,7 +183,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
-            func(*self._as_memory(args), **self._as_memory(kwargs))  # so that the generator goes on as it would have
+            func(*self._as_memory(args), **self._as_memory(kwargs))  # advances the generator as it should
         if written:
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
         made = [] if written else _tensors(out)
@@ -196,7 +196,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _kept(self, tree: Any) -> Any:
-        """Arguments for the record: views of what is deferred, copies of what is not."""
+        """Return the arguments to record: views of deferred tensors, copies of the others."""
 
         def kept(x: Tensor) -> Tensor | _View:
             if self.is_deferred(x):
@@ -211,7 +211,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
 
     def _as_memory(self, tree: Any) -> Any:
-        """Real memory, zeroed, in place of what is deferred."""
+        """Replace deferred arguments by real, zeroed memory."""
 
         def real(x: Tensor) -> Tensor:
             if not self.is_deferred(x):
@@ -235,7 +235,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
+    """Return the tensors that an operation changes in place."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -250,7 +250,7 @@ def _is_pure(func: Any) -> bool:
 
 
 class Disguise(TorchFunctionMode):
-    """Deferred tensors say that they are on the CPU: some code, torch.nn.init's too, leaves out what is on meta."""
+    """Make deferred tensors claim to be on the CPU: some code, torch.nn.init's too, skips meta tensors."""
 
     def __init__(self, mode: Deferring) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ _ANSWERS = {
 
 
 class DeferredValues(MutableMapping[str, Tensor]):
-    """Whole parameters by name, each made when it is asked for and kept by nobody."""
+    """Whole parameters by name, each made on request and not kept."""
 
     def __init__(self, entries: dict[str, Tensor | _View], record: Record) -> None:
         self._entries, self._record = entries, record
@@ -292,14 +292,14 @@ class DeferredValues(MutableMapping[str, Tensor]):
         return len(self._entries)
 
     def subset(self, names: Iterable[str]) -> DeferredValues:
-        """Those of some names alone."""
+        """Return the values of these names only."""
         return DeferredValues({name: self._entries[name] for name in names}, self._record)
 
 
 def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] | None:
-    """(the module that `make` returns, its parameters on the meta device; their values). Buffers are real.
+    """Return (the module that `make` returns, with its parameters on the meta device; their values). Buffers are real.
 
-    None where its constructor does what cannot be written down, or fails: it is then to be built as it is.
+    Returns None if the constructor does something that cannot be recorded, or fails; build the model normally then.
     """
     mode = Deferring()
     try:
@@ -312,13 +312,13 @@ def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] 
             name: mode.view(parameter) if mode.is_deferred(parameter) else parameter.detach()
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-    except Exception:  # of the user's code, in an environment that it was not written for
+    except Exception:  # from the user's code, in an environment it was not written for
         return None
     return model, DeferredValues(entries, mode.record)
 
 
 def _settle(model: nn.Module, mode: Deferring) -> None:
-    """Make what is deferred and is no parameter. Raises NotDeferrable where memory is shared, or held elsewhere."""
+    """Make deferred tensors that are not parameters. Raises NotDeferrable if memory is shared or held elsewhere."""
     parameters = dict(model.named_parameters())
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         if tensor.is_meta and not mode.is_deferred(tensor):
@@ -335,8 +335,11 @@ def _settle(model: nn.Module, mode: Deferring) -> None:
 def _settle_module(
     module: nn.Module, mode: Deferring, owners: dict[int, nn.Parameter], real: dict[int, Tensor]
 ) -> None:
-    """real: what was made already, so that what modules share stays shared."""
-    plain = [] if isinstance(module, nn.RNNBase) else plain_tensors(module)  # it has a list of its parameters
+    """Make a module's deferred tensors that are not parameters.
+
+    real: tensors made already, so that what modules share stays shared.
+    """
+    plain = [] if isinstance(module, nn.RNNBase) else plain_tensors(module)  # it keeps a list of its parameters
     for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain]:
         if not mode.is_deferred(tensor):
             continue
@@ -348,7 +351,7 @@ def _settle_module(
 
 
 def _check_unheld(mode: Deferring, known: set[int]) -> None:
-    """Raise NotDeferrable where anybody else holds a deferred tensor, and would find it without values."""
+    """Raise NotDeferrable if anything else holds a deferred tensor, and would find it without values."""
     known = known | {id(tensor) for tensor in mode.record.alive.values()}
     for held in gc.get_objects():
         if issubclass(type(held), Tensor) and id(held) not in known and mode.is_deferred(held):
@@ -356,7 +359,7 @@ def _check_unheld(mode: Deferring, known: set[int]) -> None:
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(attribute, tensor) of what a module holds beside its parameters and buffers, also in lists and dicts."""
+    """Yield (attribute, tensor) for a module's tensors that are not parameters or buffers, also in lists and dicts."""
     for name, value in list(vars(module).items()):
         if name in ("_parameters", "_buffers", "_modules"):
             continue

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of what is dropped, so that it is the same however a model is split over ranks.
+"""Dropout whose mask depends only on what is dropped, so it is the same however a model is split over ranks.
 
 Each mask bit is a hash of (seed, step, sample, layer, position, channel), in the manner of the counter-based generators
-of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so nothing is drawn in an order. It takes integer
-operations alone, which give the same bits on a CPU and on a GPU, whole or compiled.
+of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so the order of draws does not matter. It uses
+integer operations only, which give the same bits on a CPU and on a GPU, eager or compiled.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Positions = Callable[[int, torch.device], Tensor]
-"""From the number of positions that a tensor has to where each of them stands in its sequence, int64."""
+"""Maps the number of positions in a tensor to their places in the sequence, int64."""
 
 
 @dataclass
 class Counter:
-    """Which samples the micro-batch under way consists of. One for all layers; whoever trains keeps it up to date."""
+    """Samples in the current micro-batch. All layers share one; the training loop keeps it up to date."""
 
     rows: Tensor | None = None
-    """(B,), int64: of each sample a hash of the seed, the step and its index in the global batch."""
+    """(B,), int64: for each sample a hash of the seed, the step and its index in the global batch."""
 
     def begin(self, key: int, first: int, count: int, device: torch.device) -> None:
-        """A micro-batch of so many samples, of which `first` is the index of the first in the global batch."""
+        """Start a micro-batch of so many samples; `first` is the global-batch index of its first sample."""
         self.rows = mix(torch.arange(first, first + count, device=device) ^ key)
 
 
 @dataclass
 class Site:
-    """Where in a model and on which ranks a layer drops something."""
+    """Where in a model, and on which ranks, a layer applies dropout."""
 
     counter: Counter
     layer: Tensor
     """A scalar, int64: a hash of the layer's name in the whole model."""
     positions: Positions
     head_part: int = 0
-    """Which of the equal parts of the heads this rank computes."""
+    """Index of this rank's part, if the heads are split into equal parts."""
 
 
 def step_key(seed: int, step: int) -> int:
-    """What a step's random numbers begin with: 64 bits, signed."""
+    """Return the key of a step's random numbers: 64 bits, signed."""
     return _hash(f"{seed}/{step}")
 
 
 def layer_key(name: str) -> int:
-    """The same for a layer of a model."""
+    """Return the key of a layer of a model: 64 bits, signed."""
     return _hash(name)
 
 
 def every_position(length: int, device: torch.device) -> Tensor:
-    """Positions of sequences that are whole here."""
+    """Return the positions of sequences that are whole on this rank."""
     return torch.arange(length, device=device)
 
 
 class Dropout(nn.Module):
-    """Zero a share `p` of what lies between layers, x (B, T, ...), in training, and scale the rest by 1 / (1 - p).
+    """In training, zero a share `p` of activations x (B, T, ...) between layers and scale the rest by 1 / (1 - p).
 
-    Under hpc_train's engines, which set `site`, sample, position and channel decide what is zeroed, and a rank that
-    holds other positions than another one zeroes other numbers. Elsewhere this is torch's dropout.
+    Under hpc_train's engines, which set `site`, the mask depends on sample, position and channel, so ranks that hold
+    different positions zero different values. Elsewhere this is torch's dropout.
     """
 
     site: Site | None = None
@@ -82,28 +82,28 @@ class Dropout(nn.Module):
         return x.masked_fill(dropped.view(x.shape), 0.0) * (1 / (1 - self.p))
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Describe the layer for print."""
         return f"p={self.p}"
 
 
 def head_rows(site: Site, heads: int) -> Tensor:
-    """(B, heads), int64: what masks of attention weights begin with; the heads of this rank are contiguous."""
+    """Return (B, heads), int64: base hashes of the attention-weight masks; this rank's heads are contiguous."""
     head = torch.arange(heads, device=site.layer.device) + site.head_part * heads
     return mix(_rows(site).unsqueeze(1) ^ head)
 
 
 def dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
-    """Which attention weights are zeroed: (B, heads, number of queries, number of keys), bool.
+    """Return which attention weights are zeroed: (B, heads, number of queries, number of keys), bool.
 
-    rows: of head_rows. queries, keys: their positions.
+    rows: from head_rows. queries, keys: their positions.
     """
     return _compare(_narrow(mix(rows.unsqueeze(2) ^ queries)), _narrow(mix(keys ^ _CHANNELS)), p)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scatter int64 numbers: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection.
+    """Scramble int64 numbers with the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection.
 
-    Numbers are joined by exclusive or: a product of indices, torch.compile may reckon in 32 bits.
+    Numbers are combined by exclusive or: torch.compile may compute a product of indices in 32 bits.
     """
     x = (x ^ _shift(x, 30)) * _FIRST
     x = (x ^ _shift(x, 27)) * _SECOND
@@ -111,11 +111,11 @@ def mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # without the mask the sign would come in from the left
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # without the mask the sign bit would be shifted in from the left
 
 
 def _token_hash(site: Site, length: int, device: torch.device) -> Tensor:
-    """(B, T), int32."""
+    """Hash each token: (B, T), int32."""
     positions = site.positions(length, device)
     return _narrow(mix(_rows(site).unsqueeze(1) ^ positions))
 
@@ -127,20 +127,20 @@ def _rows(site: Site) -> Tensor:
 
 
 def _channel_hash(count: int, device: torch.device) -> Tensor:
-    """(count,), int32."""
+    """Hash each channel: (count,), int32."""
     return _narrow(mix(torch.arange(count, device=device) ^ _CHANNELS))
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """The upper half of int64 numbers, as int32."""
+    """Return the upper half of int64 numbers, as int32."""
     return (x >> 32).to(torch.int32)
 
 
 @torch.no_grad()
 def _compare(rows: Tensor, columns: Tensor, p: float) -> Tensor:
-    """Where the hash of a row (...,) and of a column (n,) together is below `p`: (..., n), bool.
+    """Return where the combined hash of a row (...,) and a column (n,) is below `p`: (..., n), bool.
 
-    Both are scattered already, so that two multiplications in 32 bits are enough; in memory that is reused.
+    Both are scrambled already, so two 32-bit multiplications are enough, in memory that is reused.
     """
     bits = rows.unsqueeze(-1) ^ columns
     bits *= _NARROW_FIRST
@@ -160,5 +160,5 @@ def _signed(value: int, bits: int = 64) -> int:
 
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _NARROW_FIRST, _NARROW_SECOND = 0x7FEB352D, _signed(0x846CA68B, 32)
-"""Odd numbers that scatter well: https://github.com/skeeto/hash-prospector (public domain)."""
+"""Odd multipliers that scramble well: https://github.com/skeeto/hash-prospector (public domain)."""
 _CHANNELS = layer_key("channels")

@@ -1,7 +1,7 @@
-"""Attention that drops weights by models.dropout, some queries at a time.
+"""Attention with dropout of its weights by models.dropout, computed in blocks of queries.
 
 torch's fused kernels take no mask of weights. So scores are computed in blocks and again in backward (Dao et al. 2022,
-arXiv:2205.14135, algorithms 2 and 4): what is kept is O(T), and what lies in memory at once is bounded.
+arXiv:2205.14135, algorithms 2 and 4): what is kept is O(T), and peak memory is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from hpc_train.models.dropout import Site, dropped_weights, head_rows
 
 SCORES = 1 << 24
-"""Scores of one block, about: 64 MiB in float32."""
+"""Approximate number of scores in one block: 64 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class _Options:
 def attend_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, causal: bool, site: Site, p: float
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) with a share `p` of its weights zeroed, times v: as q.
+    """Return softmax(q k^T / sqrt(head_dim)) with a share `p` of its weights zeroed, times v; same shape as q.
 
     q (B, heads, T, head_dim), k and v (B, kv_heads, S, head_dim), queries (T,) and keys (S,) their positions. causal: a
-    query sees the keys that stand no later than it.
+    query sees only keys at its own or earlier positions.
     """
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    keys = keys.clone() if keys is queries else keys  # torch.compile takes no tensor twice
+    keys = keys.clone() if keys is queries else keys  # torch.compile does not accept the same tensor twice
     rows = head_rows(site, q.shape[1]) if p > 0 else queries.new_empty(0)
     out: Tensor = _Attention.apply(q, k, v, queries, keys, rows, _Options(causal, p))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v (B, heads, T or S, head_dim), queries (T,), keys (S,), rows (B, heads) as dropped_weights takes them."""
+    """q, k, v (B, heads, T or S, head_dim), queries (T,), keys (S,), rows (B, heads) as in dropped_weights."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
 def _weights(
     q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor | None]:
-    """(weights of a block before any are dropped, in at least float32; which are dropped, or None)."""
+    """Return (weights of a block before dropout, in at least float32; mask of the dropped ones, or None)."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if options.causal:

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 
 class LinearGroup(nn.Module):
-    """Apply several linear layers to one input; no parameters of its own.
+    """Apply several linear layers to one input; has no parameters of its own.
 
-    A module so that a technique can put another forward in its place: tensor parallelism gathers the input once for
-    all layers of the group, and adds their input gradients up once.
+    It is a module so that a technique can replace its forward: tensor parallelism gathers the input once for all layers
+    of the group, and sums their input gradients once.
     """
 
     def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        """x (..., K) -> the output (..., N_i) of each layer."""
+        """Map x (..., K) to the output (..., N_i) of each layer."""
         return tuple(layer(x) for layer in layers)

@@ -84,7 +84,7 @@ def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
 
 
 def _call(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
-    """What the user's function returns. UserError with the place in their file where it raises."""
+    """Call the user's function; if it raises, raise UserError with the place in their file."""
     from hpc_train.user_frames import describe, place, user_frames
 
     try:

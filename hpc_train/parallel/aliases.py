@@ -1,4 +1,4 @@
-"""Tensors of a model that share memory although they are different: splitting or moving would make copies of them."""
+"""Find different tensors of a model that share memory: splitting or moving them would make copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hpc_train.models.deferred import plain_tensors
 
 
 def check_aliases(model: nn.Module, splits: bool, device: torch.device) -> None:
-    """Raise UserError, by name, for what would silently stop to follow a parameter.
+    """Raise UserError, by name, for tensors that would silently stop following a parameter.
 
-    splits: parameters are cut over ranks. Without that, and on the CPU, where nothing moves, all stays as it is. A
-    parameter that several modules hold is one tensor, and no alias.
+    splits: parameters are cut over ranks. Without that, on the CPU, nothing moves and everything stays as it is. A
+    parameter held by several modules is one tensor, not an alias.
     """
     if not splits and device.type == "cpu":
         return
@@ -44,12 +44,12 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _others(model: nn.Module, splits: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """(what it is, name, tensor) of buffers and, where parameters are replaced, of what is held beside modules."""
+    """Yield (kind, name, tensor) for buffers and, if parameters are replaced, for other tensors held by modules."""
     for name, buffer in model.named_buffers():
         yield "a buffer", name, buffer
     for path, module in model.named_modules() if splits else ():
         if isinstance(module, nn.RNNBase):
-            continue  # brings its own list of parameters up to date
+            continue  # updates its own list of parameters
         for name, tensor in plain_tensors(module):
-            if f"{name}_orig" not in dict(module.named_parameters(recurse=False)):  # of spectral_norm: made anew
+            if f"{name}_orig" not in dict(module.named_parameters(recurse=False)):  # spectral_norm recomputes it
                 yield "a tensor held beside the parameters", f"{path}.{name}" if path else name, tensor

@@ -77,8 +77,8 @@ def build(
 
     A model on the meta device gets its initial values here, each rank only what it holds; any other keeps its own.
     make_optimizer is called after the model has been split, so that it sees the parameters this rank keeps.
-    say: gets a line for each technique that was applied, in order. values: of a model whose parameters are made when
-    they are asked for.
+    say: gets a line for each technique that was applied, in order. values: of a model whose parameters are made on
+    request.
     Raises UserError for a combination or a model that no backend can do.
     """
     degrees = check_support(config, world.size)
@@ -126,10 +126,10 @@ def prepare(
     files: FileMemory | None = None,
     made: DeferredValues | None = None,
 ) -> None:
-    """Apply every pass to a part of the model, in place, and give it its values on this rank's device or in files.
+    """Apply every pass to a part of the model, in place, and put its values on this rank's device or in files.
 
-    What is split over ranks is split before it is moved, so that no device ever holds the whole of it: a model with
-    values gives them up first, and each rank takes of them what it holds.
+    Parameters that are split over ranks are split before they are moved, so no device ever holds all of them: a model
+    with values gives them up first, and each rank takes the part it holds.
     """
     values: Values = {}
     if part is not model:
@@ -152,7 +152,7 @@ def prepare(
 
 
 def splits(config: RunConfig, degrees: Degrees) -> bool:
-    """Whether ranks hold parts of parameters."""
+    """Whether ranks hold only parts of parameters."""
     return sharded(config, degrees) or degrees.tp > 1 or degrees.pp > 1
 
 

@@ -34,7 +34,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
 
 
 def _unsynchronised(part: nn.Module, world: World) -> str | None:
-    """A warning where the statistics of layers in training depend on how samples lie on the ranks."""
+    """Return a warning if statistics in training depend on how samples are spread over the ranks, else None."""
     found = [
         name or type(part).__name__
         for name, layer in part.named_modules()

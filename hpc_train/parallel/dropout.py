@@ -1,4 +1,4 @@
-"""Dropout in a model that is split over ranks: each layer learns which samples, positions and heads this rank has."""
+"""Dropout in a model that is split over ranks: tell each layer which samples, positions and heads this rank has."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hpc_train.parallel.context.positions import Share, share
 from hpc_train.parallel.tensor.plan import read_plan
 
 _TORCH = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""They draw from the rank's own generator, in whatever order the rank computes."""
+"""torch's dropout layers, which draw from the rank's own generator in the order the rank computes."""
 
 
 def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass, before any other: every layer that drops learns its name, and what of its input this rank has.
+    """Run before any other pass: tell every dropout layer its name, and which part of its input this rank has.
 
-    Raises UserError where torch's own layers would draw the same mask for different tokens.
+    Raises UserError if torch's own layers would draw the same mask for different tokens.
     """
     if degree(world, "tp") > 1 or degree(world, "cp") > 1:
         _refuse_torch(part)
@@ -45,7 +45,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
 
 @dataclass(frozen=True)
 class Places:
-    """models.dropout.Positions of a rank that holds a share of a sequence, and of that, over tp, a part."""
+    """models.dropout.Positions for a rank that holds a share of a sequence and, over tp, a part of that share."""
 
     share: Share
     part: int
@@ -62,7 +62,10 @@ class Places:
 
 
 def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> Places:
-    """split: of what lies between layers, whose positions tp may split; else of what attention sees."""
+    """Return the positions this rank holds.
+
+    split: for activations between layers, whose positions tp may split; otherwise for what attention sees.
+    """
     tp = degree(world, "tp")
     if not split or tp == 1 or not config.parallel.tensor.sequence or "seq" not in getattr(part, "plan", {}).values():
         return Places(share(config, world), 0, 1)
@@ -70,7 +73,7 @@ def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) ->
 
 
 def _heads_split(part: nn.Module, config: RunConfig, world: World) -> dict[str, int]:
-    """By the name of an attention: which of the equal parts of its heads this rank computes."""
+    """Map the name of each attention to the index of the equal part of its heads that this rank computes."""
     tp, cp = degree(world, "tp"), degree(world, "cp")
     over_cp = cp if config.parallel.context.method == "ulysses" else 1
     plan = read_plan(part, whole=degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
@@ -95,7 +98,7 @@ def _refuse_torch(part: nn.Module) -> None:
 
 
 class StepMasks:
-    """What a step's dropout depends on, for the layers of some parts; without any, nothing is done."""
+    """State of a step's dropout for the layers of some parts; does nothing if there are no such layers."""
 
     def __init__(self, parts: Iterable[nn.Module], config: RunConfig, world: World) -> None:
         sites = [module.site for part in parts for module in part.modules() if hasattr(module, "site")]
@@ -106,7 +109,7 @@ class StepMasks:
         self._counts: list[int] = []
 
     def begin_step(self, batch: StepBatch, *, filled: bool = False) -> None:
-        """A step, on this rank's share of its samples. filled: short micro-batches are filled up at their ends."""
+        """Start a step on this rank's share of its samples. filled: short micro-batches are padded at their ends."""
         if not self._counters:
             return
         rows = [len(micro.targets) for micro in batch.micro]
@@ -116,6 +119,6 @@ class StepMasks:
         self._counts = [max(rows)] * len(rows) if filled else rows
 
     def select(self, micro: int) -> None:
-        """Before anything is computed of a micro-batch, or computed again."""
+        """Select a micro-batch; call before computing, or recomputing, anything of it."""
         for counter in self._counters:
             counter.begin(self._key, self._starts[micro], self._counts[micro], self._world.device)

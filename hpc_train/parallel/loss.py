@@ -25,7 +25,7 @@ def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
 
 
 def first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
-    """The same, once, with what the model returns checked. Raises UserError, in one line, for what is no loss."""
+    """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
     if isinstance(out, DTensor) or isinstance(model, (Transformer, VisionTransformer)):
         return loss_sum(model, out, target)
     own = callable(getattr(model, "loss_sum", None))

@@ -1,4 +1,4 @@
-"""From the meta device, or from a whole model in CPU memory, to what each rank holds: never the whole on a device."""
+"""Materialise what each rank holds, from the meta device or a whole model in CPU memory; never whole on a device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def is_rehearsal() -> bool:
-    """Whether tensors have no memory here (`plan rehearse`): there are shapes, and no values to care for."""
+    """Whether this is `plan rehearse`: tensors have shapes but no memory, so there are no values to keep."""
     return is_pretended(torch.empty(0))
 
 
 def detach_values(model: nn.Module) -> Values:
-    """Take the parameters' values out of a model and leave it on the meta device; buffers stay.
+    """Take the parameters' values out of a model and leave its parameters on the meta device; buffers stay.
 
     Modules that share a parameter share the new one.
     """
@@ -40,14 +40,14 @@ def detach_values(model: nn.Module) -> Values:
                 empty = torch.empty_like(parameter, device="meta")
                 made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 made[parameter].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[parameter])  # not register_parameter: recurrent layers keep a list of theirs
+            setattr(module, name, made[parameter])  # not register_parameter: RNNs keep a list of parameters
     return values
 
 
 def values_of(part: nn.Module, source: nn.Module, made: DeferredValues | None = None) -> Values:
-    """The values of a stage's parameters in the whole model that it is a part of; empty where that has none either.
+    """Return the values of a stage's parameters from the whole model it is part of; empty if that has none either.
 
-    made: its values, where they are made when they are asked for.
+    made: the model's values, if they are made on request.
     """
     values = {name: parameter.detach() for name, parameter in source.named_parameters(remove_duplicate=False)}
     missing = [name for name, _ in part.named_parameters() if name not in values]
@@ -87,9 +87,9 @@ def materialise(part: nn.Module, values: Values, seed: int, device: torch.device
 
 @torch.no_grad()
 def adopt_buffers(part: nn.Module, source: nn.Module) -> None:
-    """Give a stage on the meta device the buffers, and the tensors that are none, of the model that it is a part of.
+    """Copy the whole model's buffers, and its tensors that are not buffers, to a stage on the meta device.
 
-    Raises UserError for one that the model has not got.
+    Raises UserError for one that the model does not have.
     """
     kind = type(source).__name__
     for path, module in part.named_modules():

@@ -1,7 +1,7 @@
-"""Buffers of a model that its user has built on the meta device: their values come from the modules' own resets.
+"""Give buffers that the user built on the meta device their values, by the modules' own reset methods.
 
-No rule draws a buffer, and memory that nobody has written looks like values. So a buffer whose value cannot be made
-again is refused by name.
+No rule draws a buffer, and uninitialised memory looks like values. So a buffer whose value cannot be made again is
+refused by name.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ RESETS = (
     "initialize",
     "initialise",
 )
-"""Methods that modules offer for this, by the names that torch, torchtitan and transformers give them."""
+"""Names of reset methods in torch, torchtitan and transformers."""
 _FILLS = (0, 113)
-"""A buffer that a reset writes is the same after it, whatever was in it before."""
+"""Bytes to fill a buffer with before a reset; a buffer that the reset writes ends up the same with either."""
 
 
 def remake_buffers(model: nn.Module, seed: int) -> list[str]:
     """Give every buffer on the meta device its value, in CPU memory; returns their names.
 
-    A module's own resets are tried first, then those of the modules around it. Raises UserError, by name, for a
-    buffer that none of them writes, and for a tensor on the meta device that is neither a parameter nor a buffer.
+    A module's own resets are tried first, then those of its parent modules. Raises UserError, by name, for a buffer
+    that none of them writes, and for a tensor on the meta device that is neither a parameter nor a buffer.
     """
     _check_plain(model)
     lost = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
@@ -68,7 +68,7 @@ def _remade(model: nn.Module, name: str, seed: int, tried: dict[tuple[str, str],
 
 
 def _around(path: str) -> Iterator[str]:
-    """A module's own path, then its parents', the model's last."""
+    """Yield a module's own path, then its parents', ending with the model's."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -76,7 +76,7 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _written(module: nn.Module, method: str, seed: int) -> dict[str, Tensor]:
-    """The buffers, by name, that a reset of a module writes from nothing but itself and the seed."""
+    """Return the buffers, by name, that a module's reset computes from the module and the seed alone."""
     if not _callable_alone(getattr(module, method, None)):
         return {}
     first, second = (_run(module, method, seed, fill) for fill in _FILLS)
@@ -102,7 +102,7 @@ def _callable_alone(function: Any) -> bool:
 
 
 def _run(module: nn.Module, method: str, seed: int, fill: int) -> dict[str, Tensor]:
-    """The buffers after a reset of a copy in which those without values hold `fill`. Parameters stay without."""
+    """Reset a copy whose buffers without values hold `fill`; returns its buffers. Parameters get no values."""
     try:
         twin = copy.deepcopy(module)
         for owner in twin.modules():
@@ -112,7 +112,7 @@ def _run(module: nn.Module, method: str, seed: int, fill: int) -> dict[str, Tens
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(seed)
             getattr(twin, method)()
-    except Exception:  # it is the user's code, on a device that it may not be made for
+    except Exception:  # the user's code, on a device it may not support
         return {}
     return dict(twin.named_buffers(remove_duplicate=False))
 

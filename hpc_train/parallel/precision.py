@@ -15,7 +15,7 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
-    """Parameters in float64 for fp64, else in float32: low precision is for computing, not for remembering.
+    """Keep parameters in float64 for fp64, else in float32: low precision is for computing only.
 
     Complex buffers, such as rotary tables, stay as they are: Module.to would drop their imaginary part.
     """

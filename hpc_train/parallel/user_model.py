@@ -1,4 +1,4 @@
-"""What a user's own model is held to before and in its first micro-batch, each mistake in one line with its place."""
+"""Check a user's own model before and in its first micro-batch; each mistake is one line with its place."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hpc_train.errors import UserError
 from hpc_train.user_frames import LOST_PEER, definition, describe, place, root_cause, user_frames
 
 _MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, dist.DistError)
-"""What may go wrong in a user's code without a mistake of theirs."""
+"""Errors that can occur in a user's code without being their mistake."""
 _DEVICE_WORDS = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "HIP", "out of memory")
 
 
 def name_of(model: nn.Module) -> str:
-    """The class's own name, which fully_shard changes."""
+    """Return the class's own name, which fully_shard changes."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
 def check_interface(model: nn.Module) -> None:
-    """Raise UserError for a model that cannot be called as every model is: with the inputs of a micro-batch alone."""
+    """Raise UserError for a model that cannot be called with the inputs of a micro-batch alone, as every model is."""
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise UserError(f"model: {name_of(model)} has no method forward; give it one that takes the inputs")
     _check_call(model, "forward", ("the inputs",), "put what else it needs into one tensor, or into the model")
@@ -38,7 +38,7 @@ def check_interface(model: nn.Module) -> None:
 
 
 def check_sizes(model: nn.Module) -> None:
-    """Raise UserError for a parameter that only the first call would give a shape: it is split before that."""
+    """Raise UserError for a parameter that has no shape until the first call: it is split before that."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -49,7 +49,7 @@ def _check_call(model: nn.Module, method: str, given: tuple[str, ...], instead: 
     function = getattr(model, method)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of built-in code nobody knows it
+    except (TypeError, ValueError):  # built-in code has no signature
         return
     try:
         signature.bind(*given)
@@ -65,9 +65,10 @@ def _at(function: Any) -> str:
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Turn what a user's code raises when it is called for the first time into one line with the place in their file.
+    """Turn an exception from the first call of the user's code into one line with the place in their file.
 
-    A lost peer, a device and memory are no mistakes of theirs, and neither is what has no frame of theirs.
+    A lost peer, a device error and lack of memory are not the user's mistakes; neither is an error without a user
+    frame.
     """
     try:
         yield
@@ -87,7 +88,7 @@ def _of_the_device(error: BaseException) -> bool:
 
 
 def check_output(model: nn.Module, out: object, target: Tensor) -> None:
-    """Raise UserError where a model without a loss of its own has not returned logits (..., classes) of the targets."""
+    """Raise UserError if a model without its own loss did not return logits (..., classes) of the targets."""
     title = f"{_at(model.forward)}{name_of(model)}.forward returned"
     wanted = f"logits {(*target.shape, 'classes')}".replace("'", "")
     if not isinstance(out, Tensor):
@@ -120,7 +121,7 @@ def _instead(out: object, wanted: str) -> str:
 
 
 def check_loss(model: nn.Module, loss: object) -> None:
-    """Raise UserError where a model's own loss_sum has not returned a scalar that can be differentiated."""
+    """Raise UserError if a model's own loss_sum did not return a scalar that can be differentiated."""
     title = f"{_at(model.loss_sum)}{name_of(model)}.loss_sum returned"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         raise UserError(f"{title} {_named(loss)}; return the sum of the loss over all targets, a scalar tensor")

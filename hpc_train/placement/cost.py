@@ -52,20 +52,20 @@ class Term:
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
     def seconds_beside(self, measured: Measured) -> NDArray[np.float64]:
-        """[orders] seconds of a step next to busy neighbours."""
+        """Return [orders] seconds of a step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
 
 @dataclass(frozen=True)
 class Sums:
-    """All flows of a step under several orders of the nodes."""
+    """Totals of a step's flows under several orders of the nodes."""
 
     seconds: NDArray[np.float64]
-    """[orders]: with the whole of every uplink."""
+    """[orders]: seconds with the full uplinks."""
     beside: NDArray[np.float64]
-    """[orders]: with the job's share of it, next to busy neighbours."""
+    """[orders]: seconds with the job's share of each uplink, next to busy neighbours."""
     crossings: NDArray[np.float64]
-    """[orders]: bytes of a step times levels above the node that they cross."""
+    """[orders]: bytes of a step times the levels above the node they cross."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Model:
         return self.sums(orders).seconds
 
     def sums(self, orders: NDArray[np.int64]) -> Sums:
-        """orders: [orders, positions], node at each position."""
+        """Compute the sums. orders: [orders, positions], node at each position."""
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
         parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
         return Sums(
@@ -95,7 +95,7 @@ class Model:
         )
 
     def beside(self, order: Sequence[int]) -> float:
-        """Seconds of one order next to busy neighbours."""
+        """Return the seconds of one order next to busy neighbours."""
         return float(self.sums(np.asarray(order, np.int64)[None]).beside[0])
 
     def cost(self, order: Sequence[int]) -> Cost:

@@ -17,16 +17,18 @@ class Level:
     group: NDArray[np.int64]
     """[nodes]: index of each node's group, dense from 0 in order of first appearance."""
     uplink: NDArray[np.float64]
-    """[groups]: bytes/s that can leave a group (and as many enter it): of a switch, all its uplinks together."""
+    """[groups]: bytes/s that can leave a group, and as many can enter; for a switch, all its uplinks together."""
     latency: float
     """Seconds of a message that leaves a group of this level and of no higher one."""
     share: NDArray[np.float64] | None = None
-    """[groups]: what is left of that for this job where the group's other nodes, of other jobs, use their fair share of
-    it; None: the job has all of the uplink."""
+    """[groups]: part of `uplink` left for this job when its neighbours use theirs.
+
+    The group's other nodes, of other jobs, use their fair share; None: the job has all of the uplink.
+    """
 
     @property
     def busy_uplink(self) -> NDArray[np.float64]:
-        """[groups]: bytes/s that leave a group next to busy neighbours."""
+        """Return [groups]: bytes/s that can leave a group next to busy neighbours."""
         return self.uplink if self.share is None else self.share
 
 

@@ -32,27 +32,27 @@ class Figures:
     nvlink_uplink: float
     """Of a node to the others of its NVLink domain; nic_uplink where that is unknown."""
     port: float
-    """Of one NIC, and of a cable of which no rate is known."""
+    """Rate of one NIC, and of a cable whose rate is unknown."""
     network_latency: float
     oversubscription: float | None
     """Taper of a leaf; None: unknown."""
     group_oversubscription: float | None
     nodes_per_leaf: int
-    """0: unknown."""
+    """Nodes on a leaf; 0: unknown."""
     nodes_per_group: int
     measured: Calibration | None
 
     def measured_uplink(self, level: str) -> float | None:
-        """Bytes/s out of one group of the level, where that was measured."""
+        """Return the measured bytes/s out of one group of the level, if any."""
         constants = self.measured.of(level) if self.measured is not None else None
         return constants.bandwidth if constants is not None else None
 
     def taper(self, level: str) -> float | None:
-        """What the nodes below a switch of the level can send over what leaves it; None: unknown."""
+        """Return the taper: what the nodes below a switch of the level can send over what leaves it; None: unknown."""
         return self.oversubscription if level == "leaf" else self.group_oversubscription
 
     def nodes_below(self, level: str) -> int:
-        """Nodes of the cluster below a switch of the level; 0: unknown."""
+        """Return the number of cluster nodes below a switch of the level; 0: unknown."""
         return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
 
     def latency(self, level: str, above: int, domains: bool) -> float:
@@ -63,8 +63,9 @@ class Figures:
 
 
 def figures_of(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 0.0) -> Figures:
-    """nics, node_gbit_s: of a node and its NICs together, as a topology says, used where the cluster does not say.
+    """Collect the figures of a cluster.
 
+    nics, node_gbit_s: NICs of a node and their total rate according to a topology, used if the cluster does not say.
     Raises UserError, one line, for a calibration file that cannot be read.
     """
     node, fabric = cluster.node, cluster.fabric
@@ -88,9 +89,9 @@ def figures_of(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 0.0) 
 
 
 def assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[str, ...]:
-    """One line for each figure that a cost rests on and that nobody has given or measured.
+    """Return one line for each figure a cost rests on that was neither given nor measured.
 
-    node_gbit_s: of a node's NICs together, as a topology says; 0: it does not.
+    node_gbit_s: total rate of a node's NICs according to a topology; 0: unknown.
     """
     node = cluster.node
     measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None

@@ -21,7 +21,7 @@ from hpc_train.placement.locate import Locations
 
 Floats = NDArray[np.float64]
 _CONTRADICTS = 0.1
-"""Relative: broken cables and a host or two more are no contradiction."""
+"""Relative difference that counts as a contradiction; a few broken cables or an extra host or two do not."""
 LOCAL_RANKS = 2
 """Ranks of a machine of which nothing is described, as `launch=local` starts them without GPUs."""
 
@@ -34,7 +34,7 @@ def fabric_of(
     domains: Mapping[str, str] | None = None,
     unknown_taper: float = 1.0,
 ) -> Fabric:
-    """The fabric of a job on `nodes` (launcher's order), of which only this is known; as `fabric_at` has it."""
+    """Return the fabric of a job on `nodes` (launcher's order), given only these nodes; see `fabric_at`."""
     where = Locations(tuple(nodes), paths or {}, domains or {})
     return fabric_at(config, where, ranks_per_node, unknown_taper)
 
@@ -67,7 +67,7 @@ def fabric_at(config: RunConfig, where: Locations, ranks_per_node: int, unknown_
 
 
 def unknown_tapers(config: RunConfig, where: Locations) -> tuple[str, ...]:
-    """Levels whose uplinks nobody has told: neither cables, nor a taper, nor a measurement. Innermost first."""
+    """Return the levels whose uplinks are unknown: no cables, no taper, no measurement. Innermost first."""
     figures = figures_of(config.cluster, where.nics, where.node_gbit_s)
     levels = [level for level in levels_of(where.nodes, where.paths, where.domains) if level.switches]
     placed = np.array([bool(where.paths.get(node)) for node in where.nodes])
@@ -85,7 +85,7 @@ def unknown_tapers(config: RunConfig, where: Locations) -> tuple[str, ...]:
 
 
 def capacity_notes(config: RunConfig, where: Locations) -> tuple[str, ...]:
-    """One line for each stated taper that the cables of the topology contradict, and for LinkSpeeds that differ."""
+    """Return one line for each stated taper that the topology's cables contradict, and for LinkSpeeds that differ."""
     figures = figures_of(config.cluster, where.nics, where.node_gbit_s)
     notes = []
     for level in levels_of(where.nodes, where.paths, where.domains):
@@ -116,7 +116,7 @@ def synthetic(config: RunConfig) -> Fabric:
 
 
 def described_locations(config: RunConfig, nodes: Sequence[str]) -> Locations:
-    """Where nodes of the described cluster are, as `described_places` has it."""
+    """Return the locations of the described cluster's nodes, as `described_places` defines them."""
     fabric = config.cluster.fabric
     paths, domains = described_places(config, nodes)
     size = {"group": fabric.nodes_per_group, "leaf": fabric.nodes_per_leaf}
@@ -187,8 +187,11 @@ def _level(
 
 
 def _nodes_below(level: NamedLevel, sizes: Floats, figures: Figures, where: Locations) -> Floats:
-    """[groups] compute nodes below each; where nobody tells, as many as below the middle one of the others, as the
-    cluster's description says, or as the job has on its fullest one."""
+    """Return [groups]: number of compute nodes below each group.
+
+    If unknown: the median of the other groups, else the cluster's description, else the job's nodes on its fullest
+    group.
+    """
     told = [[where.uplinks[it].nodes for it in switches if it in where.uplinks] for switches in level.switches]
     middle = statistics.median([sum(nodes) for nodes in told if nodes] or [figures.nodes_below(level.name)])
     return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in told], np.float64)
@@ -199,13 +202,13 @@ def _cables(where: Locations, switch: tuple[str, ...]) -> int:
 
 
 def _cabled(where: Locations, switches: Iterable[tuple[str, ...]], figures: Figures) -> float:
-    """Bytes/s of the cables that leave the switches; 0 where none is listed. One without a rate is as fast as a NIC."""
+    """Return bytes/s of all cables out of the switches; 0 if none is listed. Cables without a rate count as a NIC."""
     found = [where.uplinks[switch] for switch in switches if switch in where.uplinks]
     return sum((it.cables * figures.port if it.gbit_s is None else it.gbit_s / 8 * 1e9 for it in found), 0.0)
 
 
 def _relative_speeds(level: NamedLevel, where: Locations) -> Floats:
-    """[groups] LinkSpeed of each group's switches over that of the fastest group; 1 where nobody tells."""
+    """Return [groups]: LinkSpeed of each group's switches relative to the fastest group; 1 if unknown."""
     told = [[where.uplinks[it].link_speed for it in switches if it in where.uplinks] for switches in level.switches]
     speeds = np.array([statistics.fmean(it) if it else math.nan for it in told])
     return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(told) else np.ones(len(told))

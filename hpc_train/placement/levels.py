@@ -22,7 +22,7 @@ class NamedLevel:
     labels: tuple[str, ...]
     """[groups]: what the source calls each group."""
     switches: tuple[frozenset[tuple[str, ...]], ...] = ()
-    """[groups]: paths, from the top, of the switches that each group is made of; of switch levels only."""
+    """[groups]: paths, from the top, of the switches that make up each group; for switch levels only."""
 
 
 def levels_of(
@@ -67,7 +67,7 @@ def _switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> 
 
 
 def _switch(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The switch at the end of a path that may have been filled up with its last name."""
+    """Return the switch at the end of a path, which may be padded with its last name."""
     end = len(path)
     while end > 1 and path[end - 1] == path[end - 2]:
         end -= 1

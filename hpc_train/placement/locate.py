@@ -1,9 +1,9 @@
-"""Where the nodes of a job are: one answer, for `topology place` and for the job itself.
+"""Find where the nodes of a job are; used by both `topology place` and the job itself.
 
-Asked are, in this order: the file of cluster.topology; Slurm (`scontrol show topology`, and where that does not name a
-node, the node's own SLURM_TOPOLOGY_ADDR). NVLink domains that span nodes are what NVML says on the nodes; else what the
-file says of its GPUs; else Slurm's blocks, where the cluster's description has domains of that size. A node that no
-source names is alone on a switch, and the others are placed as ever.
+Sources, in this order: the file of cluster.topology; Slurm (`scontrol show topology` and, if that does not name a node,
+the node's own SLURM_TOPOLOGY_ADDR). NVLink domains that span nodes come from NVML on the nodes; else from the file's
+GPUs; else from Slurm's blocks, if the cluster's description has domains of that size. A node that no source names is
+alone on a switch; the others are placed as usual.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
 
 Ask = Callable[[], Cluster | None]
-"""What `scontrol show topology` says; None where it says nothing."""
+"""Returns what `scontrol show topology` says; None if it says nothing."""
 _SLURM = "Slurm"
 _NOTHING = "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
 
 
 @dataclass(frozen=True)
 class Host:
-    """A node of the job and what it knows of itself."""
+    """A node of the job and what it knows about itself."""
 
     name: str
     slurm_name: str | None = None
-    """What Slurm calls it, SLURMD_NODENAME."""
+    """Slurm's name for it, SLURMD_NODENAME."""
     address: str | None = None
-    """SLURM_TOPOLOGY_ADDR of a step on it."""
+    """SLURM_TOPOLOGY_ADDR of a job step on it."""
     pattern: str | None = None
-    """SLURM_TOPOLOGY_ADDR_PATTERN."""
+    """SLURM_TOPOLOGY_ADDR_PATTERN of the same step."""
     clique: str | None = None
-    """Its NVLink domain by NVML; None where NVML does not run, or tells of none that spans nodes."""
+    """Its NVLink domain by NVML; None if NVML does not run, or reports none that spans nodes."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a source may call it."""
+        """Return the names a source may use for it."""
         return (self.slurm_name or self.name, self.name, self.name.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class Locations:
-    """The nodes of one job and what is known of where they are."""
+    """Nodes of one job, and what is known about where they are."""
 
     nodes: tuple[str, ...]
-    """In the launcher's order."""
+    """Nodes in the launcher's order."""
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Switches of a node, top to leaf; a node that is not in it is alone on a switch."""
+    """Switches of each node, top to leaf; a node not listed here is alone on a switch."""
     domains: Mapping[str, str] = field(default_factory=dict)
-    """NVLink domain of a node, where domains span nodes."""
+    """NVLink domain of each node, if domains span nodes."""
     source: str = "nobody"
-    """Who says so."""
+    """Name of the source."""
     uplinks: Mapping[tuple[str, ...], Uplink] = field(default_factory=dict)
-    """What can leave the switches, by their path from the top, where the source tells."""
+    """Uplink capacity of the switches by path from the top, if the source gives it."""
     missing: tuple[str, ...] = ()
-    """Nodes of which the source says nothing."""
+    """Nodes that the source does not mention."""
     notes: tuple[str, ...] = ()
-    """What a person should know, one line each."""
+    """Notes for the user, one line each."""
     problem: str | None = None
-    """Why nothing is known of how the nodes hang together."""
+    """Why the locations are unknown."""
     nics: int = 0
-    """NICs of most of the nodes, as the source says; 0: unknown."""
+    """NICs of most of the nodes, according to the source; 0: unknown."""
     node_gbit_s: float = 0.0
-    """Line rate of these NICs together; 0: unknown."""
+    """Total line rate of these NICs; 0: unknown."""
 
 
 def locate(cluster: ClusterConfig, hosts: Sequence[Host], in_slurm: bool, ask: Ask = show_topology) -> Locations:
-    """Where the hosts are, which come in the launcher's order. Slurm is asked once at most, and only in its jobs.
+    """Locate the hosts, given in the launcher's order. Asks Slurm at most once, and only inside its jobs.
 
-    Raises UserError for a cluster.topology that cannot be read or tells of no switches.
+    Raises UserError for a cluster.topology that cannot be read or lists no switches.
     """
     hosts, problems = _with_own_environment(hosts)
     if cluster.topology is not None:
@@ -95,7 +95,7 @@ def locate(cluster: ClusterConfig, hosts: Sequence[Host], in_slurm: bool, ask: A
 
 
 def read_switches(file: Path) -> Cluster:
-    """The cluster of a topology file. Raises UserError where it cannot be read, or has no switch with nodes on it."""
+    """Read the cluster of a topology file. Raises UserError if it cannot be read, or no switch has nodes."""
     from hpc_train.cluster.reading import read_file
 
     file = file.expanduser()
@@ -109,7 +109,7 @@ def read_switches(file: Path) -> Cluster:
 
 
 def choose_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(compute nodes on switches in the file's order; one line on the hosts that are none, if there are any)."""
+    """Return (compute nodes on switches in the file's order; one line on the other hosts, if any)."""
     compute = compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
     hanging = [name for name, found in paths_of(topology, compute).items() if found]
     left_out = [name for name in hanging if name not in compute]
@@ -185,7 +185,7 @@ def _located(
 
 
 def _by_any_name(found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """By the source's names, and by their first parts where that is one node only."""
+    """Look nodes up by the source's names, and by their first parts if those are unique."""
     short = Counter(name.partition(".")[0] for name in found)
     return {name.partition(".")[0]: it for name, it in found.items() if short[name.partition(".")[0]] == 1} | dict(
         found
@@ -198,7 +198,7 @@ def _of_hosts(hosts: Sequence[Host], known: Mapping[str, str]) -> dict[str, str]
 
 
 def _network(hosts: Sequence[Host], topology: Cluster) -> tuple[int, float]:
-    """(NICs, their rate together) of most of the hosts; (0, 0) where the source does not tell."""
+    """Return (NICs, their total rate) of most of the hosts; (0, 0) if the source does not give it."""
     of_node = {node.name: hardware_of(node) for node in topology.nodes if node.nics}
     kinds = Counter(next((of_node[name] for name in host.names if name in of_node), None) for host in hosts)
     kind = max(kinds, key=kinds.__getitem__, default=None)
@@ -209,13 +209,13 @@ def _network(hosts: Sequence[Host], topology: Cluster) -> tuple[int, float]:
 
 
 def _cliques(topology: Cluster) -> dict[str, str]:
-    """NVLink domain of each node whose GPUs are all in one."""
+    """Return the NVLink domain of each node whose GPUs are all in one domain."""
     found = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
     return {name: clique for name, it in found.items() if len(it) == 1 and (clique := next(iter(it))) is not None}
 
 
 def _blocks(topology: Cluster) -> dict[str, str]:
-    """Slurm's base block of each node."""
+    """Return Slurm's base block of each node."""
     if topology.kind != "slurm_block":
         return {}
     return {node: switch.name for switch in topology.switches if switch.level == 0 for node in switch.nodes}
@@ -228,7 +228,7 @@ def _domains(
     blocks: Mapping[str, str],
     topology: Cluster | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """(NVLink domain of each node, what to say of it)."""
+    """Return (NVLink domain of each node, a note on it)."""
     taken = blocks if _are_domains(cluster, blocks, topology) else {}
     measured = {host.name: host.clique for host in hosts if host.clique is not None}
     if measured:
@@ -257,7 +257,7 @@ def _domain_nodes(cluster: ClusterConfig) -> int:
 
 
 def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
-    """Nodes of each block that holds a node of the job: all of them where the source says, else those of the job."""
+    """Count the nodes of each block that holds a job node: all of them if the source lists them, else the job's."""
     if topology is None:
         return Counter(blocks.values())
     held = set(blocks.values())
@@ -274,9 +274,9 @@ def _are_domains(cluster: ClusterConfig, blocks: Mapping[str, str], topology: Cl
 
 
 def _with_own_environment(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]:
-    """(the hosts without what several of them have of one node; one line where there are such).
+    """Return (the hosts, without a Slurm environment that several of them share; one line on each shared one).
 
-    A launcher that is not Slurm's may give all ranks the environment of the first node.
+    A launcher other than Slurm's may give all ranks the environment of the first node.
     """
     count = Counter(host.slurm_name for host in hosts if host.slurm_name is not None)
     own = [
@@ -293,7 +293,7 @@ def _with_own_environment(hosts: Sequence[Host]) -> tuple[list[Host], list[str]]
 
 
 def _by_address(hosts: Sequence[Host], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """(path of each host whose address tells one, what is wrong with the others)."""
+    """Return (path of each host that has a valid address, problems of the others)."""
     names = frozenset(switch.name for switch in shown.switches) if shown is not None else frozenset[str]()
     found: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
@@ -309,7 +309,7 @@ def _by_address(hosts: Sequence[Host], shown: Cluster | None) -> tuple[dict[str,
 
 
 def _contradict(hosts: Sequence[Host], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether a node's address names none of the switches that scontrol hangs it on."""
+    """Whether a node's address names none of the switches that scontrol lists above it."""
     on: dict[str, set[str]] = {}
     for switch in shown.switches:
         for node in switch.nodes:
@@ -322,7 +322,7 @@ def _contradict(hosts: Sequence[Host], shown: Cluster, addressed: Mapping[str, t
 
 
 def _members(name: str) -> list[str]:
-    """Switches that one name stands for."""
+    """Expand a name to the switches it stands for."""
     try:
         return expand(name)
     except UserError:
@@ -330,7 +330,7 @@ def _members(name: str) -> list[str]:
 
 
 def _blocks_of(hosts: Sequence[Host], addressed: Mapping[str, tuple[str, ...]]) -> list[tuple[Host, tuple[str, ...]]]:
-    """Hosts whose address says that they are in a block."""
+    """Return the hosts whose address says they are in a block."""
     return [
         (host, addressed[host.name])
         for host in hosts
@@ -342,6 +342,6 @@ _MOST_NAMED = 6
 
 
 def _some(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
+    """List a few names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{compress(names[:_MOST_NAMED])}{more}"

@@ -32,7 +32,7 @@ class Measured:
     seconds: Floats
     """[orders]: of one byte on every edge: the busiest uplink of any level, or a rank's own link inside its node."""
     beside: Floats
-    """[orders]: the same with busy neighbours, who leave this job only its share of the uplinks."""
+    """[orders]: the same next to busy neighbours, who leave this job only its share of the uplinks."""
     latency: Floats
     """[orders]: of one hop in the slowest group."""
     crossings: Floats
@@ -103,7 +103,7 @@ class Links:
     bandwidth: Floats
     """[links], or [orders, links]"""
     share: Floats
-    """The same next to busy neighbours."""
+    """`bandwidth` left for this job next to busy neighbours."""
     shared: bool
     """Whether a group has one link for all its nodes."""
 
@@ -116,7 +116,7 @@ class Links:
         return Links(np.broadcast_to(np.arange(group.shape[1]), group.shape), group.shape[1], each, each, False)
 
     def busiest(self, load: Floats) -> tuple[Floats, Floats]:
-        """Two arrays [orders]: seconds of the busiest link, without and with busy neighbours; load: [orders, links]."""
+        """Return [orders] seconds of the busiest link, twice: alone and beside neighbours. load: [orders, links]."""
         alone = (load / self.bandwidth).max(axis=1)
         return alone, alone if self.share is self.bandwidth else (load / self.share).max(axis=1)
 

@@ -1,4 +1,4 @@
-"""From a configuration and where its nodes are to the placement: what `topology place` shows and what a job does."""
+"""Compute the placement from a configuration and its nodes' locations, for `topology place` and for a job."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from hpc_train.traffic.flow import Flow
 from hpc_train.traffic.flows import flows
 
 ASSUMED_TAPER = 2.0
-"""Of uplinks of which nobody tells what they carry: the least that is built. What it gains is said as a condition."""
+"""Taper assumed for unknown uplinks: the smallest that is built. Its gain is reported as conditional."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is placed on what."""
+    """A job to be placed, and the fabric it is placed on."""
 
     fabric: Fabric
-    """With uplinks of unknown taper as if they were non-blocking."""
+    """Fabric in which uplinks of unknown taper count as non-blocking."""
     sizes: dict[str, int]
     """Mesh axis -> degree."""
     flows: tuple[Flow, ...]
     backend: Backend
     tapered: Fabric | None
-    """The fabric if the uplinks of unknown taper had ASSUMED_TAPER; None where all are known."""
+    """Fabric in which uplinks of unknown taper have ASSUMED_TAPER; None if all are known."""
     unknown: tuple[str, ...]
-    """Levels of unknown taper."""
+    """Levels whose taper is unknown."""
     notes: tuple[str, ...]
 
 
 def job_of(config: RunConfig, where: Locations, ranks_per_node: int, parameters: int | None = None) -> Job:
-    """parameters: of a custom model, which alone knows its shape. Raises UserError for degrees that do not fit."""
+    """Make the job to be placed.
+
+    parameters: of a custom model, whose shape is not known here. Raises UserError for degrees that do not fit.
+    """
     world = len(where.nodes) * ranks_per_node
     unknown = unknown_tapers(config, where)
     return Job(
@@ -55,10 +58,10 @@ def job_of(config: RunConfig, where: Locations, ranks_per_node: int, parameters:
 
 
 def place_nodes(job: Job) -> Placement:
-    """The best order that is found for the job's nodes, and what it gains under each assumption.
+    """Return the best order found for the job's nodes, and its gain under each assumption.
 
-    Where a taper is not known the order is the best one for ASSUMED_TAPER: it has the fewest crossings, and costs
-    nothing if the fabric is non-blocking. The costs are then those of a non-blocking fabric, the least there can be.
+    If a taper is unknown, the order is the best one for ASSUMED_TAPER: it has the fewest crossings, and costs nothing
+    if the fabric is non-blocking. The costs are then those of a non-blocking fabric, the lowest possible.
     """
     start = time.perf_counter()
     if job.tapered is None:

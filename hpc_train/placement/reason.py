@@ -1,4 +1,4 @@
-"""One honest line on what a placement wins, and under which assumptions."""
+"""Explain in one line what a placement gains, and under which assumptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABOVE = "cluster.fabric.group_oversubscription"
 def explain(
     fabric: Fabric, cases: Sequence[Case], table: Table, kept: bool, worth: float, unknown: Sequence[str] = ()
 ) -> str:
-    """cases: the cost under each assumption; kept: the launcher's order stays; worth: least gain that counts.
+    """Explain the gain. cases: cost under each assumption; kept: launcher's order stays; worth: least gain that counts.
 
     unknown: levels whose taper nobody has told; then `fabric` has an assumed one.
     """
@@ -29,7 +29,7 @@ def explain(
 
 
 def taper_settings(unknown: Sequence[str]) -> str:
-    """The settings that tell the tapers of these levels."""
+    """Name the settings that give the tapers of these levels."""
     return " and ".join(dict.fromkeys(f"{_SETTINGS.get(level, _ABOVE)}=..." for level in unknown))
 
 
@@ -50,7 +50,7 @@ def _gains(fabric: Fabric, cases: Sequence[Case], worth: float, unknown: Sequenc
 
 
 def _both(cases: Sequence[Case], worth: float) -> str:
-    """The gain without neighbours, and next to busy ones where that differs."""
+    """Format the gain without neighbours and, if different, next to busy ones."""
     alone, *beside = cases
     if not beside or _text(alone, worth) == _text(beside[0], worth):
         return _text(alone, worth)
@@ -89,7 +89,7 @@ def _sorted(fabric: Fabric) -> bool:
 
 
 def _fewer(fabric: Fabric, table: Table) -> str:
-    """What no longer straddles a level."""
+    """Say how many groups still straddle each level, where there are fewer than before."""
     parts = []
     for level in (level.name for level in fabric.levels[1:]):
         for axis, levels in table.items():

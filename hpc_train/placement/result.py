@@ -20,13 +20,15 @@ NO_NEIGHBOURS, FAIR_SHARE = "none", "fair_share"
 
 @dataclass(frozen=True)
 class Case:
-    """What both orders cost under one assumption on what nobody tells. Modelled seconds of a step."""
+    """Modelled seconds of a step for both orders, under one assumption about unknown figures."""
 
     taper: float | None
-    """Assumed for the levels of which it is not known; None: it is known of all."""
+    """Taper assumed for levels where it is unknown; None: all are known."""
     neighbours: str
-    """NO_NEIGHBOURS: other jobs use none of the uplinks; FAIR_SHARE: the other nodes below a switch use as much of its
-    uplink as this job's nodes do."""
+    """NO_NEIGHBOURS: other jobs use none of the uplinks; FAIR_SHARE: they use their fair share.
+
+    That is, the other nodes below a switch use as much of its uplink as this job's nodes do.
+    """
     identity: float
     placed: float
 
@@ -49,9 +51,9 @@ class Placement:
     reason: str
     """One line: what was gained, or why nothing is to be gained."""
     cases: tuple[Case, ...] = ()
-    """The first is that of `identity` and `placed`."""
+    """Costs under each assumption; the first is that of `identity` and `placed`."""
     notes: tuple[str, ...] = ()
-    """What a person should know of how the nodes were found, one line each."""
+    """Notes for the user on how the nodes were found, one line each."""
 
     @property
     def rank_to_slot(self) -> list[int]:

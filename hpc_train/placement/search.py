@@ -66,7 +66,7 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
 
 
 def cases_of(problem: Model, orders: Sequence[Sequence[int]], taper: float | None = None) -> tuple[Case, ...]:
-    """The launcher's order and the placed one, without neighbours, and next to busy ones where nodes have any."""
+    """Compare the launcher's order with the placed one, alone and, if nodes have neighbours, next to busy ones."""
     sums = problem.sums(np.asarray(orders, np.int64))
     cases = [Case(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
     if any(level.share is not None for level in problem.fabric.levels):
@@ -144,7 +144,7 @@ def _choose(problem: Model, orders: NDArray[np.int64]) -> Order:
 
 
 def _fewest_crossings(problem: Model, orders: NDArray[np.int64], best: NDArray[np.int64]) -> Order:
-    """Of equally good orders, the one with the fewest straddling groups and then the fewest nodes moved."""
+    """Among equally good orders, return the one with the fewest straddling groups, then the fewest nodes moved."""
     best = best[_least(_straddling(problem, orders[best]), np.arange(len(best)))]
     return _least_moved(problem.fabric, orders[best])
 
@@ -159,7 +159,7 @@ def _least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _straddling(problem: Model, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[orders]: groups that straddle a group of a level which could hold them, at any level above the node."""
+    """Return [orders]: groups that straddle a level's group that could hold them, at any level above the node."""
     counted = crossable(problem.fabric, problem.groups)
     return sum((it.straddle(problem.fabric, orders) for it in counted), np.zeros(len(orders), np.int64))
 

@@ -21,7 +21,7 @@ _IN_VAIN = 6
 """Rounds without a better order after which to stop."""
 _BETTER = 1 - 1e-9
 _NEIGHBOURS = 1e-4
-"""Weight of busy neighbours: what decides between orders that cost the same without them, and no more."""
+"""Weight of busy neighbours: it only decides between orders that cost the same without them."""
 
 
 def improve(model: Model, order: Order, cells: Sequence[int], floor: float) -> Order:
@@ -46,7 +46,7 @@ def improve(model: Model, order: Order, cells: Sequence[int], floor: float) -> O
 
 
 def _score(model: Model, orders: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[orders] seconds, and of equal ones those next to busy neighbours."""
+    """Return [orders]: seconds alone; ties are broken by the seconds next to busy neighbours."""
     sums = model.sums(orders)
     return sums.seconds + _NEIGHBOURS * sums.beside
 

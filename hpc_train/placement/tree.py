@@ -20,8 +20,10 @@ def parents(fabric: Fabric, number: int) -> NDArray[np.int64]:
 
 
 def tapered(fabric: Fabric) -> tuple[int, ...]:
-    """Numbers of the levels above the node with a group that less can leave than its own parts can send, at least next
-    to busy neighbours."""
+    """Return the numbers of the levels above the node that are tapered.
+
+    Such a level has a group that less can leave than its own parts can send, at least next to busy neighbours.
+    """
     return tuple(number for number in range(1, len(fabric.levels)) if _tapers(fabric, number))
 
 

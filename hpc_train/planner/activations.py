@@ -38,14 +38,16 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
 
 
 def last_norm(jobs: Jobs, tokens: Column) -> Column:
-    """Bytes that the norm before the head of hpc_train's own models keeps of one micro-batch."""
+    """Return the bytes that the norm before the head of hpc_train's own models keeps per micro-batch."""
     between, norms = _between(jobs)
     return tokens * (between + norms / 2 + jobs.activation_bytes * jobs.hidden)
 
 
 def pending_gradients(jobs: Jobs, tokens: Column) -> Column:
-    """Bytes of one layer and micro-batch between a split backward's two parts: gradients of the results of products
-    and norms, of which those of weights are going to be computed. Of hpc_train's own models."""
+    """Return the bytes kept per layer and micro-batch between a split backward's two parts, for hpc_train's own models.
+
+    These are gradients of the results of products and norms, from which weight gradients will be computed.
+    """
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
@@ -55,7 +57,7 @@ def pending_gradients(jobs: Jobs, tokens: Column) -> Column:
 
 
 def _between(jobs: Jobs) -> tuple[Column, Column]:
-    """Bytes a token of a norm's input, and of what the two norms of a layer keep beside it, of hpc_train's models."""
+    """Return bytes per token of a norm's input, and of what a layer's two norms keep beside it (hpc_train models)."""
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)

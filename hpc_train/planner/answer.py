@@ -36,7 +36,7 @@ from hpc_train.planner.space import Fixed, Space
 from hpc_train.traffic.work import BYTES
 
 LEAST_KEPT = 12
-"""Meshes that a search keeps at least, so that few that are told are the first of many."""
+"""Minimum number of meshes that a search keeps, so that a short list is the start of a long one."""
 _WORTH = 0.95
 """Twice the nodes must take less than this share of the time, or no number of them will meet a deadline."""
 FRONT = 12
@@ -58,13 +58,13 @@ class Answer:
     """Of which no bound said that they cannot be among these."""
     seconds: float
     familiar: list[Familiar] = field(default_factory=list)
-    """The layouts that everybody knows, in the world and with the batch of the best."""
+    """Familiar layouts, with the world and batch of the best candidate."""
     overrides: tuple[str, ...] = ()
-    """What was asked with, for a command that runs the best."""
+    """Overrides of the question, for a command that runs the best candidate."""
     config_dir: str | None = None
     objective: str = "time"
     quickest: Candidate | None = None
-    """What has least of the objective, of all that were found; the best is equal to it and may be simpler."""
+    """Candidate with the smallest objective of all; the best is equal to it and may be simpler."""
     advice: list[Advice] = field(default_factory=list)
     """What could be better about the best."""
     notes: list[str] = field(default_factory=list)
@@ -78,12 +78,12 @@ class Answer:
         return self.candidates[0] if self.candidates else None
 
     def alike(self, it: Candidate) -> bool:
-        """Whether a candidate is equal to the best: neither can be told from the quickest of them."""
+        """Whether a candidate is equal to the best: both are within tolerance of the quickest one."""
         return self.quickest is not None and equal(self.quickest, it, self.objective)
 
     @property
     def ties(self) -> int:
-        """Candidates that are equal to the best, itself one of them."""
+        """Return the candidates equal to the best, including itself."""
         return sum(map(self.alike, self.candidates))
 
 
@@ -101,9 +101,9 @@ def answer(
     told: Constants | None = None,
     familiar: bool = False,
 ) -> Answer:
-    """Estimate the run that is given, or search. top: candidates that are told; the best does not depend on it.
+    """Estimate the run that is given, or search. top: number of candidates to report; the best does not depend on it.
 
-    familiar: also find the layouts that everybody knows, which takes a tenth of the time again.
+    familiar: also search the familiar layouts, which takes a tenth of the time again.
 
     Raises UserError for a model that cannot be planned, for a run that cannot be, and if no layout has the ranks.
     """
@@ -170,7 +170,7 @@ class _Asker:
         self._rate: Rate | None = None
         self._fronts: list[Candidate] = []
         self._told: dict[tuple[int, int], Constants] = {}
-        """By ranks and batch."""
+        """Constants by ranks and batch."""
         self.searched = self.estimated = 0
 
     def candidates(self) -> list[Candidate]:
@@ -263,8 +263,10 @@ class _Asker:
         return advice(best.config, figures_of(best.config, best.ranks, self._constants, self._rate), best.ranks)
 
     def front(self, best: Candidate) -> list[Candidate]:
-        """Over all worlds and batches: of time, memory and GPU time a token. The best comes first; what is as quick
-        and needs more memory than it is left out."""
+        """Return the Pareto front of time, memory and GPU time per token over all worlds and batches.
+
+        The best comes first; candidates as quick as the best that need more memory are left out.
+        """
         kept = [it for it in self._fronts if it.step is not None and within(it)]
         points = np.array([_point(it) for it in kept])
         if not len(points) or best.step is None:
@@ -277,8 +279,10 @@ class _Asker:
         return [best, *sorted(more, key=lambda it: it.total, reverse=True)]
 
     def familiar(self, best: Candidate | None) -> list[tuple[str, Candidate | None, str]]:
-        """(name, the best way of it, why there is none) of each layout that everybody knows, in the best's world, or
-        in the largest one that was asked for where nothing fits."""
+        """Return (name, its best variant, why there is none) for each familiar layout.
+
+        They use the best candidate's world, or the largest world asked for if nothing fits.
+        """
         question = self._question
         if not (self._known.speed and self._known.memory) or not (best or question.ranks):
             return []

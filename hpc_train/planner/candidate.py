@@ -47,7 +47,7 @@ class Candidate:
     """Of a GPU, at the middle."""
     outlook: Outlook | None
     complexity: float = 0.0
-    """Points of planner.simplicity: the fewer, the simpler."""
+    """Points of planner.simplicity: fewer is simpler."""
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -159,7 +159,7 @@ _SURE = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
 
 
 def ordered(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
-    """The best first: those that fit for sure, then those that may; of what is equal to the best the simplest first."""
+    """Sort, best first: those that surely fit, then those that may; candidates equal to the best by simplicity."""
     found = sorted(candidates, key=lambda it: (_SURE[it.fits], it.worth(objective)))
     if not found:
         return found
@@ -170,7 +170,7 @@ def ordered(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
 
 
 def first(ordered: Sequence[Candidate], objective: str) -> Candidate | None:
-    """What has least of the objective, of those that are in the world of the best and fit as surely."""
+    """Return the smallest objective among candidates with the best's world and as sure to fit."""
     if not ordered:
         return None
     best = ordered[0]
@@ -179,7 +179,7 @@ def first(ordered: Sequence[Candidate], objective: str) -> Candidate | None:
 
 
 def equal(quickest: Candidate, it: Candidate, objective: str) -> bool:
-    """Whether a candidate cannot be told from the quickest of the same ranks and batch: within ALIKE of it."""
+    """Whether a candidate is within ALIKE of the quickest one with the same ranks and batch."""
     same = (it.ranks, it.global_batch, _SURE[it.fits]) == (
         quickest.ranks,
         quickest.global_batch,

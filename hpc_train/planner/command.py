@@ -1,4 +1,4 @@
-"""The command that runs a candidate: what the planner was asked with, and what it has chosen."""
+"""Build the command that runs a candidate, from the planner's arguments and its choice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.settings import overrides_of
 
 _PLANNERS = ("parallel.auto", "parallel.fixed")
-"""Keys that only say that the planner is to choose."""
+"""Keys that only ask the planner to choose."""
 
 
 def words_of(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> list[str]:
-    """Words of the command, not quoted: the whole run, so that composing it gives the candidate's configuration.
+    """Return the command's words, unquoted: the whole run, so composing it gives the candidate's configuration.
 
-    overrides: of `hpc-train plan`. What the candidate sets replaces what was given for the same key; what tells the
-    planner to choose is left out.
+    overrides: those given to `hpc-train plan`. The candidate's settings replace those given for the same key; keys that
+    ask the planner to choose are left out.
     """
     own = overrides_of(candidate.settings)
     keys = {_key(word) for word in own} | set(_PLANNERS)
@@ -26,12 +26,12 @@ def words_of(overrides: Sequence[str], config_dir: str | None, candidate: Candid
 
 
 def command_of(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> str:
-    """One line for a shell."""
+    """Return one shell line."""
     return shlex.join(words_of(overrides, config_dir, candidate))
 
 
 def _program(overrides: Sequence[str], candidate: Candidate) -> str:
-    """submit for a cluster, which chooses launch=slurm by itself; train for this machine."""
+    """Return submit for a cluster, which selects launch=slurm by itself; train for this machine."""
     local = candidate.config.cluster.name == "local" or "launch" in {_key(word) for word in overrides}
     return "train" if local and candidate.config.launch.kind == "local" else "submit"
 

@@ -35,7 +35,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Uses:
-    """How often a step gathers and reduces the parameters of layers, and gathers those of embedding and head."""
+    """How often a step gathers and reduces the layers' parameters, and gathers those of embedding and head."""
 
     gathers: Column
     end_gathers: Column
@@ -43,10 +43,10 @@ class Uses:
 
 
 def uses(jobs: Jobs) -> Uses:
-    """Columns of what parallel.support.sharding says, of an average stage of the first rank.
+    """Apply parallel.support.sharding to columns of jobs, for an average stage of the first rank.
 
-    Pipelines of other stacks reduce once a step and free nothing that a backward has gathered before its end, as
-    torch's do: of what each forward frees, every one of m forwards is followed by a gather, and one goes before them.
+    Pipelines of other stacks reduce once a step and, like torch's, free nothing that a backward has gathered before its
+    end: of what each forward frees, every one of m forwards is followed by a gather, and one goes before them.
     """
     m, split = jobs.micro_batches, _split(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split
@@ -60,7 +60,7 @@ def uses(jobs: Jobs) -> Uses:
 
 
 def _split(jobs: Jobs) -> Column:
-    """Micro-batches whose backward is split: all but in the first stage; the later half of DualPipeV's last ones."""
+    """Count micro-batches with a split backward: all but the first stage's; the later half of DualPipeV's last ones."""
     v = jobs.virtual_stages
     split = np.where(np.isin(jobs.schedule, SPLIT), jobs.micro_batches * (v - 1) / v, 0.0)
     split = np.where(jobs.schedule == _DUALPIPEV, (jobs.pp - 1) / 2, split)

@@ -1,7 +1,7 @@
-"""The layouts that everybody knows, always beside the best: plain data parallelism, FSDP, HSDP, TP in the node x PP.
+"""Familiar layouts, always shown beside the best: plain data parallelism, FSDP, HSDP, TP in the node x PP.
 
-Each is searched for by itself, with recomputation, micro-batch and, for TP x PP, the number of stages left open. Where
-none of its ways fits, the one that needs least memory is told.
+Each is searched separately, with recomputation, micro-batch and, for TP x PP, the number of stages left open. If none
+of its variants fits, the one that needs the least memory is shown.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _DATA = {**_PLAIN, "pp": (1.0,), "cp": (1.0,), "tp": (1.0,)}
 
 @dataclass(frozen=True)
 class Kind:
-    """One of these layouts, in a world of some size."""
+    """One familiar layout, in a world of a given size."""
 
     name: str
     allowed: dict[str, tuple[float, ...]]
-    """Column -> values."""
+    """Column -> allowed values."""
     impossible: str | None = None
-    """Why there is none."""
+    """Why the layout does not exist here."""
 
 
 @dataclass(frozen=True)
 class Familiar:
-    """One of these layouts, beside the best."""
+    """One familiar layout, compared with the best."""
 
     name: str
     candidate: Candidate | None
-    """None: there is no such layout."""
+    """None: the layout does not exist."""
     why: str
-    """Why it is not the best, in a few words; that it is, where it is."""
+    """Why it is not the best, in a few words, or that it is."""
 
 
 def kinds(space: Space, per_node: int) -> list[Kind]:
-    """All of them; per_node: ranks of a node."""
+    """Return all familiar layouts; per_node: ranks of a node."""
     world, shape = space.world, space.shape
     across = [float(n) for n in divisors(world) if 1 < n < world]
     batch = None
@@ -76,7 +76,7 @@ def kinds(space: Space, per_node: int) -> list[Kind]:
 
 
 def restricted(space: Space, kind: Kind) -> Space | None:
-    """The ways of one kind that what is given leaves; None: none."""
+    """Restrict the given search to the variants of one layout; None: none are left."""
     values = dict(space.fixed.values)
     for name, allowed in kind.allowed.items():
         both = space.fixed.of(name, allowed)
@@ -87,7 +87,7 @@ def restricted(space: Space, kind: Kind) -> Space | None:
 
 
 def best_of(rest: Rest, space: Space, constants: Constants) -> Rated:
-    """The best way that fits, or may fit, else the one that needs least memory; empty: there is no way."""
+    """Return the best variant that fits, or may fit, else the one that needs the least memory; empty: there is none."""
     found = search(rest, space, constants, keep=1)
     rated = found.best if found.best.count else found.doubtful
     return rated if rated.count else _leanest(rest, space, constants)
@@ -114,7 +114,7 @@ def _leanest(rest: Rest, space: Space, constants: Constants) -> Rated:
 
 
 def compare(best: Candidate | None, candidate: Candidate, alike: bool) -> str:
-    """Why a familiar layout is not the best, in a few words; alike: it is equal to the best."""
+    """Say in a few words why a familiar layout is not the best; alike: it is equal to the best."""
     if best and candidate.settings == best.settings:
         return "recommended"
     if candidate.fits in ("no", "maybe"):

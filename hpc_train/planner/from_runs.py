@@ -1,4 +1,4 @@
-"""Read a table of measured runs as jobs. docs/run_tables.md says what the columns mean; a test holds it to this."""
+"""Read a table of measured runs as jobs. docs/run_tables.md documents the columns; a test compares it with this."""
 
 from __future__ import annotations
 

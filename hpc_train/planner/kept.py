@@ -16,10 +16,13 @@ from hpc_train.planner.space import INNER, OUTER, Columns
 NAMES = (*OUTER, *INNER)
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ALIKE = 0.02
-"""Candidates of one job whose times differ by less than this are equal, and the simplest of them is taken. Much of the
-10 % by which a time may be off is common to all candidates of a job and does not change their order; what is not is
-2.7 % between two measured configurations of one job (median over published runs that are predicted within 5 % of each
-other), and up to 2 % choosing the simplest costs nothing against choosing the quickest (`plan validate`: regret)."""
+"""Candidates of one job whose times differ by less than this are equal, and the simplest of them is taken.
+
+Much of the 10 % by which a time may be off is common to all candidates of a job and does not change their order; the
+rest is 2.7 % between two measured configurations of one job (median over published runs that are predicted within 5 %
+of each other), and up to 2 % choosing the simplest costs nothing against choosing the quickest (`plan validate`:
+regret).
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Best:
     def __init__(self, keep: int) -> None:
         self._keep, self._rated = keep, nothing()
         self._quickest: Column = np.empty(0)
-        """[meshes], ascending: the `keep` quickest."""
+        """[meshes], ascending: times of the `keep` quickest."""
 
     @property
     def quickest(self) -> float:
@@ -86,15 +89,18 @@ class Best:
         self._rated = both.take(rows[_simpler(mesh[rows], complexity(both.take(rows).columns))])
 
     def ranked(self) -> Rated:
-        """One of each mesh, the simplest of its quickest; the best first, then what is as quick, the simplest first,
-        then the others by time. At most `keep`; what comes first does not depend on how many that is."""
+        """Return one candidate per mesh, the simplest of its quickest, at most `keep`.
+
+        The best comes first, then those as quick, simplest first, then the others by time. What comes first does not
+        depend on `keep`.
+        """
         if not self._rated.count:
             return self._rated
         limit = self.quickest * (1 + ALIKE)
         mesh, quickest = _quickest(self._rated)
         rated = self._rated.take(np.flatnonzero(quickest[mesh] <= max(float(self._quickest[-1]), limit)))
         simple, step = complexity(rated.columns), rated.step
-        order = np.lexsort((step, simple, step > limit, _meshes(rated)))  # one that is equal to the best, if there is
+        order = np.lexsort((step, simple, step > limit, _meshes(rated)))  # candidates equal to the best first
         first = np.ones(len(order), bool)
         first[1:] = np.diff(_meshes(rated)[order]) != 0
         one = np.sort(order[first])

@@ -96,7 +96,7 @@ def memory(jobs: Jobs, constants: Constants) -> Memory:
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
     host = _host(jobs, weights, optimizer, shard) + waiting
     optimizer = optimizer * (jobs.offload == 0)
-    # Reduced gradients go to the host with offloaded parameters; zero1 adds up whole ones on the device before.
+    # Offloaded parameters take their reduced gradients to the host; zero1 accumulates whole ones on the device first.
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
     if np.any(jobs.stack == _OURS):
         ours = peak(jobs, constants)
@@ -177,8 +177,11 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
 
 
 def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Column:
-    """[3, n]: a rank's share of the state that is offloaded: the optimizer's, with the copy of the parameters that it
-    updates there (parallel.zero.offload_optimizer), or with the parameters themselves and their gradients."""
+    """Return [3, n]: a rank's share of the offloaded state.
+
+    That is the optimizer's, with the copy of the parameters that it updates there (parallel.zero.offload_optimizer), or
+    with the parameters themselves and their gradients.
+    """
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     beside = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
     return (optimizer + weights * beside / shares) * (jobs.offload > 0)

@@ -1,7 +1,7 @@
-"""What a rank of a pipeline holds at the moments of a step when it may hold most, counted in stages and micro-batches.
+"""Count what a pipeline rank holds, in stages and micro-batches, at the moments of a step that may be its peak.
 
-Only a rank's own order decides that. Closed forms where all backwards are whole; where a schedule splits them, the
-rank's order is walked through once, for as many micro-batches as change anything, and remembered.
+Only a rank's own order decides that. If all backwards are whole there are closed forms; if a schedule splits them, the
+rank's order is simulated once, for as many micro-batches as change anything, and cached.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from hpc_train.schedules.generate import orders
 from hpc_train.schedules.requirements import REQUIREMENTS
 
 V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.v_shaped)
-"""Codes of the schedules that have the last stage on the first rank."""
+"""Codes of the schedules with the last stage on the first rank."""
 SPLIT = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
 """Codes of the schedules that split backwards."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
 _ENOUGH = 4
-"""Micro-batches for each rank of the pipeline; more of them come only to be gone before others are there."""
+"""Micro-batches simulated per pipeline rank; more would not change the peak."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The beginning of a computation, on the first rank, one in the middle and the last: [3, n], or [3, 1...]."""
+    """Start of a computation, on the first rank, one in the middle and the last: [3, n], or [3, 1...]."""
 
     stages: Column
-    """Activations of one stage and micro-batch, of any stage but the last."""
+    """Number of activations held, of one stage and micro-batch each, for all stages but the last."""
     last: Column
-    """The same of the last stage."""
+    """Number of activations held for the last stage."""
     losses: Column
-    """Micro-batches whose loss has been computed, and has not been used in a backward."""
+    """Micro-batches whose loss has been computed but not yet used in a backward."""
     kept: Column
-    """Of `stages`, those whose gradients of inputs have been computed: what gradients of weights need is kept too."""
+    """Those of `stages` whose input gradients have been computed: what weight gradients need is kept too."""
     kept_last: Column
-    """The same of the last stage."""
+    """Those of `last` whose input gradients have been computed."""
     accumulated: Column
-    """Share of the rank's stages whose gradients have been computed for a micro-batch before."""
+    """Share of the rank's stages that have gradients from an earlier micro-batch."""
     loss: Column
-    """1: the backward of a loss begins."""
+    """1 if the backward of a loss begins, else 0."""
 
 
 def moments(jobs: Jobs) -> list[Moment]:
-    """Enough of them, of which one is the worst."""
+    """Return enough moments to include the peak."""
     plain = _whole(jobs)
     split = (jobs.pp > 1) & np.isin(jobs.schedule, SPLIT)
     if not np.any(split):
@@ -62,14 +62,14 @@ def moments(jobs: Jobs) -> list[Moment]:
 
 
 def _whole(jobs: Jobs) -> list[Moment]:
-    """Of schedules whose backwards are whole: the first backward while most is in flight, and the one after it."""
+    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one."""
     v, m = jobs.virtual_stages, jobs.micro_batches
     counts = np.stack(np.broadcast_arrays(*map(np.atleast_1d, in_flight(jobs)))) * v
     shape = (3, *[1] * (counts.ndim - 1))
     has_loss = np.where(jobs.pp > 1, np.array([0.0, 0.0, 1.0]).reshape(shape), 1.0)
     together = has_loss * np.where((jobs.pp > 1) & np.isin(jobs.schedule, _WHOLE_ROUNDS), m, 1.0)
     rank = np.array([0.0, 1.0, 2.0]).reshape(shape)
-    # Before the most are in flight, a backward has been through every stage of the rank, if there are more to come.
+    # If more micro-batches follow, every stage of the rank has had a backward before the most are in flight.
     before = np.where(m * v > counts, 1.0, 0.0) * (rank >= 0)
     nothing = np.zeros(shape)
     first = Moment(counts - together, together, together, nothing, nothing, before, has_loss)
@@ -83,7 +83,7 @@ def _whole(jobs: Jobs) -> list[Moment]:
 
 
 def _walked(jobs: Jobs, split: NDArray[np.bool_]) -> list[Moment]:
-    """The same of schedules that split backwards, for the jobs where `split`."""
+    """Handle schedules that split backwards, for the jobs where `split` is true."""
     columns = np.broadcast_arrays(jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split)
     keys, index = np.unique(np.stack([it.ravel() for it in columns]).astype(np.int64), axis=1, return_inverse=True)
     found = [_moments_of(*map(int, key)) for key in keys.T]
@@ -95,14 +95,14 @@ def _walked(jobs: Jobs, split: NDArray[np.bool_]) -> list[Moment]:
 
 
 _Counts = tuple[float, ...]
-"""Of Moment's fields, on one rank."""
+"""Fields of Moment, on one rank."""
 
 
 @cache
 def _moments_of(
     schedule: int, pp: int, virtual: int, micro_batches: int, split: int
 ) -> tuple[tuple[_Counts, ...], ...]:
-    """Moments of the first rank, the one after it and the last; each rank's worst ones by themselves."""
+    """Return the moments of the first rank, the next one and the last; each rank's worst moments separately."""
     if not split:
         return (((0.0,) * 7,) * 3,)
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
@@ -114,7 +114,7 @@ def _moments_of(
 
 
 def _walk(order: Order, rank: int) -> Iterator[_Counts]:
-    """At the beginning of every backward of a rank."""
+    """Yield the counts at the start of every backward of a rank."""
     end, virtual = order.stages - 1, order.placement.count(rank)
     live, kept, losses = [0, 0], [0, 0], 0
     accumulated: set[int] = set()
@@ -125,7 +125,7 @@ def _walk(order: Order, rank: int) -> Iterator[_Counts]:
             losses += last
             continue
         if action.kind is Kind.I and action.stage == 0:
-            continue  # there is nothing to compute
+            continue  # nothing to compute
         begins = last and action.kind is not Kind.W
         yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, float(begins))
         losses -= begins
@@ -144,7 +144,7 @@ def _actions(order: Order, rank: int) -> Iterator[Action]:
 
 
 def _worst(found: set[_Counts]) -> list[_Counts]:
-    """Those that have most of something: stages are about equal in what they keep, the last one differs most."""
+    """Keep the moments with the most of something: stages keep about the same, and the last one differs most."""
     chosen = set()
     for with_loss in (False, True):
         among = [one for one in found if bool(one[-1]) == with_loss]

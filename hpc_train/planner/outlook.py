@@ -102,7 +102,7 @@ def rate_of(plan: PlanConfig, ranks_per_node: int) -> Rate:
 
 
 def steps_of(config: RunConfig, tokens_per_step: float) -> int | None:
-    """Steps of the run that is planned; None where nobody gave them, or only the data tells (train.epochs)."""
+    """Return the steps of the planned run; None if nobody gave them, or only the data tells (train.epochs)."""
     if config.plan.tokens is not None:
         return math.ceil(config.plan.tokens / tokens_per_step)
     return config.train.steps

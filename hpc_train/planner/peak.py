@@ -1,10 +1,10 @@
-"""What a rank of hpc_train holds at the worst moment of a step, from the rule that its trainer shards by.
+"""Memory of an hpc_train rank at the peak of a step, from the rule that its trainer shards by.
 
-Between its uses, parameters and gradients are whole or sharded as parallel.support.sharding says. Three kinds of
-moments can be the worst: the backward of a loss begins, when several copies of the logits are there; the backward of a
-block, when fully_shard has gathered it and the one before it, while the gradients of the one after it are reduced; and
-the end of a stage's backward, when those of embedding or head are. A test holds the sums against what a rehearsal
-counts of the real passes.
+Between uses, parameters and gradients are whole or sharded as parallel.support.sharding says. Three kinds of moments
+can be the peak: the backward of a loss begins, with several copies of the logits; the backward of a block, when
+fully_shard has gathered it and the block before it, while the gradients of the block after it are reduced; and the end
+of a stage's backward, when the gradients of embedding or head exist. A test compares the sums with what a rehearsal
+counts in the real passes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hpc_train.traffic.buckets import BUCKET, MIB
 
 @dataclass(frozen=True)
 class Stages:
-    """What the first rank of a pipeline, one in the middle and the last one have: [3, n]."""
+    """Stages of the first rank of a pipeline, one in the middle and the last one: [3, n]."""
 
     stage: Column
-    """Layers of each of its stages, but for the last stage of all; their mean where they differ."""
+    """Layers of each of the rank's stages except the last stage of the pipeline; the mean if they differ."""
     last: Column
-    """Layers of the last stage of all."""
+    """Layers of the last stage of the pipeline."""
     layers: Column
-    """Of all its stages."""
+    """Layers of all the rank's stages."""
     tables: Column
-    """Embedding and head, each 1."""
+    """Number of tables: embedding and head count 1 each."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on the device, [3, n], all at one moment."""
+    """Bytes on the device, [3, n], all at the same moment."""
 
     parameters: Column
     gradients: Column
@@ -56,7 +56,7 @@ class Peak:
 
 
 def stages_of(jobs: Jobs) -> Stages:
-    """layers_of, stage by stage; where a schedule goes there and back, the first rank has the last stage too."""
+    """Split layers_of by stage; in V-shaped schedules the first rank has the last stage too."""
     layers, v = layers_of(jobs), jobs.virtual_stages
     middle = layers.middle / v
     last = np.where(jobs.pp == 1, jobs.layers, layers.last - middle * (v - 1))
@@ -73,7 +73,7 @@ def stages_of(jobs: Jobs) -> Stages:
 
 
 def peak(jobs: Jobs, constants: Constants) -> Peak:
-    """The worst of all moments."""
+    """Return the largest peak over all moments."""
     held = _Held(jobs, constants)
     worst: Peak | None = None
     for moment in moments(jobs):
@@ -90,7 +90,7 @@ def _worse(one: Peak, other: Peak) -> Peak:
 
 
 class _Held:
-    """Bytes of each thing, once for all moments."""
+    """Bytes of each kind of tensor, computed once for all moments."""
 
     def __init__(self, jobs: Jobs, constants: Constants) -> None:
         self.jobs = jobs
@@ -113,28 +113,28 @@ class _Held:
         self.wide = np.maximum(jobs.activation_bytes, 4.0)
 
     def in_block(self, moment: Moment) -> Peak:
-        """In the backward of a block, of the first or the second one of a stage."""
+        """Peak in the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
         gathered = self._gathered_blocks()
-        # What zero 1 reduces takes the place of the whole gradients that it has added up.
+        # zero 1 reduces in place of the whole gradients it has accumulated.
         reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
-        # The second block is not there any more when the gradients of the first are reduced.
+        # The second block is already freed when the gradients of the first are reduced.
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
-        # Where gradients of inputs are there already, those of weights take the place of what they are computed from.
+        # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         between = moment.kept + moment.kept_last > 0
         working = np.where(between, 0.0, self.working + self.unmoved + widest)
-        # Where a backward is split, its first part has freed an embedding that the second needs; it is copied together.
+        # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLIT)
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
-        # The gradient of the head is there from the beginning of the backward to its end.
+        # The gradient of the head lives from the beginning of the backward to its end.
         head = moment.loss * self.table * jobs.activation_bytes
         losses = np.maximum(moment.losses - moment.loss, 0)
         buffers = self._whole(gathered) + np.maximum(behind, copied) + head
         return self._peak(moment, working, losses * self._loss_kept, buffers)
 
     def at_end(self, moment: Moment) -> Peak:
-        """At the end of the backward of a stage that has the embedding or the head."""
+        """Peak at the end of the backward of a stage with the embedding or the head."""
         jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
         tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes, 0.0) + jobs.activation_bytes
@@ -153,7 +153,7 @@ class _Held:
         return self._peak(later, np.zeros(()), losses * self._loss_kept, whole + tables * reduced)
 
     def at_loss(self, moment: Moment) -> Peak:
-        """When the backward of a loss begins: gradients of the logits twice, before they are as short as these."""
+        """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
         whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
@@ -163,14 +163,14 @@ class _Held:
 
     @property
     def _embedding(self) -> Column:
-        """[3, 1...]: parameters of the embedding, on the first rank."""
+        """Return [3, 1...]: parameters of the embedding, on the first rank."""
         first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
         embedding: Column = first * self.table
         return embedding
 
     @property
     def _loss_kept(self) -> Column:
-        """Of a micro-batch between its loss and the backward of that: probabilities, and in a pipeline the logits."""
+        """Bytes kept between a micro-batch's loss and its backward: probabilities and, in a pipeline, the logits."""
         jobs = self.jobs
         kept: Column = self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
         return kept
@@ -178,7 +178,7 @@ class _Held:
     def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
         jobs, last = self.jobs, self.stages.last
         kept = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
-        # Of every micro-batch a stage keeps what it gave on; of one, the gradients that it was given and gives on.
+        # A stage keeps its output for every micro-batch, and the gradients it receives and sends for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
         pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
@@ -195,14 +195,14 @@ class _Held:
         )
 
     def _gradients(self, moment: Moment) -> Column:
-        """Whole ones of the stages that have had a backward, or shards, and those of the block being computed."""
+        """Whole or sharded gradients of the stages that have had a backward, plus those of the current block."""
         jobs = self.jobs
         whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
         shards = self.weights * jobs.gradient_bytes / self.shards
         return np.where(self.keeps_gradients, np.maximum(whole, shards), shards)
 
     def _whole(self, gathered: Column) -> Column:
-        """Gathered parameters: of the ends always, of blocks as given."""
+        """Gathered parameters: always those of the ends, and of blocks as given."""
         jobs = self.jobs
         ends = self.stages.tables * self.table
         found = np.where(self.keeps_parameters, self.weights, ends + gathered) * jobs.activation_bytes
@@ -210,7 +210,7 @@ class _Held:
         return np.where(jobs.zero >= 1, found, cast)
 
     def _gathered_blocks(self) -> Column:
-        """Parameters of blocks that are gathered in a backward of zero 3: the one in use and the one before."""
+        """Parameters of the blocks gathered in a backward of zero 3: the current one and the one before."""
         jobs = self.jobs
         blocks = self.stages.layers * self.block
         return np.where(jobs.reshard > 0, np.minimum(2 * self.block, blocks), blocks)
@@ -224,13 +224,16 @@ class _Held:
         return np.where(jobs.zero == 3, self.block, np.minimum(several, blocks))
 
     def _accumulated(self) -> Column:
-        """ddp's buckets hold a step's gradients from the start; those of all micro-batches but the last lie beside
-        them, until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense)."""
+        """Bytes of gradients that ddp accumulates outside its buckets.
+
+        The buckets hold a step's gradients from the start; those of all micro-batches but the last are kept beside
+        them, until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense).
+        """
         jobs = self.jobs
         beside = (jobs.zero == 0) & (jobs.world > 1) & (jobs.micro_batches > 1)
         return self.weights * np.where(beside, jobs.gradient_bytes, 0.0)
 
 
 def _stacked(*ranks: Column | float) -> Column:
-    """[3, n], n at least 1, so that it broadcasts against columns."""
+    """Return [3, n], n at least 1, so that it broadcasts against columns."""
     return np.stack(np.broadcast_arrays(*map(np.atleast_1d, ranks)))

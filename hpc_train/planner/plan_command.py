@@ -24,9 +24,9 @@ class Options:
     by: str | None = None
     """What the best has least of; None: plan.objective."""
     whole: bool = False
-    """Print all of it, not the 40 lines that matter most."""
+    """Print everything, not only the 40 most important lines."""
     familiar: bool = True
-    """Find the layouts that everybody knows, too."""
+    """Also search the familiar layouts."""
 
 
 def plan_command(overrides: Sequence[str], config_dir: str | None, options: Options) -> int:

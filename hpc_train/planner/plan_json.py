@@ -15,8 +15,11 @@ from hpc_train.planner.settings import overrides_of
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:
-    """Bytes are in GiB; null is what is not known. candidates: the best first, which is `best` too; equal_to_best: so
-    near to the quickest that they cannot be told apart, of which the best is the simplest. command: runs the best."""
+    """Return the answer as JSON. Bytes are in GiB; null means unknown.
+
+    candidates: best first, also given as `best`; equal_to_best: indistinguishable from the quickest, of which the best
+    is the simplest; command: runs the best.
+    """
     return {
         "best": {**candidate_json(answer.best), "equal_to_best": True} if answer.best else None,
         "candidates": [{**candidate_json(it), "equal_to_best": answer.alike(it)} for it in answer.candidates],

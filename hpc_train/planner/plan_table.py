@@ -1,4 +1,4 @@
-"""An answer for a person: 40 lines of 100 columns that say what to run and why, or with --all everything."""
+"""Print an answer: 40 lines of 100 columns that say what to run and why, or everything with --all."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LINES, COLUMNS = 40, 100
 _BAR = 10
 _FITS = {"yes": "green", "maybe": "yellow", "no": "red", "unknown": "yellow"}
 _SMALL = 0.005
-"""Share of a total under which a part is summed up with others."""
+"""Share of a total below which a part is merged with others."""
 _NUMBERS = 35
-"""Columns of the numbers of a candidate; what it is stands beside them."""
+"""Columns taken by a candidate's numbers; its description stands beside them."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Lines that belong together."""
+    """A group of lines that belong together."""
 
     lines: list[str]
     style: str = ""
@@ -38,7 +38,7 @@ class Section:
 
 
 def parts(answer: Answer, whole: bool = False) -> Iterator[Text]:
-    """What to print, a line each, from top to bottom; whole: without a limit on lines."""
+    """Return what to print, one line each, top to bottom; whole: without a limit on lines."""
     for section in _sections(answer, whole):
         for number, line in enumerate(section.lines):
             yield Text(line, style=section.first if section.first and not number else section.style, overflow="fold")
@@ -67,7 +67,7 @@ def _sections(answer: Answer, whole: bool) -> list[Section]:
 
 
 def _cut(sections: list[Section]) -> list[Section]:
-    """No more than LINES of them, whatever a user's own overrides take."""
+    """Cut to at most LINES lines, however long the user's overrides are."""
     over = _length(sections) - LINES
     for section in reversed(sections[3:]):
         gone = min(over, max(0, len(section.lines) - 1)) if over > 0 else 0
@@ -91,7 +91,7 @@ def _nothing(answer: Answer) -> Iterator[Section]:
 
 
 def _remarks(answer: Answer, most: int | None) -> list[Section]:
-    """What was searched, advice, and what is not known: at most so many lines, and how much more there is."""
+    """Return what was searched, advice, and what is unknown: at most so many lines, and how many were left out."""
     told = [_wrapped(_searched(answer, most is None), "")]
     advice = lines(answer.advice)
     pairs = zip(advice[::2], advice[1::2], strict=True)
@@ -156,7 +156,7 @@ def _memory_line(best: Candidate) -> str:
 
 
 def _costs(outlook: Outlook) -> str:
-    """The whole run in a line, where somebody said how long it is."""
+    """Summarise the whole run in one line, if its length is known."""
     told = [f"goodput {share(outlook.demand.effective.p50)}"]
     for name, market in (("", outlook.demand), ("spot: ", outlook.spot)):
         if market is None or market.days is None:
@@ -171,7 +171,7 @@ def _costs(outlook: Outlook) -> str:
 
 
 def _command(answer: Answer, best: Candidate) -> list[str]:
-    """With line ends that a shell joins."""
+    """Format the command with line continuations for a shell."""
     words = [shlex.quote(word) for word in words_of(answer.overrides, answer.config_dir, best)]
     found, line = [], " ".join(words[:2])
     for word in words[2:]:
@@ -184,7 +184,7 @@ def _command(answer: Answer, best: Candidate) -> list[str]:
 
 
 def _budgets(best: Candidate, whole: bool) -> Section:
-    """Memory by part, and beside it where the time of a step goes."""
+    """Show memory by part next to the time of a step by part."""
     left, right = _memory(best, whole), _time(best, whole)
     width = max(len(line) for line in left) + 4
     rows = [f"{one:<{width}}{other}".rstrip() for one, other in zip_longest(left, right, fillvalue="")]
@@ -192,7 +192,7 @@ def _budgets(best: Candidate, whole: bool) -> Section:
 
 
 def _memory(best: Candidate, whole: bool) -> list[str]:
-    """GiB of each stage."""
+    """Show the memory of each stage in GiB."""
     one = best.stages[0] == best.stages[1] == best.stages[2]
     shown = range(1) if one else range(len(STAGES))
     head = ["GiB"] if one else [f"{STAGES[number]}" for number in shown]
@@ -204,7 +204,7 @@ def _memory(best: Candidate, whole: bool) -> list[str]:
 
 
 def _shown_memory(best: Candidate, whole: bool) -> dict[str, tuple[float, float, float]]:
-    """Parts by stage; in the short form what the user has no say in is one part, and what is next to nothing none."""
+    """Show parts by stage; the short form merges parts the user cannot change and drops negligible ones."""
     if whole:
         return best.memory
     around = ("fragmentation", "context")
@@ -216,7 +216,7 @@ def _shown_memory(best: Candidate, whole: bool) -> dict[str, tuple[float, float,
 
 
 def _time(best: Candidate, whole: bool) -> list[str]:
-    """Seconds of each part of a step."""
+    """Show the seconds of each part of a step."""
     if best.step is None or best.parts is None:
         return []
     found = [f"{'time of a step':<20}{'':>9} {'share':>6}"]
@@ -235,7 +235,7 @@ def _time(best: Candidate, whole: bool) -> list[str]:
 
 
 def _outlook(outlook: Outlook) -> list[str]:
-    """Of the whole run, all that is known."""
+    """Show everything known about the whole run."""
     found = [""]
     for name, market in (("", outlook.demand), ("spot: ", outlook.spot)):
         if market is not None:
@@ -251,7 +251,7 @@ def _market(market: Market) -> Iterator[tuple[str, str]]:
 
 
 def _tables(answer: Answer, rows: int, whole: bool) -> list[Section]:
-    """The candidates, the familiar layouts, and with --all what needs less memory."""
+    """Show the candidates, the familiar layouts and, with --all, candidates that need less memory."""
     found = []
     several = len({(it.ranks, it.global_batch) for it in answer.candidates}) > 1
     if len(answer.candidates) > 1 or answer.familiar:
@@ -288,7 +288,7 @@ def _rows(answer: Answer, shown: Sequence[Candidate], several: bool) -> list[str
 
 
 def _row(answer: Answer, it: Candidate | None, what: str) -> list[str]:
-    """Numbers, and beside them what it is, over as many lines as that takes."""
+    """Format a row: its numbers, and its description beside them over as many lines as needed."""
     text = textwrap.wrap(what, COLUMNS - _NUMBERS, break_on_hyphens=False) or [""]
     numbers = "" if it is None else _numbers(answer, it)
     return [f"{numbers:<{_NUMBERS}}{text[0]}", *(" " * _NUMBERS + line for line in text[1:])]
@@ -306,7 +306,7 @@ def _numbers(answer: Answer, it: Candidate) -> str:
 
 
 def _familiar(answer: Answer) -> Section:
-    """A row each, with the reason why it is not the best."""
+    """Show one row per familiar layout, with the reason why it is not the best."""
     found = [f"{'':<{_NUMBERS}}familiar layouts, each at its best"]
     for it in answer.familiar:
         if it.candidate is None:

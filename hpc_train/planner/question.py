@@ -15,7 +15,7 @@ from hpc_train.planner.settings import fixed_of
 from hpc_train.planner.space import Fixed
 
 LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
-"""Nodes of a job and sequences of a step that can be asked for: beyond any machine, and searched in seconds."""
+"""Largest number of nodes and of sequences in a step that can be asked for: beyond any machine, searched in seconds."""
 MOST_NODES = 4096
 """Where a cluster does not say how many it has: as far as the fewest that fit are looked for."""
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -117,7 +117,7 @@ def _batches(config: RunConfig) -> tuple[int, ...]:
 
 
 def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raise UserError for a list to compare that is given, and empty."""
+    """Raise UserError for a list to compare that is given but empty."""
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     for name, example in (("nodes", "[8,16]"), ("global_batches", "[256,512]")):
         if f"plan.{name}" in named and not getattr(config.plan, name):
@@ -125,7 +125,7 @@ def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:
 
 
 def _check_goals(config: RunConfig) -> None:
-    """Raise UserError for a limit on days or money where nobody says how long the run is."""
+    """Raise UserError for a limit on days or money if the run's length is not given."""
     plan = config.plan
     if plan.tokens is not None or config.train.steps is not None:
         return

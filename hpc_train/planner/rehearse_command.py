@@ -12,7 +12,7 @@ from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.auto import decide
 
 WRONG = 1
-"""Exit code for a layout that does not add up, that needs more than the plan says, or that does not fit."""
+"""Exit code for a layout that is inconsistent, needs more than the plan says, or does not fit."""
 
 
 def rehearse_command(

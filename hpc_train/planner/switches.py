@@ -40,7 +40,7 @@ def switches_of(cluster: ClusterConfig, figures: Figures) -> tuple[Switches, Swi
 
 
 def _reached(figures: Figures, level: str, nodes: float, stated: float | None) -> float:
-    """As bandwidths that were measured say; else as stated; 1 where nobody says."""
+    """Return the taper from measured bandwidths, else the stated one; 1 if neither is known."""
     node, told = (figures.measured.of(name) if figures.measured else None for name in ("node", level))
     if told is None or not math.isfinite(nodes):
         return stated or 1.0
@@ -61,7 +61,7 @@ def paths_in(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
 
 @cache
 def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Sequence[str]]:
-    """Of the compute nodes of a file; a number that says when it was written keeps old answers apart."""
+    """Return the switch paths of a file's compute nodes; the file's modification time keeps cached answers apart."""
     from hpc_train.cluster.compute_nodes import compute_nodes
     from hpc_train.cluster.tree import paths_of
     from hpc_train.placement.locate import read_switches

@@ -75,7 +75,7 @@ class MemoryErrors:
 
 @dataclass(frozen=True)
 class Regret:
-    """How much slower the configuration that the planner picks is than the fastest measured one, over groups."""
+    """Slowdown of the configuration the planner picks relative to the fastest measured one, over groups."""
 
     n: int
     mean: float
@@ -191,7 +191,7 @@ def _regret(configurations: Sequence[Sequence[Row]]) -> float:
 
 
 def _pick(configurations: Sequence[Row]) -> int:
-    """As `hpc-train plan` does: the simplest of those that are equal to the quickest."""
+    """Pick as `hpc-train plan` does: the simplest of those equal to the quickest."""
     limit = min(map(_ranked, configurations)) * (1 + ALIKE)
     alike = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
     return min(alike, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))

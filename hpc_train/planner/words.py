@@ -15,7 +15,7 @@ PART_WORDS = {
     "checkpoint": "checkpoint stalls",
     "offload": "activations to host",
 }
-"""Parts of a step whose field of estimate.Time says too little."""
+"""Labels for parts of a step whose field name in estimate.Time is unclear."""
 _WHOLE = 1e3
 """From here on no digits after the point, and none as a power of ten."""
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))

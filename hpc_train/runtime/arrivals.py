@@ -1,4 +1,4 @@
-"""Which processes of a job have come to its store, and where those should be that have not."""
+"""Track which processes of a job have reached its store, and where the missing ones should be."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHOWN = 8
 
 
 def arrival_key(process: int) -> str:
-    """Key of the job's store that a process sets when it has come."""
+    """Return the store key that a process sets when it arrives."""
     return f"met/{process}"
 
 
 def name_missing(store: Store, me: Identity, env: Mapping[str, str] = os.environ) -> str:
-    """`tasks 3, 7 on node2`: those that have not come, and their nodes where Slurm tells."""
+    """Name the missing tasks and, if Slurm tells, their nodes, such as `tasks 3, 7 on node2`."""
     missing = [process for process in range(1, me.processes) if not store.check([arrival_key(process)])]
     hosts = compress(sorted({host for process in missing if (host := _host(process, me, env))}))
     named = ", ".join(map(str, missing[:_SHOWN])) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
@@ -30,7 +30,7 @@ def name_missing(store: Store, me: Identity, env: Mapping[str, str] = os.environ
 
 
 def _host(process: int, me: Identity, env: Mapping[str, str]) -> str:
-    """Slurm numbers tasks node by node unless it is told otherwise; "" where that cannot be seen."""
+    """Return a task's node, as Slurm numbers tasks node by node by default; "" if that is unknown."""
     names = _nodes(env)
     if me.processes % max(len(names), 1) or "cyclic" in env.get("SLURM_DISTRIBUTION", ""):
         return ""

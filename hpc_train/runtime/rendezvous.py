@@ -1,4 +1,4 @@
-"""Where the processes of a job meet: a store that process 0 opens on a free port and publishes with a secret.
+"""Rendezvous of a job's processes: a store that process 0 opens on a free port and publishes with a secret.
 
 Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI); under
 torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
@@ -35,12 +35,12 @@ _LARGEST_FILE = 4096
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where the job's store is, and what proves that a process is one of the job's."""
+    """Address of the job's store, and the secret that proves a process belongs to the job."""
 
     host: str
     port: int
     secret: str
-    """Hexadecimal digits."""
+    """Hexadecimal digits of the secret."""
 
 
 def open_store(me: Identity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
@@ -152,7 +152,7 @@ def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> St
 
 
 def _broadcast(meeting: _Meeting | None, me: Identity) -> _Meeting:
-    """Process 0's meeting, on all of them; a collective, so process 0 calls it too."""
+    """Broadcast process 0's meeting to all processes; a collective, so process 0 calls it too."""
     try:
         MPI = load_mpi()
     except ImportError:
@@ -166,18 +166,18 @@ def _broadcast(meeting: _Meeting | None, me: Identity) -> _Meeting:
     if meeting is not None:
         text = _format(meeting).encode()
         buffer[: len(text)] = text
-    MPI.COMM_WORLD.Bcast(buffer, root=0)  # of bytes: mpi4py would unpickle an object
+    MPI.COMM_WORLD.Bcast(buffer, root=0)  # bytes: mpi4py would unpickle an object
     return _parse(buffer.rstrip(b"\0").decode())
 
 
 def _publish(path: Path, meeting: _Meeting) -> None:
-    """Write a file that only this user can read, whole from the moment that it has its name."""
+    """Write a file that only this user can read; it is complete as soon as it has its name."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # whatever an access list of the folder has made of it
+            os.fchmod(descriptor, 0o600)  # override what an access list of the folder has set
             file.write(_format(meeting))
         beside.replace(path)
     except OSError as error:
@@ -207,7 +207,10 @@ def _read(path: Path, me: Identity, timeout: timedelta) -> _Meeting:
 
 
 def _own_text(path: Path) -> str:
-    """What a file of this user says that nobody else can have read. Raises ValueError for any other, and OSError."""
+    """Read a file that belongs to this user and that nobody else can have read.
+
+    Raises ValueError for any other file, and OSError.
+    """
     # O_NONBLOCK: opening somebody's pipe would wait for its other end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -227,7 +230,7 @@ def _format(meeting: _Meeting) -> str:
 
 
 def _parse(text: str) -> _Meeting:
-    """Raises ValueError or TypeError for what is no meeting."""
+    """Parse a meeting. Raises ValueError or TypeError if the text is not one."""
     host, port, secret = json.loads(text)
     if not isinstance(host, str) or not isinstance(port, int) or len(bytes.fromhex(secret)) < 16:
         raise ValueError("no address and secret")

@@ -1,4 +1,4 @@
-"""From everybody's facts to a better order of the nodes: where they are, traffic, search."""
+"""Find a better order of the nodes from every rank's facts: locations, traffic, search."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def search(
 
 
 def hosts_of(heads: Sequence[Facts]) -> list[Host]:
-    """Nodes as `locate` takes them. heads: the facts of local rank 0 of every node."""
+    """Convert nodes to the form `locate` takes. heads: the facts of local rank 0 of every node."""
     from hpc_train.placement.locate import Host
 
     return [

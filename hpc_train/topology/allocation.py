@@ -58,7 +58,7 @@ def _expanded(what: str, text: str) -> tuple[str, ...]:
 
 
 def _chosen(config: RunConfig, file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the file's first compute nodes, as many as the run takes; what to say of other hosts)."""
+    """Return (as many of the file's first compute nodes as the run takes; a note on the other hosts)."""
     nodes, notes = choose_nodes(config.cluster, read_switches(file))
     asked = config.cluster.nodes or config.launch.ranks or -1 not in wanted(config.parallel).values()
     count = node_count(config) if asked else len(nodes)

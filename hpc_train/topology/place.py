@@ -66,14 +66,14 @@ def place(overrides: Sequence[str], config_dir: str | None, env: Mapping[str, st
 
 
 def _job(config: RunConfig, where: Locations, ranks: int) -> Job:
-    """Raises UserError for a model of fewer blocks than stages, and for one that cannot be cut along a given axis."""
+    """Make the job. Raises UserError for a model with fewer blocks than stages, or that an axis cannot split."""
     world = ranks * len(where.nodes)
     degrees, layers = resolve(config.parallel, world), getattr(config.model, "layers", None)
     if degrees.pp > 1 and layers is not None:
         check_blocks(config.parallel.pipeline, layers, degrees)
     try:
         return job_of(config, where, ranks)
-    except AssertionError:  # what traffic takes for granted is what the trainer's rules ask for, which say it in a line
+    except AssertionError:  # traffic asserts what the trainer's rules check; those say it in one line
         check_support(config, world)
         raise
 

@@ -21,7 +21,7 @@ _ROWS = ((6, 28.0), (20, 17.0), (MOST_ROWS, 11.0))
 """Rows up to which they have this height."""
 _WIDEST_CELL, _THIN = 24.0, 3.0
 _MOST_CELLS = 256
-"""Nodes up to which each is a shape of its own: a shape takes a millisecond to draw and 200 bytes of the file."""
+"""Up to this many nodes each is a shape of its own: a shape takes a millisecond to draw and 200 bytes in the file."""
 _SIZE = 7.0
 _WIDEST_NAME = 110.0
 
@@ -125,7 +125,7 @@ def _draw_header(
 def _draw_cells(
     canvas: Canvas, panel: Panel, nodes: list[int], corner: tuple[float, float], size: tuple[float, float]
 ) -> None:
-    """A cell a node; where they are thin, or many in all, those of a row are one image."""
+    """Draw one cell per node; if cells are thin, or there are many, those of a row are one image."""
     width = min(size[0], _WIDEST_CELL)
     if width < _THIN or panel.nodes > _MOST_CELLS:
         colours = np.full((len(nodes), 1), -1) if panel.colour is None else panel.colour[nodes]

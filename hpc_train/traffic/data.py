@@ -35,13 +35,13 @@ class Group:
 
 
 def block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> Uses:
-    """Of the parameters of blocks. split: micro-batches whose backward is split."""
+    """Count the uses of the parameters of blocks. split: micro-batches whose backward is split."""
     zero = ZERO[strategy]
     return Uses(block_gathers(zero, reshard, pp, micro_batches, split), reductions(zero, micro_batches))
 
 
 def end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> Uses:
-    """Of what is in no block."""
+    """Count the uses of the parameters in no block."""
     zero = ZERO[strategy]
     return Uses(end_gathers(zero, reshard, pp, micro_batches, split), reductions(zero, micro_batches))
 

@@ -44,7 +44,7 @@ class Part:
     last: bool = True
     """It has the head."""
     split: int = 0
-    """Micro-batches whose backward is split."""
+    """Number of micro-batches whose backward is split."""
 
 
 def work_of(config: RunConfig, degrees: Degrees) -> Work:
@@ -63,9 +63,9 @@ def work_of(config: RunConfig, degrees: Degrees) -> Work:
 
 
 def parts_of(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[Part, ...], ...]:
-    """The stages of each rank of pp, as they are split where nothing has been measured (pipeline.resplit).
+    """Return the stages of each rank of pp, split as they are before any measurement (pipeline.resplit).
 
-    micro_batches: of a step, where it matters which of them have a split backward.
+    micro_batches: number in a step, if it matters which of them have a split backward.
     """
     if pp == 1:
         return ((Part(blocks),),)

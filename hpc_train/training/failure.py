@@ -25,7 +25,7 @@ class Failure:
     message: str
     traceback: str
     summary: list[str] = field(default_factory=list)
-    """The exception in a line, then the lines of the user's own files that led to it, innermost first."""
+    """One line with the exception, then the lines of the user's own files that led to it, innermost first."""
 
     @property
     def lost_peer(self) -> bool:
@@ -38,11 +38,11 @@ class Failure:
 
 
 _FRAMES = 6
-"""As many are shown."""
+"""Maximum number of frames shown."""
 
 
 def summarise(error: BaseException) -> list[str]:
-    """See Failure.summary. Where no frame is the user's, the last ones of all."""
+    """Summarise an exception; see Failure.summary. If no frame is the user's, the last frames are shown."""
     frames = user_frames(error) or every_frame(error)
     lines = [f"{place(frame)}: {frame.line}" if frame.line else place(frame) for frame in frames[:_FRAMES]]
     return [describe(root_cause(error)), *lines]

@@ -115,11 +115,11 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Raise UserError if a run directory that is there belongs to another user; root's rights change nothing of that.
+    """Raise UserError if an existing run directory belongs to another user, even when running as root.
 
-    Nor may a link to it, unless it is root's: its owner could have it lead elsewhere at any time.
+    A link to it must not either, unless it is root's: its owner could redirect it at any time.
     """
-    with suppress(OSError):  # there is none yet, or it cannot be looked at, which whoever writes there will say
+    with suppress(OSError):  # not there yet, or not readable, which the first write will report
         there, link = path.stat().st_uid, path.lstat().st_uid
         if there != os.geteuid() or link not in (there, 0):
             other = there if there != os.geteuid() else link
@@ -138,7 +138,7 @@ def _user_name(uid: int) -> str:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Within, files and directories are made for their owner alone, whatever the umask; so do processes begun here."""
+    """Inside this context, new files and directories are private to their owner; child processes inherit it."""
     before = os.umask(0o077)
     try:
         yield
@@ -147,7 +147,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_submitit(folder: RunFolder) -> None:
-    """Make submitit's directory; one that an earlier release made by the umask becomes private."""
+    """Make submitit's directory; one that an earlier release made with the umask becomes private."""
     folder.submitit.mkdir(mode=0o700, exist_ok=True)
     folder.submitit.chmod(0o700)
 

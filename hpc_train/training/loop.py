@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """A save that did not become a checkpoint."""
+    """A save that did not produce a checkpoint."""
 
     step: int
     why: str
@@ -84,10 +84,9 @@ class Run:
     finite: bool = True
     """Since the last save no update was made from a loss or a gradient with NaN or infinity."""
     lost_since: int | None = None
-    """Step since which each has had a loss, or an update from a gradient, with NaN or infinity; None: the last had not.
-    """
+    """Step from which each step has had NaN or infinity in its loss or its gradient; None: the last step had none."""
     save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
-    """By whether it is of the weights alone: the last save, if it failed."""
+    """Last save, if it failed; keyed by whether it is of the weights alone."""
     validated_at: int | None = None
     owes_validation: bool = False
     """A stop left out the evaluation that was due after this step."""

@@ -1,4 +1,4 @@
-"""Whether a run that has made its last step is done: its loss is a number, and its last checkpoint is on the disk."""
+"""Decide whether a run that made its last step is done: its loss is finite and its last checkpoint is on the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_shortfall(run: Run) -> str | None:
-    """Why a run that has made all its steps is not done, in one line; None if it is.
+    """Return one line on why a run that made all its steps is not done; None if it is.
 
     A run that had nothing to do, because it was resumed at its last step, is done.
     """
@@ -26,17 +26,17 @@ def find_shortfall(run: Run) -> str | None:
 
 
 def raise_together(why: str | None, world: World) -> None:
-    """Raise IncompleteRun on all ranks if any of them has a reason. Every rank calls it, as a barrier."""
+    """Raise IncompleteRun on all ranks if any rank has a reason. Every rank must call it; it is a barrier."""
     found = torch.tensor(int(why is not None))
     if world.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
+        dist.barrier()  # a launcher may end the other ranks as soon as one exits with a nonzero code
     if found.item():
         raise IncompleteRun(why or "not done: another rank says so")
 
 
 def _not_finite(run: Run) -> str | None:
-    """The loss of the last step, of its evaluation, or its gradient."""
+    """Return a line if the last step's loss, gradient or evaluation is not finite."""
     assert run.last_loss is not None
     todo = f"lower optim.lr (now {run.config.optim.lr:g}), or look at the data of that step"
     if run.lost_since is not None:
@@ -48,7 +48,7 @@ def _not_finite(run: Run) -> str | None:
 
 
 def _not_saved(run: Run) -> str | None:
-    """The checkpoint of the last step; the last one of the weights where there are no others."""
+    """Return a line if the last step's checkpoint was not saved, or the last weights if there are no others."""
     checkpoint = run.config.checkpoint
     if checkpoint.every and run.saved_at != run.step:
         newest = f"the newest saved is of step {run.saved_at}" if run.saved_at is not None else "none was saved"

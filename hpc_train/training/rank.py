@@ -54,7 +54,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
-    model, GPUs that are not there; and IncompleteRun, on all ranks, if the last step is made and the run is not done.
+    model, GPUs that are not there; and IncompleteRun, on all ranks, if the last step is made but the run is not done.
     """
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
@@ -70,7 +70,7 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
         frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info, values)
-        del model, values  # of a pipeline the whole of it, of which every stage has its own by now
+        del model, values  # each pipeline stage has its own copy by now
         if frozen and (advice := incremental_advice(frozen, engine.pieces())):
             said.append(advice)
         with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
@@ -123,9 +123,9 @@ def make_model(config: RunConfig) -> nn.Module:
 
 
 def make_model_apart(config: RunConfig, world: World) -> tuple[nn.Module, DeferredValues | None]:
-    """The model and, where it is the user's own and split over ranks, its values, each made when it is asked for.
+    """Make the model and, if it is the user's own and split over ranks, its values, each made on request.
 
-    So no rank has the whole of it in memory. Where its constructor cannot be followed it is made whole.
+    So no rank has the whole model in memory. If its constructor cannot be recorded, the model is made whole.
     """
     if isinstance(config.model, CustomModelConfig) and splits(config, resolve(config.parallel, world.size)):
         apart = build_deferred(partial(build_model, config.model, config.train.seed))
@@ -138,7 +138,7 @@ def make_model_apart(config: RunConfig, world: World) -> tuple[nn.Module, Deferr
 def make_engine(
     config: RunConfig, world: World, model: nn.Module, say: Say = log.info, values: DeferredValues | None = None
 ) -> Engine:
-    """The engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
+    """Make the engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
     return build(model, lambda split: make_optimizer(split, config.optim), config, world, say, values)
 
 

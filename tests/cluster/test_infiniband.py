@@ -238,7 +238,7 @@ def test_net_file_of_the_simulator() -> None:
     assert {it.name for it in cluster.nodes} == {it.name for it in original.nodes}
     assert by_name(cluster).keys() == by_name(original).keys()
     for name, switch in by_name(original).items():
-        counted = tuple(replace(trunk, gbit_s=None) for trunk in switch.uplinks)  # a net file has no rates
+        counted = tuple(replace(trunk, gbit_s=None) for trunk in switch.uplinks)  # net files have no rates
         assert by_name(cluster)[name] == replace(switch, uplinks=counted)
     assert cluster.nodes[0].nics[0].guid is None
     assert cluster.nodes[0].nics[0].gbit_s is None

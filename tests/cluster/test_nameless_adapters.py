@@ -1,4 +1,4 @@
-"""Adapters whose description names no host: which server they are in, by GUIDs and by where their cables are."""
+"""Assign adapters whose description names no host to servers, by GUIDs and by cabling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMELESS = "MT4129 ConnectX7   Mellanox Technologies"
 
 
 def servers(fabric: FakeFabric) -> set[frozenset[str]]:
-    """Each server as the GUIDs of its adapters."""
+    """List each server as the GUIDs of its adapters."""
     return {frozenset(nic.guid or "" for nic in node.nics) for node in read(fabric.dump(), "dump").nodes}
 
 
@@ -30,7 +30,7 @@ def hide(fabric: FakeFabric, *names: str) -> None:
     ],
 )
 def test_by_the_port_of_the_leaves(hidden: tuple[str, ...]) -> None:
-    """Every server of the fabric has one port number on all leaves of its unit, as real rail-optimised ones do."""
+    """Each server uses one port number on all leaves of its unit, as real rail-optimised fabrics do."""
     fabric = rail_fabric(units=2, hosts=6, nics=4, spines=2)
     expected = servers(fabric)
     hide(fabric, *hidden)
@@ -39,7 +39,7 @@ def test_by_the_port_of_the_leaves(hidden: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("hidden", [1, 2, 4])
 def test_by_the_guid_where_ports_tell_nothing(hidden: int) -> None:
-    """Servers of four adapters with GUIDs in sequence, each with its cables in other ports."""
+    """Servers have four adapters with consecutive GUIDs, each cabled to other ports."""
     fabric = FakeFabric()
     leaves = [fabric.switch(f"MF0;leaf{n}:X/U1") for n in range(4)]
     spine = fabric.switch("MF0;spine:X/U1")
@@ -65,7 +65,7 @@ def test_by_one_system_image_guid() -> None:
 
 
 def test_what_nothing_tells_of_stays_apart() -> None:
-    """Two adapters on one leaf, of boards that have nothing in common, and no named server to learn from."""
+    """Two adapters on one leaf, of unrelated boards, with no named server to learn from."""
     fabric = FakeFabric()
     leaf = fabric.switch("MF0;leaf:X/U1")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What every reader is spared: byte order marks, foreign line ends, files that are cut, files that are too large."""
+"""Inputs that every reader must survive: byte order marks, foreign line ends, cut files, oversized files."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_large_files_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["\n", " ", "\t \n", "==(", "a", "[", "{", "x=", "- ", "'", '"# ', "<!-- "])
 def test_no_text_makes_a_reader_slower_than_its_length(unit: str) -> None:
-    """A reader that looks at the rest of the text from every place in it does not end on these within the hour."""
+    """A reader that scans the rest of the text from every position does not finish these within an hour."""
     with pytest.raises(UserError):
         read_text(unit * ((1 << 19) // len(unit)), "odd")
 
@@ -95,7 +95,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 
 def test_groups_that_are_not_read_are_said() -> None:
-    """Four switches of one level with cables to one another, as within a dragonfly's group."""
+    """Four switches of one level are cabled to one another, as inside a dragonfly group."""
     fabric = rail_fabric(4, 2, 1, 0)
     leaves = [device for device in fabric.devices if device.letter == "S"]
     for number, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""No variable of the environment that looks like a secret gets into a configuration, however it is asked for."""
+"""No environment variable that looks like a secret gets into a configuration, however it is referenced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every number of the schema at senseless values: it composes to something legal, or gives one line; and labels."""
+"""Every number of the schema, set to senseless values, composes to something legal or gives one line; labels too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASES: tuple[list[str], ...] = ([], ["data=digits", "model=vit_tiny"])
 
 
 def numbers(config: Any, path: str = "") -> Iterator[tuple[str, str, Range]]:
-    """(key, type, range) of every number and every list of numbers."""
+    """Yield (key, type, range) of every number and every list of numbers."""
     hints = get_type_hints(type(config))
     for item in fields(config):
         value, kind = getattr(config, item.name), str(hints[item.name]).replace("<class '", "").rstrip("'>")
@@ -41,7 +41,7 @@ FOUND = {key: (base, kind, allowed) for base in BASES for key, kind, allowed in 
 
 
 class Base:
-    """One choice of groups, composed once; each value is put into it and taken out again."""
+    """One choice of groups, composed once; each value is set in it and then removed again."""
 
     def __init__(self, overrides: list[str]) -> None:
         self.plain = composed(overrides, None)
@@ -52,7 +52,7 @@ class Base:
         return OmegaConf.to_object(node) if OmegaConf.is_config(node) else self.plain[name]
 
     def run(self, key: str, text: str) -> RunConfig:
-        """Raises UserError."""
+        """Compose the configuration with one value changed. Raises UserError."""
         name, before = key.partition(".")[0], OmegaConf.select(self.plain, key)
         before = OmegaConf.to_container(before) if OmegaConf.is_config(before) else before
         parsed = parse([text])[0]
@@ -86,7 +86,7 @@ def test_senseless_numbers(overrides: list[str]) -> None:
 
 
 def result(base: Base, key: str, text: str) -> tuple[Any, str]:
-    """(the value, ""), or (None, the line that says why there is none)."""
+    """Return (the value, ""), or (None, the line that says why there is none)."""
     try:
         return value_of(base.run(key, text), key), ""
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What is no text is refused as text, each file by name and with what to do, before anything is made."""
+"""Files that are not text are refused by name, with what to do, before anything is made."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_is_no_text_is_refused(
     ],
 )
 def test_text_is_taken_as_it_is(tmp_path: Path, text: str) -> None:
-    """Also where a sample cuts a character in two."""
+    """Text is accepted even if a sample cuts a character in two."""
     (tmp_path / "a.txt").write_bytes(text.encode())
     store = build([str(tmp_path / "a.txt")], [".txt"], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == text.encode() + b"\0"
@@ -169,6 +169,6 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
 
 
 def test_the_standard_library_is_taken_as_it_is(tmp_path: Path) -> None:
-    """It has files in other encodings, of tests."""
+    """It contains files in other encodings, for its own tests."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "encodings"
     TokenStore.open(build([str(folder)], [".py"], "byte", 256, tmp_path / "out.h5").path)

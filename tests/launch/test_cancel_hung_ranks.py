@@ -1,4 +1,4 @@
-"""`hpc-train cancel` ends what does not answer, names the ranks that hang, and leaves what it was asked to leave."""
+"""`hpc-train cancel` ends what does not answer, names the ranks that hang, and leaves other points alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(
 def test_a_rank_in_an_endless_loop_is_named_by_the_line_it_is_in(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C while it is waited for leaves the run asked; the next cancel waits again, and ends it."""
+    """Ctrl-C during the wait leaves the run asked to end; the next cancel waits again, and ends it."""
     job = workshop.start("run", *ENDLESS, "launch.cancel_seconds=60", faults=HOLD)
     workshop.wait_for_fault(HOLD, job)
     words = [COMMAND[0], "cancel", str(job.run_dir)]

@@ -1,4 +1,4 @@
-"""A run whose result is no good, or not on the disk, is not DONE: it ends with 1, and `status` says why."""
+"""A run with a bad or unsaved result is not DONE: it exits with 1, and `status` says why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_train.launch.spec import read_spec
 from hpc_train.launch.train import finished
 
 LIMITED = ("bash", "-c", 'ulimit -f 48; exec "$@"', "limited", *COMMAND)
-"""No file may be larger than 48 KiB, as on a full disk: the shards of a checkpoint are."""
+"""Limits files to 48 KiB, like a full disk: the shards of a checkpoint are larger."""
 NAN = (*FAULTY, "optim.lr=1e20", "optim.max_norm=null", "train.steps=6")
 
 
@@ -42,7 +42,7 @@ def test_a_last_checkpoint_that_was_not_saved(workshop: Workshop, capsys: pytest
     saving = (*FAULTY, "train.steps=4", "checkpoint.every=2")
     run = workshop.folder / "run"
     assert_failed(workshop.train("run", *saving, command=LIMITED), run, "step 4, the last, was not saved", capsys)
-    assert workshop.train("run", *saving).code == EXIT_DONE  # there is room now
+    assert workshop.train("run", *saving).code == EXIT_DONE  # the limit is gone now
     assert state(run, capsys)["state"] == "DONE"
 
 

@@ -1,4 +1,4 @@
-"""`status` says how far a run has come and how long ago that was, whatever its metrics.jsonl looks like."""
+"""`status` shows a run's progress and its age, whatever metrics.jsonl looks like."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_hang_does_not_look_healthy(tmp_path: Path) -> None:
 
 def huge(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(1 << 40)  # without a line, a terabyte long
+        file.truncate(1 << 40)  # a terabyte without a line end
         file.seek(0, 2)
         file.write(b"\n" + line(9).encode())
 

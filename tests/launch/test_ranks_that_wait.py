@@ -1,4 +1,4 @@
-"""Ranks that wait for one that does not come: it is named, and not they; and the wait at the start has an end."""
+"""Ranks that wait for a missing rank blame it, not themselves; and the wait at the start ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the umask says, what a run leaves is its owner's alone; and nobody runs in another user's directory."""
+"""A run's files are private to their owner whatever the umask, and nobody runs in another user's directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ("model=llama_tiny", "launch.ranks=2", "train.steps=1", "train.sequence_
 
 
 def open_to_others(top: Path) -> dict[str, str]:
-    """Everything below, with the top, that another user could read, write or enter by its own mode."""
+    """List everything below, including the top, that another user could read, write or enter by its own mode."""
     modes = {path: path.lstat().st_mode for path in (top, *top.rglob("*")) if not path.is_symlink()}
     return {str(path): f"{stat.S_IMODE(mode):o}" for path, mode in modes.items() if mode & 0o077}
 

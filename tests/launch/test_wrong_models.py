@@ -1,4 +1,4 @@
-"""A model that does not do what a model does: one line, with the place in the user's file, once for all ranks."""
+"""A broken user model gives one line, with the place in the user's file, once for all ranks."""
 
 from __future__ import annotations
 

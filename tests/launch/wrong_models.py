@@ -1,4 +1,4 @@
-"""Users' models with a mistake each; `kind` chooses it."""
+"""User models with one mistake each, selected by `kind`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is built without memory has, when its parameters are made, the numbers that its constructor draws."""
+"""A model built without memory gets exactly the values its constructor draws once its parameters are made."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpc_train.models.deferred import build_deferred
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what is a few numbers."""
+    """Defer all tensors except those of a few numbers."""
     monkeypatch.setattr(deferred, "LARGE", 128)
 
 
 class Own(nn.Module):
-    """What constructors do: initialise twice, share, view, compute, and look at values."""
+    """A constructor that does what real ones do: initialises twice, shares, views, computes, and reads values."""
 
     def __init__(self) -> None:
         super().__init__()

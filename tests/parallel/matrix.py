@@ -148,7 +148,7 @@ def truth(kind: str) -> tuple[Outcome, Outcome]:
 
 
 def count_samples(module: nn.Module) -> Counter:
-    """Tell the layers of a whole model that drop something which layer each of them is."""
+    """Tell each dropout layer of a whole model which layer it is."""
     counter = Counter()
     for name, layer in module.named_modules():
         if isinstance(layer, (Dropout, ScaledDotProduct)):

@@ -186,7 +186,7 @@ def test_where_it_has_no_place_is_said_in_a_line(world: int, overrides: tuple[st
         check_support(config, world)
 
 
-# Without it.
+# Without BatchNorm synchronisation.
 
 
 def _said(world: World, config: RunConfig) -> dict[str, list[str]]:

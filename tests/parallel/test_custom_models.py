@@ -1,4 +1,4 @@
-"""A user's own model, with all that nn.Module may hold, trains as in a plain torch loop, and is never whole twice."""
+"""A user's model with everything nn.Module may hold trains as in a plain torch loop, and is never whole twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH = 12
 
 
 class Table(nn.Module):
-    """A rotary cache: complex, not saved."""
+    """A rotary cache: complex and not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,21 +48,21 @@ class Table(nn.Module):
 
 
 class Unit(nn.Module):
-    """A block that shares a layer with its neighbours, if it is given one."""
+    """A block that shares a layer with its neighbours if given one."""
 
     def __init__(self, shared: nn.Linear | None = None) -> None:
         super().__init__()
         self.linear = shared or nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(WIDTH))  # no reset of any module covers it
+        self.gain = nn.Parameter(torch.ones(WIDTH))  # no module's reset covers it
         self.register_buffer("offset", torch.linspace(0.1, 0.9, WIDTH))
-        self.factor = torch.tensor(0.7)  # no buffer
+        self.factor = torch.tensor(0.7)  # not a buffer
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x) * self.gain + self.offset) * self.factor
 
 
 class Zoo(nn.Module):
-    """Only `blocks()`: no plan, no stage, no loss_sum."""
+    """A model with only `blocks()`: no plan, no stage, no loss_sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def zoo() -> nn.Module:
 
 @cache
 def truth() -> Outcome:
-    """A plain torch loop."""
+    """Train in a plain torch loop."""
     config, module = LAYOUTS["ddp-1"].config(*OPTIM), zoo().double()
     optimizer, outcome = make_optimizer(module, config.optim), Outcome([], [], [], [])
     for step in STEPS:
@@ -128,7 +128,7 @@ GROUPS = {
     "hsdp-2x2": 5,
     "recomputed": 5,
 }
-"""Modules that are sharded by themselves: the model, and four of five blocks; one shares a parameter with the rest."""
+"""Modules sharded separately: the model, and four of five blocks; the fifth shares a parameter with the rest."""
 CASES = {
     **{name: LAYOUTS[name] for name in ("ddp-2", "zero3-2", "zero3-4", "hsdp-2x2")},
     "zero1": Layout(2, ("parallel.strategy=zero1",)),
@@ -147,14 +147,14 @@ def test_it_trains_as_in_a_plain_loop(name: str) -> None:
     got, wanted = whole([outcome.state for outcome, _ in ranks]), whole([truth().state])
     module = zoo()
     assert got.keys() >= {name for name, _ in module.named_parameters()} | {f"units.{n}.offset" for n in range(5)}
-    assert_close(got, {name: wanted[name] for name in got}, TOLERANCE)  # torch saves what is shared twice
+    assert_close(got, {name: wanted[name] for name in got}, TOLERANCE)  # torch saves shared tensors twice
 
 
-# Built on the meta device.
+# Models built on the meta device.
 
 
 class Ruled(nn.Module):
-    """Its parameters are drawn by a rule; what becomes of its buffers is the matter."""
+    """Parameters are drawn by a rule; the test is about the buffers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Ruled(nn.Module):
 
 
 class Resets(nn.Module):
-    """Buffers, one not saved and one that shares another's, that its reset writes."""
+    """Buffers that the module's reset writes; one is not saved and one shares another's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Resets(nn.Module):
 
 
 class Silent(nn.Module):
-    """A buffer that only the constructor knows, beside a reset that does not write it."""
+    """A buffer that only the constructor sets, beside a reset that does not write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Silent(nn.Module):
 
 
 class Around(nn.Module):
-    """Writes the buffers of what it holds."""
+    """A parent whose reset writes the buffers of its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,11 +293,11 @@ class _Reached(Exception):
 
 
 class _RealBytes(PeakBytes):
-    """What is on the meta device takes none, and a DTensor what it holds here."""
+    """Count real bytes: meta tensors take none, and a DTensor takes its local part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it is asked again with what it holds
+            return NotImplemented  # torch asks again with the tensors it holds
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, tensor: Tensor) -> None:
@@ -306,7 +306,7 @@ class _RealBytes(PeakBytes):
 
 
 def _bytes_at_the_start(world: World, config: RunConfig) -> tuple[int, int, int, int]:
-    """(whole model, one block, most bytes that building takes beside the model it is given, what is left of both)."""
+    """Return (whole model, one block, peak bytes of building besides the given model, what is left of both)."""
     module = Large().double()
     size, block = (sum(p.nbytes for p in part.parameters()) for part in (module, module.parts[0]))
     peak = _RealBytes()
@@ -332,7 +332,7 @@ def test_at_the_start_a_rank_takes_its_share_and_no_more_than_a_block(layout: st
 
 
 def _bytes_with_its_construction(world: World, config: RunConfig) -> tuple[int, int, int, list[float]]:
-    """(whole model, one block, most bytes from before the constructor on, the rank's numbers of a parameter)."""
+    """Return (whole model, one block, peak bytes since before the constructor, this rank's values of a parameter)."""
     deferred.LARGE = 2**12
     peak, found = _RealBytes(), list[float]()
 
@@ -366,11 +366,11 @@ def test_no_rank_ever_has_the_whole_of_it(layout: str) -> None:
         assert found == wanted.chunk(ways)[rank % ways].flatten()[:50].tolist()
 
 
-# What is refused.
+# Models that are refused.
 
 
 class Views(nn.Module):
-    """What follows a parameter only as long as nothing is split."""
+    """Tensors that follow a parameter only as long as nothing is split."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

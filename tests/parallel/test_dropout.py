@@ -1,4 +1,4 @@
-"""Law 1 with dropout: a mask belongs to a sample, a layer, a position and a channel, wherever they are computed."""
+"""Law 1 with dropout: a mask depends on sample, layer, position and channel, wherever they are computed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _dropped(site: Site, p: float, *shape: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer on Python's own integers."""
+    """Compute SplitMix64's finalizer on Python integers."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
     return x ^ x >> 31
@@ -104,7 +104,7 @@ def _bit(p: float, sample: int, position: int, channel: int) -> bool:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_each_bit_is_the_hash_that_is_written_down(p: float) -> None:
-    """By another implementation, so that a run can be continued by any release, on any device."""
+    """Compare with another implementation: runs must be able to continue with any release, on any device."""
     wanted = [[[_bit(p, sample, t, c) for c in range(9)] for t in range(5)] for sample in range(3, 7)]
     assert _dropped(_site(7, 3, "layers.1", 3, 4), p, 4, 5, 9).tolist() == wanted
 
@@ -119,19 +119,19 @@ def test_compiled_code_gives_the_same_bits() -> None:
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of what independent bits have."""
+    """Return the correlation in standard deviations of independent bits."""
     a, b = (x.double().flatten() - x.double().mean() for x in (a, b))
     return abs(float((a @ b) / (a.norm() * b.norm()))) * math.sqrt(a.numel())
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_masks_look_random(p: float) -> None:
-    """Share of zeros, and independence of neighbouring samples, positions, channels, layers, steps and seeds."""
+    """Check the share of zeros, and independence of neighbouring samples, positions, channels, layers, steps, seeds."""
     shape = (16, 128, 256)
     mask = _dropped(_site(rows=16), p, *shape)
     count, spread = mask.numel(), math.sqrt(p * (1 - p))
     assert abs(float(mask.double().mean()) - p) < 5 * spread / math.sqrt(count)
-    for axis in range(3):  # the sums over the other axes scatter as those of independent bits
+    for axis in range(3):  # the sums over the other axes vary like those of independent bits
         sums = mask.double().mean([other for other in range(3) if other != axis])
         expected = spread / math.sqrt(count / shape[axis])
         assert abs(float(sums.std()) / expected - 1) < 5 / math.sqrt(2 * shape[axis])
@@ -184,7 +184,7 @@ def test_nothing_of_it_depends_on_how_samples_are_cut() -> None:
 def test_attention_in_blocks_is_attention_with_its_mask(
     causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients of plain operations over the whole of it, for queries that are not in order."""
+    """Compare values and gradients with plain operations on the whole mask, for queries that are out of order."""
     monkeypatch.setattr(dropped_attention, "SCORES", scores)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, n, 40, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
@@ -206,7 +206,7 @@ def test_attention_in_blocks_is_attention_with_its_mask(
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# Users' own layers.
+# Users' own dropout layers.
 
 
 class _Own(nn.Module):

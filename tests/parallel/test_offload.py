@@ -268,13 +268,13 @@ def test_an_offload_without_effect_is_refused(overrides: tuple[str, ...], words:
 
 
 GPU = torch.device("cuda", 0)
-"""A device of which Pretending knows the name only, so that its memory can be told from the host's on any machine."""
+"""A device that Pretending knows only by name, so its memory is told apart from the host's on any machine."""
 
 
 @pytest.mark.parametrize("optimizer", ["none", "cpu"])
 @pytest.mark.parametrize("parameters", ["none", "cpu"])
 def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: str) -> None:
-    """Neither a copy of a parameter nor its optimizer state: live memory by device, before and after updates."""
+    """No parameter copy and no optimizer state is on the GPU: live memory by device, before and after updates."""
     made = (f"parallel.offload.parameters={parameters}", f"parallel.offload.optimizer={optimizer}")
     config = compose(("parallel=fsdp", "optim.implementation=foreach", *made))
     held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -298,7 +298,7 @@ def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: st
         size = part.weight.nbytes
         assert on_gpu() == (size if parameters == "none" else 0)
         if parameters == "none" and optimizer == "cpu":
-            return  # torch built for CPUs alone cannot pretend the copies of an update
+            return  # a CPU-only torch cannot fake the copies of an update
         part.weight.grad = torch.zeros(256, 64, device=home)
         made_optimizer.step()
         made_optimizer.zero_grad()

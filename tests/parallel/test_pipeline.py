@@ -71,7 +71,7 @@ def _starts(csv: Path) -> dict[str, dict[str, Case]]:
             "far ahead": _case("zbv", *FSDP, "parallel.prefetch=3", ranks=4),
             "nothing ahead": _case("interleaved_zero_bubble", *FSDP, "parallel.prefetch=0", ranks=4),
         },
-        "pp2-copied": {  # gradients of a shard are reduced over copies in the last micro-batch
+        "pp2-copied": {  # the last micro-batch reduces a shard's gradients over the copies
             name: _case(name, "parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", ranks=8, micro=1)
             for name in ("1f1b", "zbv")
         },
@@ -202,7 +202,7 @@ def _traffic(world: World, case: Case) -> dict[str, int]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_send_hidden_states_once_each_way_and_reduce_gradients(schedule: str, strategy: str) -> None:
-    """Over a pipeline of S stages: 2 n (S - 1) B T hidden, less within a rank; once the gradients that are tied.
+    """A pipeline of S stages moves 2 n (S - 1) B T hidden, less within a rank, and reduces tied gradients once.
 
     zero1 reduces a gradient once a step, zero2 and zero3 in every micro-batch.
     """

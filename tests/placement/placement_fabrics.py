@@ -49,7 +49,7 @@ def tree_fabric(
 
 
 def next_to_others(fabric: Fabric, others: Sequence[int]) -> Fabric:
-    """The same job on switches with so many more nodes of other jobs: uplinks are for all of them."""
+    """Return the same job on switches with this many more nodes of other jobs, which share the uplinks."""
     node, *above = fabric.levels
     levels = [node]
     for level in above:

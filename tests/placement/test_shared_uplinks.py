@@ -1,7 +1,7 @@
-"""What placement promises on a fabric with cables, against link loads that are added up cable by cable.
+"""Compare placement's promised gains on a fabric with cables with link loads added up cable by cable.
 
-The fabric is written as ibnetdiscover writes it and read back, so that what is checked is the way from cables to a rank
-map; the check knows nothing of placement's model: it sends every message over the cables, spread evenly, and takes the
+The fabric is written as ibnetdiscover writes it and read back, so the whole way from cables to a rank map is checked.
+The check knows nothing of placement's model: it sends every message over the cables, spread evenly, and takes the
 busiest one.
 """
 
@@ -29,7 +29,7 @@ from hpc_train.config.degrees import resolve
 from hpc_train.traffic.flows import flows
 
 NIC = 200e9 / 8
-"""Bytes/s of the one NIC of a node; cables between switches are as fast."""
+"""Bytes/s of a node's only NIC; cables between switches are as fast."""
 RUN = (
     "cluster=slurm",
     "cluster.node.ranks=1",
@@ -43,7 +43,7 @@ RUN = (
 
 @dataclass(frozen=True)
 class Leaves:
-    """Hosts of every leaf, and its cables to the one spine."""
+    """Hosts of every leaf, and its cables to the single spine."""
 
     hosts: tuple[int, ...]
     cables: tuple[int, ...]
@@ -64,7 +64,7 @@ class Leaves:
 
 
 class Step:
-    """What one step of a run sends; one rank a node."""
+    """Messages of one step of a run; one rank per node."""
 
     def __init__(self, nodes: int, *overrides: str) -> None:
         config = compose([*RUN, *overrides])
@@ -72,7 +72,7 @@ class Step:
         self.flows = [(flow, _groups(sizes, flow.axes)) for flow in flows(config, nodes)]
 
     def seconds(self, leaves: Leaves, order: Sequence[str]) -> float:
-        """Of the step's rings, flow by flow: the busiest cable decides."""
+        """Return the seconds of the step's rings, flow by flow: the busiest cable decides."""
         total = 0.0
         for flow, groups in self.flows:
             load: dict[Any, float] = defaultdict(float)
@@ -110,8 +110,11 @@ HSDP = ("parallel.dp_replicate=3", "parallel.dp_shard=4")
 def test_a_node_alone_on_its_leaf_does_not_switch_placement_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twelve nodes dealt over three leaves of 16 hosts and 4 cables, and the same with four more, each on a leaf of its
-    own: the uplinks are the switches', not the job's."""
+    """A node alone on its leaf does not disable placement: the uplinks are the switches', not the job's.
+
+    Twelve nodes are dealt over three leaves of 16 hosts and 4 cables, then the same with four more, each alone on a
+    leaf.
+    """
     leaves = Leaves((16,) * 7, (4,) * 7)
     file = tmp_path / "fabric"
     file.write_text(leaves.dump())
@@ -130,7 +133,7 @@ def test_a_node_alone_on_its_leaf_does_not_switch_placement_off(
 def test_promised_gains_are_those_of_the_cables_and_near_the_best(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fragmented jobs of eight nodes on leaves with one to three cables: brute force over all orders of leaves."""
+    """Jobs of eight nodes are spread over leaves with one to three cables; brute force tries all orders of leaves."""
     draw = random.Random(seed)
     leaves = Leaves(tuple(draw.choice((6, 8)) for _ in range(5)), tuple(draw.choice((1, 2, 3)) for _ in range(5)))
     file = tmp_path / "fabric"
@@ -146,7 +149,7 @@ def test_promised_gains_are_those_of_the_cables_and_near_the_best(
 
 
 def test_both_bounds_of_the_neighbours_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four of sixteen nodes of a leaf with four cables: alone they do not fill it, next to twelve others they do."""
+    """Four of a leaf's sixteen nodes do not fill its four cables alone, but do so next to the twelve others."""
     leaves = Leaves((16, 16), (4, 4))
     file = tmp_path / "fabric"
     file.write_text(leaves.dump())
@@ -188,7 +191,7 @@ def test_a_taper_that_the_cables_show_is_used_and_one_that_nobody_tells_is_said(
 
 
 def test_slower_links_by_slurms_link_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three leaves, one with a quarter of the speed: what must cross crosses at the fast ones."""
+    """One of three leaves has a quarter of the speed: traffic that must cross leaves goes over the fast ones."""
     text = "SwitchName=l0 Nodes=n0-[0-3] LinkSpeed={}\nSwitchName=l1 Nodes=n1-[0-3] LinkSpeed=100\n"
     nodes = [f"n{n % 2}-{n // 2}" for n in range(8)]
     costs = {}

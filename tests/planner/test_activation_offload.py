@@ -28,7 +28,7 @@ def estimated(*more: str, ranks: int = 8) -> tuple[Memory, Time]:
 
 
 def test_the_host_has_what_the_device_no_longer_has() -> None:
-    """But for one layer, which is on the device while it is computed, and where another moment is the worst then."""
+    """Except for one layer, which is on the device while it is computed, when another moment is the peak."""
     (kept, _), (moved, _) = estimated(), estimated(MOVED)
     one = float(moved.host) / 32
     assert 30 * one < float(kept.total - moved.total) < 31.01 * one

@@ -357,7 +357,7 @@ def test_layers_are_weighed_as_they_will_be_split(stages: int, more: int, before
 
 
 def _jobs() -> Iterator[tuple[str, ...]]:
-    """Every case's run, where all of it is known, and runs in which one suggestion would break another rule."""
+    """Yield every case's run that is fully known, and runs in which one suggestion would break another rule."""
     for case in CASES.values():
         yield tuple(case.overrides)
     split = [*PIPELINE, "parallel.pipeline.schedule=zbv", "model.vocab_size=50257"]
@@ -374,7 +374,7 @@ JOBS = tuple(dict.fromkeys(_jobs()))
 
 @pytest.mark.parametrize("overrides", JOBS, ids=range(len(JOBS)))
 def test_every_setting_that_is_suggested_can_be_run(overrides: tuple[str, ...]) -> None:
-    """It composes, the passes accept it on these ranks, and it fits in memory unless the run itself does not."""
+    """Each suggestion composes, passes accept it on these ranks, and it fits in memory if the run itself does."""
     config = run(*overrides)
     world = node_count(config) * ranks_per_node(config)
     try:

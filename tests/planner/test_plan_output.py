@@ -1,4 +1,4 @@
-"""What `hpc-train plan` prints: a command that can be pasted, equals shown as equal, familiar layouts, 40 lines."""
+"""`hpc-train plan` prints a command to paste, equals shown as equal, familiar layouts, in 40 lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpc_train.planner.plan_table import COLUMNS, LINES, parts
 SHAPE = ("precision=bf16", "train.sequence_length=1024", "train.global_batch=32")
 ONE = ("cluster=dgx_a100", "model=llama_1b", *SHAPE, "cluster.nodes=1")
 TWO = ("parallel.pipeline.schedule=1f1b", "cluster=dgx_h100", "model=llama_8b", *SHAPE, "cluster.nodes=2")
-"""With one schedule, so that there is less to search."""
+"""Only one schedule, to make the search smaller."""
 README = (
     "model=llama_70b", "cluster=dgx_h100", "precision=bf16", "train.global_batch=512", "train.sequence_length=4096",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def text(answer: Answer, whole: bool = False) -> list[str]:
 
 
 def pasted(lines: list[str]) -> list[str]:
-    """Words of the printed command, as a shell gives them to it."""
+    """Return the printed command's words as a shell splits them."""
     start = next(number for number, line in enumerate(lines) if line.startswith("hpc-train "))
     end = next(number for number in range(start, len(lines)) if not lines[number].endswith("\\"))
     script = "hpc-train() { printf '%s\\0' hpc-train \"$@\"; }\n" + "\n".join(lines[start : end + 1])
@@ -50,7 +50,7 @@ def pasted(lines: list[str]) -> list[str]:
 
 
 def alike(one: RunConfig, other: RunConfig) -> bool:
-    """The same but for who starts it, and that nothing is left to choose."""
+    """Whether two are the same except for who starts them and for choices left open."""
     both = [
         replace(it, launch=one.launch, parallel=replace(it.parallel, auto=False, fixed=None)) for it in (one, other)
     ]
@@ -118,7 +118,7 @@ def test_of_equals_the_simplest_is_first_and_of_others_the_quickest() -> None:
 
 
 def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
-    """8B at 8k tokens on 64 H100: context parallelism of 2, 4 and 8 is within a per cent of FSDP."""
+    """8B at 8k tokens on 64 H100: context parallelism of 2, 4 and 8 is within one per cent of FSDP."""
     job = ("cluster=dgx_h100", "model=llama_8b", "precision=bf16", "train.global_batch=512")
     found = ask((*job, "train.sequence_length=8192", "cluster.nodes=8"))
     assert found.best is not None

@@ -1,4 +1,4 @@
-"""What a rehearsal says of a layout's memory: kept to the plan or not, fits or not, and what offload frees."""
+"""Verdicts of a rehearsal on memory: whether it keeps to the plan, whether it fits, and what offload frees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARDED = (*SMALL, "parallel.strategy=zero3", "parallel.dp_shard=8")
 
 
 def built(rank: int, pp: int, **parts: int) -> Built:
-    """A rank that has counted so many GiB of each of ledger.KINDS."""
+    """Return a rank that counted so many GiB of each of ledger.KINDS."""
     held = {name: size * GIB for name, size in parts.items()}
     return Built(rank, {"pp": pp}, (), (), {}, Counted(0, 0, peak=sum(held.values()), at_peak=held), 0.0, 0)
 
@@ -73,7 +73,7 @@ def test_what_the_plan_says_too_may_not_fit() -> None:
 
 
 def test_what_is_not_rehearsed_counts_by_the_plan() -> None:
-    """A stand-in whose activations stay on the device, for a run that moves 8 GiB of them to the host."""
+    """The stand-in keeps its activations on the device; the run moves 8 GiB of them to the host."""
     small, ranks = replace(H100, bytes=22 * GIB), [built(0, 0, parameters=4, gradients=4, forward=12)]
     assert judge(ranks, {0: PLAN}, small, {0: -8.0 * GIB}).fits
     assert not judge(ranks, {0: PLAN}, small, {0: 8.0 * GIB}).fits
@@ -121,7 +121,7 @@ def test_the_first_example_of_the_readme_fits_as_it_is_recommended() -> None:
 
 
 PLACES = tuple(product(("none", "cpu", "file"), repeat=2))
-"""(parameters, optimizer)"""
+"""(parameters, optimizer) places."""
 _PARTS = ("parameters", "optimizer")
 FEW = (("none", "none"), ("none", "cpu"), ("cpu", "none"))
 
@@ -137,7 +137,7 @@ FEW = (("none", "none"), ("none", "cpu"), ("cpu", "none"))
     ],
 )
 def test_offload_frees_what_the_plan_says_it_frees(strategy: str, places: tuple[tuple[str, str], ...]) -> None:
-    """Both count the same bytes less on the device, whatever else each of them counts; no part is held twice."""
+    """Plan and count save the same bytes on the device, whatever else each counts; no part is held twice."""
     base = (
         *SMALL,
         "model.layers=1",
@@ -153,10 +153,10 @@ def test_offload_frees_what_the_plan_says_it_frees(strategy: str, places: tuple[
         assert rank.counted.peak is not None
         counted[place], planned[place] = rank.counted.peak, sum(found.planned[0].values())
         part = rank.counted.parameters
-        gradients = 0 if strategy == "zero1" else part  # whole ones are added up on the device
+        gradients = 0 if strategy == "zero1" else part  # whole gradients are added up on the device
         freed = {"none": 0, "cpu": 2 * part}[place[1].replace("file", "cpu")]
         freed = freed if place[0] == "none" else 3 * part + gradients
         assert planned["none", "none"] - planned[place] == pytest.approx(freed, rel=0.02), place
-        least = freed - part if strategy == "zero2" and place[0] != "none" else freed  # its peak is before it reduces
+        least = freed - part if strategy == "zero2" and place[0] != "none" else freed  # its peak precedes reduction
         assert 0.98 * least <= counted["none", "none"] - counted[place] <= 1.02 * freed, place
         assert rank.counted.host == pytest.approx(3 * part + part if place[0] != "none" else freed, rel=0.02), place

@@ -1,4 +1,4 @@
-"""docs/run_tables.md says which columns a table of measured runs has, and its example is one."""
+"""docs/run_tables.md lists the columns of a table of measured runs, and its example is a valid table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE = Path(__file__).with_name("published_sample.csv")
 
 
 class Asked(Mapping[str, str | None]):
-    """A row that remembers which of its columns were looked at."""
+    """A row that remembers which columns were read."""
 
     def __init__(self, row: Mapping[str, str | None]) -> None:
         self._row = row
@@ -36,7 +36,7 @@ class Asked(Mapping[str, str | None]):
 
 
 def documented() -> dict[str, str]:
-    """Column -> what it is needed for."""
+    """Map each documented column to what it is needed for."""
     return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", PAGE.partition("\nWords in")[0], re.MULTILINE))
 
 
@@ -82,7 +82,7 @@ def test_the_example_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_word_of_notes_that_is_looked_for_is_on_the_page() -> None:
-    """Those of the code's own patterns."""
+    """Words are taken from the code's own patterns."""
     folder = Path(from_runs.__file__).parent
     code = (folder / "from_runs.py").read_text() + (folder / "software.py").read_text()
     for word in ("OOM", "nvidia-smi", "embedding-stage", "SHARD_GRAD_OP", "LAUNCH_BLOCKING", "ZeRO stage not stated"):

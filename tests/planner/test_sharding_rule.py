@@ -1,4 +1,4 @@
-"""One rule of what is whole between its uses: time, traffic and memory of the planner follow it."""
+"""Time, traffic and memory of the planner follow one rule of what is whole between uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_freeing_after_forward_costs_time_and_saves_memory(schedule: str) -> Non
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_bytes_of_stages_are_those_of_the_traffic_model(schedule: str, strategy: str) -> None:
-    """The planner knows the mean stage of the first rank, traffic the rank that moves most."""
+    """The planner uses the mean stage of the first rank, traffic the rank that moves most."""
     config = run(*BASE, *piped(schedule), f"parallel.strategy={strategy}")
     degrees, jobs = resolve(config.parallel, 32), jobs_of(config, 32)
     found = dict.fromkeys(("all_gather", "reduce_scatter"), 0.0)

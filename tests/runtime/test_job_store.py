@@ -1,4 +1,4 @@
-"""The job's store: the same answers as torch's, to those alone who know its secret."""
+"""The job's store answers like torch's, but only to those who know its secret."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ from hpc_train.runtime.store.client import JobStore
 
 
 def rank_of_a_job(process: int, folder: Path, heard: Any, over: Any) -> tuple[bytes, int]:
-    """Meet the other rank, say where the store is, and what it holds once a stranger has been there."""
+    """Meet the other rank, report where the store is, and what it holds after a stranger has connected."""
     store = open_store(identity(process, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG)
     if process == 0:
         store.set("secret of the job", "as it was")
@@ -108,7 +108,7 @@ def rank_of_a_job(process: int, folder: Path, heard: Any, over: Any) -> tuple[by
 
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
-    """A folder in which everybody may write, as in /tmp."""
+    """Make a folder that everybody may write to, as /tmp."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -148,7 +148,7 @@ def test_another_user_can_neither_read_nor_replace_the_secret(public_folder: Pat
 
 
 def planted(folder: Path, kind: str) -> Path:
-    """A file that process 0 did not write, where the others look for its."""
+    """Plant a file where the other processes look for process 0's."""
     path = folder / ".rendezvous-job-1.json"
     text = f'["127.0.0.1", 9, "{SECRET.hex()}"]'
     if kind == "pipe":
@@ -258,7 +258,7 @@ def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreSer
 def group_over(process: int, folder: Path) -> list[float]:
     store = open_store(identity(process, 4), {FOLDER_VARIABLE: str(folder)}, None, LONG)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=process, world_size=4, timeout=LONG)
-    del store  # the process group has it
+    del store  # the process group still holds it
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     total = torch.full((1,), float(process))
     dist.all_reduce(total)
@@ -279,7 +279,7 @@ def test_process_groups_and_meshes_start_over_it(tmp_path: Path) -> None:
 
 
 class Meddler:
-    """Between a client and the server: changes what goes through once both have proved themselves."""
+    """Proxy between a client and the server that alters traffic after both have proved themselves."""
 
     def __init__(self, server: tuple[str, int], change: Any) -> None:
         self.change, self._server = change, server
@@ -321,12 +321,12 @@ def test_what_is_changed_or_repeated_on_its_way_has_no_effect(
 ) -> None:
     store.add("counter", 5)
     meddler = Meddler(server.address, change)
-    # The client's proof names the address that it means, so that what is only passed on proves nothing: it believes
-    # here that the meddler's address is the server's.
+    # The client's proof names the address it means, so a relayed proof proves nothing: here the client believes
+    # that the meddler's address is the server's.
     monkeypatch.setattr(server, "address", meddler.address)
     client = JobStore(meddler.address, SECRET, timedelta(seconds=5))
     with pytest.raises(dist.DistNetworkError):
-        [client.add("counter", 1) for _ in range(2)]  # where it is repeated, the first of the two is the client's own
+        [client.add("counter", 1) for _ in range(2)]  # if it is repeated, the first of the two is the client's own
     assert store.add("counter", 0) in (5, 6)
     client.close()
 

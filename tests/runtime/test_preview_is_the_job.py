@@ -1,4 +1,4 @@
-"""`topology place` shows the rank map that the job will have, and its figures, whoever tells where the nodes are."""
+"""`topology place` shows the job's actual rank map and figures, whichever source locates the nodes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hpc_train.topology.allocation import allocation
 
 @dataclass(frozen=True)
 class Site:
-    """Where nodes are, and the job's nodes in the launcher's order."""
+    """Locations of nodes, and the job's nodes in the launcher's order."""
 
     block: bool
     units: tuple[tuple[str, ...], ...]
     """Nodes of each leaf or block."""
     speeds: tuple[int, ...]
-    """LinkSpeed of each."""
+    """LinkSpeed of each leaf or block."""
     nodes: tuple[str, ...]
     oversubscription: float | None
     nvlink_domain_gpus: int
 
     def conf(self) -> str:
-        """topology.conf."""
+        """Return the topology.conf."""
         if self.block:
             return "".join(f"BlockName=u{n} Nodes={','.join(held)}\n" for n, held in enumerate(self.units))
         lines = [
@@ -48,7 +48,7 @@ class Site:
         return "".join(lines) + f"SwitchName=top Switches=u[0-{len(self.units) - 1}]\n"
 
     def shown(self) -> str:
-        """What scontrol prints of that."""
+        """Return what scontrol prints for that topology.conf."""
         if self.block:
             return "".join(
                 f"BlockName=u{n} BlockIndex={n} Nodes={','.join(held)} BlockSize={len(held)}\n"
@@ -63,7 +63,7 @@ class Site:
         return "".join(lines) + f"SwitchName=top Level=1 LinkSpeed=1 Nodes={everything} Switches={below}\n"
 
     def facts(self, addresses: bool) -> list[list[Facts]]:
-        """What the nodes of the job say of themselves; addresses: whether srun told them theirs."""
+        """Return what the job's nodes report about themselves; addresses: whether srun told them theirs."""
         unit = {node: f"u{n}" for n, held in enumerate(self.units) for node in held}
         found = []
         for number, node in enumerate(self.nodes):
@@ -142,7 +142,7 @@ def test_on_a_file(site: Site) -> None:
 @settings(max_examples=25, deadline=None)
 @given(sites(), st.booleans())
 def test_in_a_slurm_job(site: Site, addresses: bool) -> None:
-    """The preview is asked in the allocation's shell, the job asks on its own nodes; a real process answers both."""
+    """The preview asks in the allocation's shell, the job on its own nodes; a real process answers both."""
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ):
         command = Path(folder, "scontrol")
         Path(folder, "said").write_text(site.shown())

@@ -1,4 +1,4 @@
-"""Where a job's nodes are, by a file, by scontrol and by Slurm's addresses; and when nothing tells."""
+"""Locate a job's nodes from a file, from scontrol and from Slurm's addresses, and without any source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_train.runtime.search import hosts_of
 
 PLAIN = ClusterConfig(name="x")
 RACKS = ClusterConfig(name="x", node=NodeConfig(gpus=4, nvlink_domain_gpus=8))
-"""NVLink domains of two nodes."""
+"""A cluster with NVLink domains of two nodes."""
 SHOWN = Cluster(
     "slurm_tree", switches=(Switch("a", 0, ("n0",)), Switch("b", 0, ("n1",)), Switch("t", 1, (), ("a", "b")))
 )
@@ -88,7 +88,7 @@ def test_scontrol_answers_where_a_launcher_hides_the_addresses() -> None:
 
 
 def test_addresses_count_where_scontrol_tells_of_another_topology() -> None:
-    """Partitions may have topologies of their own; scontrol shows the default one."""
+    """Partitions may have their own topologies; scontrol shows the default one."""
     where = found(heads("other.x", "other.y"), SHOWN)
     assert where.paths == {"n0": ("other", "x"), "n1": ("other", "y")}
     assert "puts the nodes elsewhere" in where.notes[0]
@@ -132,7 +132,7 @@ def test_a_source_that_names_no_node_of_the_job(tmp_path: Path) -> None:
 
 def test_the_environment_of_another_node_does_not_count() -> None:
     same = heads("top.a", "top.b")
-    same[1] = replace(same[1], slurm=same[0].slurm)  # mpirun gives every rank the environment of the first node
+    same[1] = replace(same[1], slurm=same[0].slurm)  # mpirun gives every rank the first node's environment
     problem = found(same).problem
     assert problem is not None
     assert problem.startswith("2 nodes have the environment of n0")

@@ -293,7 +293,7 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
 
 
 def assert_time_limit_is_known_without_accounting(times_out: Sweep) -> None:
-    """Slurm has forgotten the job, and accounts do not know it either: what slurmstepd wrote is left."""
+    """Slurm and its accounting have forgotten the job; only slurmstepd's log lines are left."""
     run = times_out.run_dir("times_out")
     job = times_out.rows()[run.name]["job_id"]
     for told in (run / "events.jsonl", run / "logs/0/attempt.json"):

@@ -60,7 +60,7 @@ def test_a_tree_of_pods_by_hand(config: RunConfig) -> None:
     assert names(fabric) == ["node", "leaf", "group"]  # nothing leaves the top
     assert [it.group.tolist() for it in fabric.levels] == [[0, 1, 2, 3], [0, 1, 0, 2], [0, 1, 0, 0]]
     assert level(fabric, "node").uplink.tolist() == [50e9] * 4
-    # Nobody tells how many nodes a switch has: as many as the fullest one of the job, whatever the job has on it.
+    # A switch's node count is unknown: assume that of the job's fullest one, however many the job has on it.
     assert level(fabric, "leaf").uplink.tolist() == [2 * 50e9 / 2] * 3
     assert level(fabric, "leaf").busy_uplink.tolist() == [2 * 50e9 / 2, 50e9 / 2, 50e9 / 2]
     assert level(fabric, "group").uplink.tolist() == [3 * 50e9 / 5] * 2

@@ -121,7 +121,7 @@ def test_paths_of_an_uneven_tree() -> None:
 
 @pytest.mark.parametrize(("nodes", "expected"), [(1, ("x", "y")), (2, ("x", "y")), (3, ("x",)), (9, ("x",))])
 def test_a_node_on_several_roots_has_one_path(nodes: int, expected: tuple[str, ...]) -> None:
-    """Both roots are one unit only where at least half of what each holds is on the other."""
+    """The roots are one unit only if at least half of what each holds is also on the other."""
     names = tuple(f"n{number}" for number in range(nodes))
     forest = units_of(
         Cluster("test", switches=(Switch("x", 0, names), Switch("y", 0, names[:1]), Switch("z", 0, ("q",))))

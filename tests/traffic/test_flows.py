@@ -95,7 +95,7 @@ def _third_step(world: World, layout: Layout) -> dict[Key, list[int]]:
 
 
 Total = dict[Key, tuple[float, float]]
-"""Bytes and calls: of messages over all ranks together, else of the rank that moves most over these axes."""
+"""Bytes and calls: of messages over all ranks, or of the rank that moves most over these axes."""
 
 
 def _predicted(found: Sequence[Flow], degrees: Degrees) -> Total:

@@ -121,7 +121,7 @@ def test_what_the_settings_of_retention_keep(store: Path, tmp_path: Path) -> Non
 
 
 def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store: Path, tmp_path: Path) -> None:
-    """Also with fewer good ones than checkpoint.keep, and with none."""
+    """Also with fewer good checkpoints than checkpoint.keep, and with none."""
     run(small(store, tmp_path / "run", "checkpoint.every=1", "train.steps=2", "checkpoint.keep=3"))
 
     def poison(it: Run) -> int:
@@ -146,7 +146,7 @@ def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> No
         return act
 
     def spoil(value: float, index: int) -> Callable[[Run], Any]:
-        """The gradient's norm of one step, as the loop sees it."""
+        """Replace the gradient norm of one step, as the loop sees it."""
 
         def change(it: Run) -> None:
             clip = it.engine.clip
@@ -158,7 +158,7 @@ def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> No
         return set(with_run(small(store, tmp_path / name, *overrides), shortfall(change)))
 
     def no_room(it: Run) -> None:
-        """The disk is full from the last step on."""
+        """Fill the disk from the last step on."""
         update = it.engine.update
 
         def full(descriptor: int) -> None:

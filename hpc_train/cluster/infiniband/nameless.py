@@ -1,4 +1,4 @@
-"""Which server an adapter is in whose description does not say: most have at least one adapter that does."""
+"""Assign adapters whose description names no host to servers, by example of the adapters that do name one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from hpc_train.cluster.infiniband.text import Device
 from hpc_train.cluster.tree import group_alike
 
 _MOSTLY = 0.9
-"""Share of the named servers that must keep to a rule of cabling before it tells of others."""
+"""Share of the named servers that must follow a cabling rule before it is applied to the others."""
 _BOARD = 64
-"""GUIDs further apart are not of one board."""
+"""Largest distance between GUIDs of one board."""
 
 
 def join_nameless(
     adapters: Sequence[Device], named: Mapping[str, str], number_of: Callable[[Device], int | None]
 ) -> dict[str, str]:
-    """Adapter without a name -> the server's name, or of servers without any the id of their first adapter.
+    """Map each adapter without a name to its server's name, or to the server's first adapter id if it has no name.
 
-    named: host of each adapter that tells it; number_of: its GUID. Adapters with the same system image GUID are of one
-    server. Where nine of ten named servers have all their cables in ports of one number, on different leaves of a unit,
-    the adapters in such ports are of one server. Else adapters are whose GUIDs follow one another as those of named
-    servers do, on different switches. An adapter that none of this joins to another is a server of its own.
+    named: host of each adapter that tells it; number_of: its GUID. Adapters with the same system image GUID belong to
+    one server. If nine of ten named servers have all their cables in ports of one number, on different leaves of a
+    unit, adapters in such ports belong to one server. Otherwise adapters belong together if their GUIDs follow one
+    another as those of named servers do, on different switches. An adapter that matches no other is a server of its
+    own.
     """
     nameless = [it for it in adapters if it.id not in named]
     if not nameless:
@@ -38,7 +39,7 @@ def join_nameless(
 
 
 Plugs = Mapping[str, Sequence[tuple[str, int]]]
-"""Adapter -> (switch, port of the switch) of each of its cables."""
+"""Adapter -> (switch, port of the switch) for each of its cables."""
 
 
 def _by_system(nameless: Sequence[Device]) -> list[list[Device]]:
@@ -56,7 +57,7 @@ def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _same_ports(named: Mapping[str, str], plugs: Plugs) -> bool:
-    """Whether servers have their cables in ports of one number, each on another switch."""
+    """Whether each server's cables are in ports of one number, each on a different switch."""
     kept = several = 0
     for ids in _members(named).values():
         cables = [plug for id in ids for plug in plugs.get(id, ())]
@@ -87,7 +88,7 @@ def _by_port(groups: Sequence[Sequence[Device]], named: Mapping[str, str], plugs
 
 
 def _units(named: Mapping[str, str], plugs: Plugs) -> dict[str, int]:
-    """Leaf -> number of the scalable unit that it is in, by the named hosts on it."""
+    """Map each leaf to the number of its scalable unit, judged by the named hosts on it."""
     on: dict[str, set[object]] = defaultdict(set)
     for id, host in named.items():
         for switch, _ in plugs.get(id, ()):
@@ -104,7 +105,7 @@ def _by_guid(
     plugs: Plugs,
     number_of: Callable[[Device], int | None],
 ) -> dict[str, str]:
-    """Runs of GUIDs a board's step apart, each on another switch, with no more adapters than a named server has."""
+    """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
     numbers = sorted((number, it.id) for it in adapters if (number := number_of(it)) is not None)
     step = _step(numbers, named)
     members = _members(named)
@@ -118,7 +119,7 @@ def _by_guid(
     at = dict(numbers)
 
     def join(number: int, id: str, alone: bool) -> None:
-        """To the server of a neighbour by GUID that has room for it; if alone, else to one of its own."""
+        """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
         own = {switch for switch, _ in plugs.get(id, ())}
         near = [host[at[it]] for it in (number - step, number + step) if it in at and at[it] in host]
         fits = [name for name in near if size[name] < most and used[name].isdisjoint(own)]
@@ -137,7 +138,7 @@ def _by_guid(
 
 
 def _step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
-    """How far apart neighbouring GUIDs of a server are; None where most neighbours that far apart are strangers."""
+    """Return the GUID step between neighbours in one server; None if most neighbours that far apart are strangers."""
     same, strangers = Counter[int](), Counter[int]()
     for (low, a), (high, b) in pairwise(numbers):
         if high - low <= _BOARD and a in named and b in named:

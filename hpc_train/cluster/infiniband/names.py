@@ -47,8 +47,11 @@ def host_and_device(description: str | None) -> tuple[str, str | None] | None:
 
 
 def hosts(adapters: Sequence[Device]) -> dict[str, tuple[str, str | None]]:
-    """(host, device) by adapter: by description, else by the system image GUID that it shares with one that has a name,
-    else as `join_nameless` tells; a host without any name is called by its system image GUID."""
+    """Return (host, device) for each adapter.
+
+    Names come from the description, else from an adapter with the same system image GUID that has a name, else from
+    `join_nameless`. A host without any name is called by its system image GUID.
+    """
     named = _named(adapters)
     of_system: dict[str | None, set[str]] = defaultdict(set)
     for adapter in adapters:

@@ -110,7 +110,7 @@ def _switches(
 def _uplinks(
     id: str, devices: Mapping[str, Device], levels: Mapping[str, int], names: Mapping[str, str]
 ) -> tuple[Trunk, ...]:
-    """The switch's cables to all switches that are not below it, also to those that have no record of their own."""
+    """Return the switch's cables to all switches not below it, including those without their own record."""
     rates: dict[str, list[float | None]] = defaultdict(list)
     for _, cable in sorted(devices[id].cables.items()):
         far = devices[cable.far]
@@ -125,7 +125,7 @@ def _sum(rates: list[float | None]) -> float | None:
 
 
 def _notes(devices: Mapping[str, Device], levels: Mapping[str, int]) -> tuple[str, ...]:
-    """What the tree of switches does not have of the fabric: cables between switches of one level."""
+    """List what the tree of switches leaves out: cables between switches of one level."""
     joined = [
         id
         for id, level in levels.items()

@@ -30,7 +30,7 @@ class Unit:
     level: int = 0
     """What the text says; counts only where a switch below is not in the text."""
     link_speed: int | None = None
-    """LinkSpeed=; None where none is given, or Slurm's default of 1."""
+    """LinkSpeed=; None if not given, or if it is Slurm's default of 1."""
 
 
 def gather(units: Iterable[Unit], file: str) -> dict[str, Unit]:
@@ -95,7 +95,7 @@ def bottom_up(units: Mapping[str, Unit], file: str) -> list[str]:
 
 
 def link_speed(number: int) -> int | None:
-    """As Unit.link_speed has it."""
+    """Convert LinkSpeed= to the form of Unit.link_speed."""
     return number if number > 1 else None
 
 

@@ -51,7 +51,7 @@ def train(config: DictConfig) -> float:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    """Raises UserError where a value is a secret of the environment, or cannot be resolved."""
+    """Resolve the configuration. Raises UserError if a value is a secret variable, or cannot be resolved."""
     try:
         with refusing_secrets():
             container: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]

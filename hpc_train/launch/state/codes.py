@@ -1,4 +1,4 @@
-"""Exit codes and signals in plain words: what a shell, srun and Slurm's own daemons mean by them."""
+"""Explain exit codes and signals in plain words, as a shell, srun and Slurm's daemons use them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hpc_train.launch.state.states import State
 
 SETUP_FAILED = 53
-"""Slurm's own "signal": slurmstepd could not set the job up, mostly as it could not open the job's log."""
+"""Slurm's own "signal": slurmstepd could not set the job up, usually because it could not open the job's log."""
 OUT_OF_MEMORY = 125
-"""Slurm's own "signal" SIG_OOM (253), of which wait(2) has room for seven bits."""
+"""Slurm's own "signal" SIG_OOM (253), cut to the seven bits that wait(2) has for it."""
 _SIGNALS = {
     signal.SIGKILL: "often the kernel or the site, as the node ran out of memory",
     signal.SIGSEGV: "segmentation fault, in a library or an extension",
@@ -43,8 +43,8 @@ _CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ (?P<wh
 
 
 def describe_exit(code: int, nodes: Sequence[str] = ()) -> str:
-    """How a job or a rank ended. code: as a shell has it, 128 + n for signal n. nodes: of the job."""
-    if code > 255:  # as batch systems other than Slurm count
+    """Describe how a job or a rank ended. code: as a shell reports it, 128 + n for signal n. nodes: of the job."""
+    if code > 255:  # batch systems other than Slurm count this way
         return _signalled(code - 256, nodes)
     if code > 128 and code not in _CODES:
         return _signalled(code - 128, nodes)
@@ -69,7 +69,7 @@ def _signalled(number: int, nodes: Sequence[str]) -> str:
 
 
 def parse_ending(text: str) -> State | None:
-    """What slurmstepd and srun wrote of the end of a job into its log; None if nothing."""
+    """Parse what slurmstepd and srun wrote into the log about the job's end; None if they wrote nothing."""
     found = [match["why"] for match in _CANCELLED.finditer(text)] or [
         line for line in text.splitlines() if "slurmstepd: error:" in line or "srun: error:" in line
     ]

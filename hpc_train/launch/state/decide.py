@@ -154,7 +154,7 @@ def _ended(facts: Facts, status: Status, result: Result) -> Status:
     if result.then == "cancel":
         return replace(status, state=State.CANCELLED, reason=result.why)
     why = facts.failure or _why(result)
-    if facts.ending is not None:  # the batch script could not ask Slurm
+    if facts.ending is not None:  # the batch script could not reach Slurm
         reason = "TimeLimit" if facts.ending is State.TIMEOUT else facts.ending.lower()
         return replace(status, state=facts.ending, reason=f"{reason}: {why}")
     word, _, reason = result.slurm.partition(" ")

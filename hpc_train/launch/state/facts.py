@@ -36,11 +36,11 @@ class Facts:
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
     steps: int | None = None
-    """Of the whole run, as its newest attempt that began has said."""
+    """Steps of the whole run, as reported by the newest attempt that began."""
     ending: State | None = None
-    """What slurmstepd wrote into the log of the last job of how it ended it."""
+    """How the last job ended, according to slurmstepd's lines in its log."""
     cancel_note: str = ""
-    """What `hpc-train cancel` says of ranks that it had to kill; of the newest attempt."""
+    """Note by `hpc-train cancel` about ranks it had to kill, in the newest attempt."""
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
@@ -158,7 +158,10 @@ def _steps(events: Sequence[dict[str, Any]]) -> int | None:
 
 
 def _ending(facts: Facts) -> State | None:
-    """Where Slurm keeps no accounts, or they do not answer, this is all that is left of a time limit."""
+    """Read the job's end from its log.
+
+    If Slurm has no accounting, or it does not answer, this is the only trace of a time limit.
+    """
     newest = facts.newest
     if newest is None or newest.begun is None or not newest.begun.job_id:
         return None

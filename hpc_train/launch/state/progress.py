@@ -1,4 +1,4 @@
-"""How far a run has come, from the end of its metrics.jsonl: step, loss, and how long ago that was."""
+"""Read a run's progress from the end of its metrics.jsonl: step, loss, and how long ago that was."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpc_train.launch.sweep.metrics import final_values
 _QUIET_SECONDS = 60.0
 _QUIET_START_SECONDS = 300.0
 _QUIET_STEPS = 10.0
-"""A run that made no step for so long, and for as long as so many of its steps take, is said to be quiet."""
+"""A run is called quiet after _QUIET_SECONDS without a step, and at least this many times its step time."""
 
 
 def with_progress(status: Status, facts: Facts) -> Status:
-    """The same status with step, loss, and the age of the last step of a run that runs."""
+    """Add the step, the loss and, for a running run, the age of the last step to a status."""
     path = facts.point.run / "metrics.jsonl"
     last = final_values(path)
     step = _whole(last.get("step"))
@@ -37,7 +37,7 @@ def with_progress(status: Status, facts: Facts) -> Status:
 
 
 def readable_seconds(seconds: float) -> str:
-    """`12 s`, `5 min`, `2.5 h`, `3.1 d`."""
+    """Format seconds as `12 s`, `5 min`, `2.5 h`, `3.1 d`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
@@ -46,7 +46,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def _age(path: Path, facts: Facts) -> float | None:
-    """Seconds since the last step was recorded, or since the attempt began; the file server may have another clock."""
+    """Return seconds since the last recorded step, or since the attempt began; the file server's clock may differ."""
     newest = facts.newest
     times = [newest.begun.time] if newest and newest.begun else []
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Read what a run left, whatever has become of it: what cannot be read is as good as not there."""
+"""Read the files a run left behind; a file that cannot be read counts as missing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import BinaryIO
 from hpc_train import regular_files
 
 MOST_BYTES = 64 << 20
-"""Of a file that is read whole; events.jsonl has a line a save."""
+"""Size limit in bytes of a file that is read whole; events.jsonl has one line per save."""
 
 
 def open_regular(path: Path) -> BinaryIO | None:
-    """The file, open for reading; None if it cannot be read, or is a pipe, a device or a directory."""
+    """Open a file for reading; None if it cannot be read, or is a pipe, a device or a directory."""
     try:
         return os.fdopen(regular_files.open_regular(path, follow=True), "rb")
     except (OSError, ValueError):
@@ -21,7 +21,7 @@ def open_regular(path: Path) -> BinaryIO | None:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The last `most` bytes of a file, as text; "" if it cannot be read."""
+    """Return the last `most` bytes of a file as text; "" if it cannot be read."""
     file = open_regular(path)
     if file is None:
         return ""

@@ -48,13 +48,13 @@ class Status:
     exit_code: int | None = None
     """None until it ended; 128 + n where signal n ended it."""
     step: int | None = None
-    """The last one; None before the first."""
+    """Last step made; None before the first."""
     steps: int | None = None
-    """Of the whole run; None until its ranks have said."""
+    """Steps of the whole run; None until its ranks have reported them."""
     loss: float | None = None
-    """Of the last step; None also where it is not finite."""
+    """Loss of the last step; None also if it is not finite."""
     seconds_since_step: float | None = None
-    """Since the last step of a run that runs, or since its attempt began."""
+    """Seconds since the last step of a running run, or since its attempt began."""
 
     def row(self) -> dict[str, Any]:
         """As `hpc-train status --json` prints it."""

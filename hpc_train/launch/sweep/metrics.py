@@ -43,7 +43,7 @@ def best_value(path: Path, metric: str) -> float | None:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """All whole lines, in order."""
+    """Return all complete lines, in order."""
     opened = open_regular(path)
     if opened is None:
         return []

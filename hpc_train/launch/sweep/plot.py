@@ -1,6 +1,6 @@
-"""The metric of a sweep over its values: a line over one, a line for each of a second, else the points by rank.
+"""Plot a sweep's metric over its values: one line; with a second value, a line for each; else points by rank.
 
-Of one run, its curve over the steps.
+For a single run: its curve over the steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DECADES = 10.0
 """Values whose largest is so many times the smallest get a logarithmic axis."""
 _MOST_LINES, _MOST_BARS, _MOST_MARKED = 12, 60, 40
 _CURVES = ("loss", "validation_loss")
-"""Of one run."""
+"""Metrics drawn for a single run."""
 
 
 def draw(results: Results, path: Path) -> None:
@@ -38,9 +38,9 @@ def draw(results: Results, path: Path) -> None:
 
 
 def draw_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, path: Path) -> None:
-    """One run over its steps: the loss, and the validation loss where it was measured, or `metric`.
+    """Draw one run over its steps: the loss, plus the validation loss if it was measured, or `metric`.
 
-    steps: lines of metrics.jsonl. Raises UserError as `draw`.
+    steps: lines of metrics.jsonl. Raises UserError like `draw`.
     """
     figure = _figure(path, (6.4, 4.4))
     axes, drawn = figure.subplots(), 0

@@ -1,7 +1,7 @@
-"""Context parallel attention that drops weights: keys and values of all ranks at once, in place of a ring.
+"""Context parallel attention with dropout of weights: gathers the keys and values of all ranks, without a ring.
 
-A ring's kernels take no mask of weights. A rank keeps those of the whole sequence, and scores of a
-block of its own queries.
+The ring's kernels take no mask of weights. A rank keeps the keys and values of the whole sequence, and the scores of
+one block of its own queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_train.parallel.context.positions import Share
 
 
 class _Gather(torch.autograd.Function):
-    """x of each rank -> (ranks, ...) of all; backward adds up what all ranks want of this one's."""
+    """Gather x from each rank -> (ranks, ...); backward sums the gradients that all ranks have for this rank's x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -40,7 +40,7 @@ class _Gather(torch.autograd.Function):
 
 
 class GatheredAttention(nn.Module):
-    """Attention of a rank's queries to the keys of the whole sequence, with dropout; no parameters."""
+    """Attention of a rank's queries to the keys of the whole sequence, with dropout; has no parameters."""
 
     def __init__(self, core: ScaledDotProduct, group: dist.ProcessGroup, share: Share) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GatheredAttention(nn.Module):
         self._group, self._share = group, share
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
+        """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
         q, k, v = as_autocast(q, k, v)
         both: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
         k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)

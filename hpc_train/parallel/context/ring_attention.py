@@ -121,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
 
 @torch.library.custom_op("hpc_train::ring_attention", mutates_args=())
 def _compiled_attend(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
-    """_RingAttention.forward as one operator of a compiled graph, which cannot hold messages from rank to rank."""
+    """_RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _attend(q, kv, _Plan(Ring(find_group(group)), causal, balanced))
         return out, lse.contiguous()
@@ -264,7 +264,7 @@ class RingAttention(nn.Module):
         if torch.compiler.is_compiling():
             out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, plan.causal, plan.balanced)
             return out
-        # No custom operator here, so that selective recomputation and `plan rehearse` see each kernel and message.
+        # No custom operator here: selective recomputation and `plan rehearse` must see each kernel and message.
         with torch.autocast(q.device.type, enabled=False):
             out = _RingAttention.apply(q, torch.stack((k, v)), plan)  # type: ignore[no-untyped-call]
         return out

@@ -46,7 +46,7 @@ class PlainEngine:
         self._updates = updates
         self._masks = StepMasks([model], config, world)
         self._called = False
-        """The model has been called once, and has shown what it returns."""
+        """Whether the model has been called once and its output checked."""
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """See api.Engine."""

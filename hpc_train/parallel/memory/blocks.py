@@ -1,4 +1,4 @@
-"""The blocks of a part of a model, for the passes that work block by block."""
+"""Find the blocks of a part of a model, for the passes that work block by block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Forward = Callable[..., Any]
 
 
 def named_blocks(part: nn.Module) -> dict[str, nn.Module]:
-    """What the model's method `blocks` returns; empty where it has no such method. Nothing else of api.Model is needed.
+    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of api.Model.
 
-    A model that has its layers in an attribute of that name, which is no method, has not said that they are blocks.
-    Raises UserError for anything but a dict of names to modules of the model, none of them inside of another.
+    An attribute of that name that is not a method, such as a list of layers, does not count. Raises UserError for
+    anything but a dict of names to modules of the model, none of them inside another.
     """
     method = getattr(part, "blocks", None)
     if method is None or isinstance(method, nn.Module) or not callable(method):
@@ -46,7 +46,7 @@ def _check_places(title: str, part: nn.Module, blocks: Mapping[str, nn.Module]) 
 
 
 def blocks_of(part: nn.Module, option: str) -> list[nn.Module]:
-    """The blocks in their order, each once. UserError, naming the `option` that asked, where the model has none."""
+    """Return the blocks in order, each once. Raises UserError, naming the `option`, if the model has none."""
     blocks = list(dict.fromkeys(named_blocks(part).values()))
     if not blocks:
         raise UserError(

@@ -43,9 +43,9 @@ def _compiled(forward: Forward) -> Forward:
 
 
 def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forward:
-    """`forward` that warns, once for each reason, where torch ran a part of it without compilation.
+    """Wrap `forward` to warn, once per reason, when torch runs a part of it uncompiled.
 
-    block: what the warning calls the module. reported: reasons that were said, shared by all blocks of a model.
+    block: name of the module in the warning. reported: reasons already reported, shared by all blocks of a model.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forwar
 
 
 def _shorten(reason: str) -> str:
-    """What torch says of a graph break, in a line: its kind and the explanation."""
+    """Shorten torch's message about a graph break to one line: its kind and the explanation."""
     kind, *more = reason.strip().splitlines()
     explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
     return ": ".join([kind, *explained[:1]])

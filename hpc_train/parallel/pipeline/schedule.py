@@ -57,9 +57,9 @@ _SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
 
 
 class Stage(PipelineStage):
-    """torch's stage, with computations on the timeline, dropout masks by micro-batch, and its strategy's sharding.
+    """torch's stage plus timeline entries for computations, dropout masks per micro-batch, and its strategy's sharding.
 
-    torch's own would keep gradients whole, and parameters too once a backward has gathered them, until the end of the
+    torch's own stage would keep whole gradients, and parameters that a backward has gathered, until the end of the
     step.
     """
 
@@ -86,7 +86,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """See torch."""
-        self.masks.select(bwd_chunk_id)  # for what is recomputed
+        self.masks.select(bwd_chunk_id)  # for recomputation
         with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -96,12 +96,12 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """See torch, which has memory for what is received of every micro-batch from the first step on."""
+        """Return a forward's receives. torch's version keeps buffers for every micro-batch from the first step on."""
         give_memory(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """See torch, and get_fwd_recv_ops."""
+        """Return the receives of a backward; see get_fwd_recv_ops."""
         if bwd_chunk_id in self.grad_recv_info:
             give_memory(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -127,7 +127,7 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], PendingWeights | None]:
-        """See torch. backward_type: full, input or weight; last_backward: of the step, of this stage."""
+        """Run a backward; see torch. backward_type: full, input or weight; last_backward: the stage's last one."""
         if not isinstance(self.submod, FSDPModule):
             whole: tuple[tuple[Tensor | None, ...], PendingWeights | None]
             whole = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -142,7 +142,7 @@ class Stage(PipelineStage):
         return backward_of_stage(*passed), None
 
     def _recv_meta(self, src_stage: int) -> Any:
-        """Refuse what torch would unpickle from the network: our stages are told what they exchange, and never ask."""
+        """Refuse what torch would unpickle from the network: our stages know what they exchange and never ask."""
         raise RuntimeError(
             f"stage {self.stage_index} was sent a description by stage {src_stage} that none of ours sends"
         )
@@ -165,7 +165,7 @@ class Pipeline:
     timeline: Timeline
     masks: StepMasks
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """What fully_shard does with the parts, where it holds them."""
+    """Options of fully_shard, if it holds the parts."""
 
     def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.

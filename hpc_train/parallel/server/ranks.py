@@ -65,7 +65,7 @@ def meet(world: World, hybrid: bool) -> Ranks:
         raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
     every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
     local_ranks = np.empty(world.size, dtype=np.int64)
-    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # without pickles
+    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # no pickles
     nodes = _nodes(local_ranks.tolist())
     calling = threading.Lock()
     mine = nodes[world.rank] if hybrid else world.rank

@@ -70,7 +70,7 @@ def splits_backward(pipeline: PipelineConfig) -> bool:
 
 
 def split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
-    """Of each stage: micro-batches of a step whose backward is split; see sharding.split_backwards."""
+    """Return, for each stage, the number of micro-batches whose backward is split; see sharding.split_backwards."""
     if from_file(pipeline):
         return sharding.split_in(read(pipeline))
     stages = len(placement(pipeline, pp))

@@ -1,4 +1,4 @@
-"""What fully_shard holds whole between the uses of a step, and how often it therefore gathers and reduces.
+"""Rule for what fully_shard keeps whole between uses in a step, and so for how often it gathers and reduces.
 
 The one rule of the trainer (parallel.zero.shard, parallel.pipeline), of traffic and of the planner. Of a step of M
 micro-batches, on one rank or one stage of a pipeline:
@@ -27,54 +27,56 @@ from hpc_train.schedules.generate import orders
 from hpc_train.schedules.requirements import REQUIREMENTS
 
 ZERO = {"ddp": 1, "zero1": 1, "zero2": 2, "zero3": 3}
-"""What fully_shard shards by strategy: 1 optimizer state, 2 gradients too, 3 parameters too. ddp: over one rank of
-dp_shard, where tp or pp > 1."""
+"""What fully_shard shards, by strategy: 1 optimizer state, 2 also gradients, 3 also parameters.
+
+ddp uses it over one rank of dp_shard, if tp or pp > 1.
+"""
 
 
 def keeps_parameters(zero: Any, reshard: Any, pp: Any) -> Any:
-    """Whether gathered parameters stay from their first use in a step to their last. zero: ZERO, or a column of it."""
+    """Whether gathered parameters stay from their first to their last use in a step. zero: ZERO, or a column of it."""
     return (zero < 3) | ((pp > 1) & (reshard == 0))
 
 
 def keeps_gradients(zero: Any) -> Any:
-    """Whether whole gradients are added up on each rank and reduced in the last micro-batch only."""
+    """Whether each rank accumulates whole gradients and reduces them only in the last micro-batch."""
     return zero < 2
 
 
 def block_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
-    """How often a step gathers a block. split: micro-batches whose backward is split."""
+    """Return how often a step gathers a block. split: micro-batches whose backward is split."""
     freed = (zero == 3) & (reshard != 0)
     return freed * micro_batches + end_gathers(zero, reshard, pp, micro_batches, split)
 
 
 def end_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
-    """The same of what is in no block: once for each backward that frees it."""
+    """Return how often a step gathers the parameters in no block: once for each backward that frees them."""
     keeps = keeps_parameters(zero, reshard, pp) * 1
     return keeps + (1 - keeps) * (micro_batches + split)
 
 
 def reductions(zero: Any, micro_batches: Any) -> Any:
-    """How often a step reduces the gradients of a parameter over dp_shard; over dp_replicate it is once."""
+    """Return how often a step reduces a parameter's gradients over dp_shard; over dp_replicate it is once."""
     keeps = keeps_gradients(zero) * 1
     return keeps + (1 - keeps) * micro_batches
 
 
 @cache
 def split_backwards(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Of each stage of a schedule that hpc_train has: micro-batches whose backward is split.
+    """For each stage of an hpc_train schedule, return the number of micro-batches whose backward is split.
 
-    The first stage has no inputs to compute gradients of, so all of its backward is done at once.
+    The first stage needs no input gradients, so its backward is always done at once.
     """
     needs = REQUIREMENTS[schedule]
     if not needs.splits_backward:
         return (0,) * (pp * virtual_stages)
-    if schedule == "dualpipev":  # as many in the end, however many micro-batches come before
+    if schedule == "dualpipev":  # the total is the same however many micro-batches come before
         return split_in(orders(schedule, pp, min(micro_batches, needs.micro_batches_per_rank * pp)))
     return (0, *(micro_batches,) * (pp * virtual_stages - 1))
 
 
 def split_in(order: Order) -> tuple[int, ...]:
-    """The same of any order."""
+    """Count the split backwards of each stage in any order."""
     counts = [0] * order.stages
     for rank in range(order.ranks):
         for action in order.actions(rank):

@@ -75,7 +75,7 @@ def split_columns(
 
 
 def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Columns) -> None:
-    """Let `layers` compute this rank's columns: each when it is called, all at once in a LinearGroup of `parent`."""
+    """Make `layers` compute this rank's columns: each when called, or all at once in a LinearGroup of `parent`."""
 
     def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
         outputs = products(x, [layer.weight for layer in called])
@@ -95,7 +95,7 @@ def _single_output(compute: Callable[..., tuple[Tensor, ...]], layer: nn.Linear)
 def _check_group(
     compute: Callable[..., tuple[Tensor, ...]], columns: list[nn.Linear]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """`compute` for layers that are all column-parallel; a LinearGroup of others calls them one by one."""
+    """Use `compute` if all layers of a LinearGroup are column-parallel; otherwise call them one by one."""
 
     def forward(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
         if all(any(layer is column for column in columns) for layer in called):

@@ -101,11 +101,11 @@ def _view(name: str) -> property:
 
 
 def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of `block`, called with the local tensors of all its parameters already at hand.
+    """Wrap `forward` of `block` so that the local tensors of all its parameters are read before the call.
 
-    For a compiled forward: DTensors that are read inside of a graph make its guards slow, and torch 2.13 cannot save
-    their mesh for a backward that recomputes. A forward that runs again in backward outside of a graph must read its
-    parameters anew, because fully_shard may have gathered them anew, so this is not for eager code.
+    For a compiled forward: DTensors read inside a graph make its guards slow, and torch 2.13 cannot save their mesh for
+    a backward that recomputes. Do not use this for eager code: a forward that runs again in backward outside a graph
+    must read its parameters again, because fully_shard may have gathered them again.
     """
     owners: list[Any] = [module for module in block.modules() if hasattr(module, "_local_views")]
 

@@ -119,7 +119,7 @@ class _GatherMatmul(torch.autograd.Function):
 
 
 def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> list[Tensor]:
-    """The gathered input (size, B T / size, K), for backward, and the products (B, T, N_i)."""
+    """Return the gathered input (size, B T / size, K), for backward, and the products (B, T, N_i)."""
     shards = _room_around(x, ring)
     outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
     for place in circulate(shards, ring):
@@ -131,12 +131,12 @@ def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> list
 def _differentiate_gathered(
     gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: Ring, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of x (B T / size, K) and of every weight; None where one is not wanted. wanted: of x, then weights."""
+    """Return gradients of x (B T / size, K) and of every weight, None if not wanted. wanted: x first, then weights."""
     blocks = [_split(gradient, ring) for gradient in gradients]
     found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
 
     def weigh(turn: int, turns: int) -> None:
-        """A share of the rows of every weight's gradient, each a whole product: a sum of parts would round more."""
+        """Compute some rows of every weight gradient, each as a whole product: a sum of parts would round more."""
         for block, gradient in zip(blocks, found, strict=True):
             if gradient is not None:
                 rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
@@ -167,7 +167,7 @@ class _MatmulScatter(torch.autograd.Function):
 
 
 def _scatter_product(x: Tensor, weight: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-    """This rank's positions of the summed product (B, T / size, N), and x (size, B T / size, K) for backward."""
+    """Return this rank's positions of the summed product (B, T / size, N), and x (size, B T / size, K) for backward."""
     shards = _split(x, ring)
     total = x.new_empty(shards.shape[1], len(weight))
     reduce(lambda place: shards[place] @ weight.t(), total, ring)
@@ -177,7 +177,7 @@ def _scatter_product(x: Tensor, weight: Tensor, ring: Ring) -> tuple[Tensor, Ten
 def _differentiate_scattered(
     gradient: Tensor, shards: Tensor, weight: Tensor, ring: Ring, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x (B, T, K) and of the weight; None where one is not wanted. wanted: of x, of the weight."""
+    """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
     blocks = _room_around(gradient, ring)
     found = torch.empty_like(shards) if wanted[0] else None
     weighed = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
@@ -190,8 +190,8 @@ def _differentiate_scattered(
     return x_gradient, None if weighed is None else weighed.to(weight.dtype)
 
 
-# The same as operators of a compiled graph, which cannot hold messages from rank to rank. Eager code keeps the
-# autograd functions above, so that whatever watches operators sees each product and message.
+# Versions of these as single operators, because a compiled graph cannot contain messages between ranks. Eager code
+# keeps the autograd functions above, so that tools that watch operators see each product and message.
 
 
 @torch.library.custom_op("hpc_train::gather_matmul", mutates_args=())
@@ -210,7 +210,7 @@ def _(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Te
 def _compiled_differentiate_gathered(
     gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """An empty tensor stands for a gradient that is not wanted."""
+    """Return the gradients; an empty tensor stands for one that is not wanted."""
     found = _differentiate_gathered(gradients, shards, weights, Ring(find_group(group), chunk_bytes), wanted)
     return [shards.new_empty(0) if gradient is None else gradient for gradient in found]
 
@@ -255,7 +255,7 @@ def _(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
 def _compiled_differentiate_scattered(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """An empty tensor stands for a gradient that is not wanted."""
+    """Return the gradients; an empty tensor stands for one that is not wanted."""
     ring = Ring(find_group(group), chunk_bytes)
     found = _differentiate_scattered(gradient, _split(x, ring), weight, ring, wanted)
     return [x.new_empty(0) if one is None else one for one in found]

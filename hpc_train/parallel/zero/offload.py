@@ -35,15 +35,15 @@ def home(config: RunConfig, world: World) -> torch.device:
 
 
 def parameter_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Where the sharded parameters and their reduced gradients live between uses; device: the rank's own."""
+    """Device of the sharded parameters and their reduced gradients between uses; device: the rank's own."""
     return device if config.parallel.offload.parameters == "none" else CPU
 
 
 def optimizer_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Where the optimizer's state lives and its update is computed; device: the rank's own.
+    """Device of the optimizer's state and of its update; device: the rank's own.
 
-    Offloaded parameters take their optimizer with them: an update on the GPU would need all of them, and twice as
-    much state, there.
+    Offloaded parameters take their optimizer with them: an update on the GPU would need all of them there, plus twice
+    as much state.
     """
     offload = config.parallel.offload
     return device if (offload.optimizer, offload.parameters) == ("none", "none") else CPU
@@ -74,7 +74,7 @@ def settle(part: nn.Module, config: RunConfig, world: World, files: FileMemory |
 
 
 def placing(make: MakeOptimizer, config: RunConfig, world: World, files: FileMemory | None) -> MakeOptimizer:
-    """Make the same optimizer, which keeps its state and computes its update in `optimizer_device`."""
+    """Wrap an optimizer factory so that its state and updates are on `optimizer_device`."""
     offload = config.parallel.offload
     if offload.optimizer == "none" and offload.parameters == "none":
         return make

@@ -63,7 +63,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
             offload_policy=sharded_offload(config, world.device),
             reshard_after_forward=again,
         )
-    # Without targets fully_shard takes the one before in the order of forwards, of whichever micro-batch it was.
+    # Without targets fully_shard prefetches the previous group in forward order, of whichever micro-batch it was.
     _prefetch(part, [group[0] for group in groups], parallel.prefetch, named=degrees.pp > 1 and not keeps)
     where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
     where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
@@ -80,7 +80,7 @@ def data_mesh(world: World) -> DeviceMesh:
 
 
 def synchronise(model: nn.Module, config: ParallelConfig, pp: int, last: bool, measured: bool = False) -> None:
-    """Before the backward of a micro-batch: what it reduces, and whether parameters stay gathered after it.
+    """Before a micro-batch's backward, set what it reduces and whether parameters stay gathered after it.
 
     last: of the step. measured: its gradient must be reduced whatever the strategy, because it is looked at.
     """
@@ -125,10 +125,10 @@ def _groups(part: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
 
 
 def tied_together(part: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks in their order, those that share a parameter in one list.
+    """Return the blocks in order, as lists; blocks that share a parameter are in one list.
 
-    fully_shard knows a shared parameter only within a group, and elsewhere would make two of it. So a block that shares
-    one with what is in no block is left out: it belongs to the last group.
+    fully_shard supports a shared parameter only within a group, and would otherwise make two of it. So a block that
+    shares one with a module outside all blocks is left out: it belongs to the last group.
     """
     unit = list(range(len(blocks)))
     first: dict[int, int] = {}
@@ -153,9 +153,9 @@ def _bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def _prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int, named: bool) -> None:
-    """Gather `ahead` groups before the one that computes. 1 is what fully_shard does by itself.
+    """Prefetch `ahead` groups before the one that computes. fully_shard prefetches 1 by itself.
 
-    named: say which groups these are even so.
+    named: set these targets explicitly even if `ahead` is 1.
     """
     if ahead == 1 and not named:
         return

@@ -23,7 +23,7 @@ class Advice:
     severity: Severity
     """error: it cannot run so, or misses a goal; warning: it costs or risks much; hint: it may be better."""
     overrides: tuple[tuple[str, ...], ...] = ()
-    """The settings in `fix`, each alternative as overrides of the run; all of them have been tried for it."""
+    """The settings in `fix`, each alternative as overrides of the run; all of them have been checked for it."""
 
 
 def lines(advice: Sequence[Advice]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Keep of an advice what can be run: settings that this toolkit accepts for this run, and that fit where it fits.
+"""Filter advice down to what can run: settings this toolkit accepts for this run, and that fit if the run fits.
 
-A lint knows one rule. What it suggests may break another one: compilation with a schedule that splits backward, a
-larger micro-batch where memory is full, a degree that leaves the ranks unaccounted for.
+A lint knows one rule. Its suggestion may break another one: compilation with a schedule that splits backward, a larger
+micro-batch when memory is full, a degree that leaves the ranks unaccounted for.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SPLITS = ("parallel.pp", "parallel.cp", "parallel.tp")
 
 
 def only_runnable(advice: Advice, config: RunConfig, world: int) -> Advice:
-    """The same advice without the alternatives that the run cannot have; world: ranks.
+    """Return the advice without the alternatives that the run cannot have; world: ranks.
 
-    Where a degree is changed, data parallelism takes the ranks, and the advice says so.
+    If a degree changes, data parallelism takes the remaining ranks, and the advice says so.
     """
     texts: list[str] = []
     overrides: list[tuple[str, ...]] = []
@@ -55,7 +55,7 @@ def only_runnable(advice: Advice, config: RunConfig, world: int) -> Advice:
 
 
 def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
-    """Each of the values of a single setting, or several settings together."""
+    """Yield the variants: each value of a single setting, or several settings together."""
     if len(found) > 1:
         yield {match[1]: yaml.safe_load(match[2]) for match in found}
         return
@@ -84,7 +84,7 @@ def _written(accepted: list[dict[str, Any]]) -> str:
 
 
 def _accepted(config: RunConfig, settings: dict[str, Any], world: int) -> dict[str, Any] | None:
-    """The settings, with the data-parallel degree that they need; None: the run cannot have them."""
+    """Return the settings plus the data-parallel degree they need; None: the run cannot have them."""
     if all(value_of(config, key) == value for key, value in settings.items()):
         return None
     for more in ({}, *_shared(config, settings, world)):
@@ -95,7 +95,7 @@ def _accepted(config: RunConfig, settings: dict[str, Any], world: int) -> dict[s
 
 
 def _shared(config: RunConfig, settings: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
-    """What data parallelism has where other degrees change."""
+    """Yield the data-parallel degrees that fit when other degrees change."""
     if not settings.keys() & set(_SPLITS):
         return
     degrees = resolve(config.parallel, world)
@@ -119,7 +119,7 @@ def _runs(config: RunConfig, settings: Mapping[str, Any], world: int) -> bool:
 
 
 def _too_large(config: RunConfig, world: int) -> bool:
-    """Whether its memory is known not to fit."""
+    """Whether the memory is known not to fit."""
     if not config.cluster.gpu.memory_gib or not isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
         return False
     found = memory(jobs_of(config, world), of_cluster(config.cluster))

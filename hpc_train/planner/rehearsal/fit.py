@@ -1,4 +1,4 @@
-"""Does what was counted keep to the plan, and does it fit on the device?"""
+"""Check whether the counted memory keeps to the plan, and whether it fits on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.planner.rehearsal.result import Built, Fit
 TOLERANCE = 0.05
 """Share of the plan by which a counted peak may exceed it."""
 SEGMENT = 16 * 2**20
-"""Bytes by which it may exceed the plan whatever that is: CUDA's allocator takes memory in segments of 20 MiB."""
+"""Bytes a peak may always exceed the plan by: CUDA's allocator takes memory in segments of 20 MiB."""
 _GIB, _MIB = 2**30, 2**20
 _COUNTED_AS = {
     "parameters": ("parameters",),
@@ -21,7 +21,7 @@ _COUNTED_AS = {
     "activations": ("forward", "backward", "other"),
     "gathered parameters": ("gathered",),
 }
-"""Part, as messages name it -> ledger.KINDS that it is counted under."""
+"""Part, as named in messages -> ledger.KINDS it is counted under."""
 _PLANNED_AS = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -29,7 +29,7 @@ _PLANNED_AS = {
     "activations": ("activations", "logits"),
     "gathered parameters": ("buffers",),
 }
-"""The same -> parts of the plan."""
+"""Part, as named in messages -> parts of the plan."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Device:
 
     bytes: float
     fragmentation: float
-    """Share of what is allocated that the allocator holds beside it."""
+    """Memory that the allocator holds in addition, as a share of what is allocated."""
     context: float
-    """Bytes of driver, libraries and communicators."""
+    """Bytes taken by the driver, libraries and communicators."""
 
     def taken(self, peak: float) -> float:
-        """Bytes of the device that a peak of counted memory takes."""
+        """Return the device bytes that a peak of counted memory takes."""
         return peak * (1 + self.fragmentation) + self.context
 
 
 def device_of(config: RunConfig) -> Device | None:
-    """None where cluster.gpu.memory_gib is not given."""
+    """Return the device; None if cluster.gpu.memory_gib is not given."""
     if not config.cluster.gpu.memory_gib:
         return None
     constants = of_cluster(config.cluster)
@@ -61,10 +61,10 @@ def judge(
     device: Device | None,
     real_less_stand_in: Mapping[int, float] | None = None,
 ) -> Fit:
-    """Compare the peaks that were counted with the plan and with the device.
+    """Compare the counted peaks with the plan and with the device.
 
-    planned: bytes by part, by rank, of what was rehearsed. real_less_stand_in: by rank, bytes that the plan says the
-    real run needs more than what was rehearsed in its place.
+    planned: bytes by part, by rank, of what was rehearsed. real_less_stand_in: by rank, bytes that the real run needs
+    more than its rehearsed stand-in, according to the plan.
     """
     stepped = [built for built in ranks if built.counted.peak is not None]
     if not stepped:
@@ -84,7 +84,7 @@ def judge(
 
 
 def _compare(built: Built, plan: Mapping[str, float]) -> list[str]:
-    """One line if the rank's peak exceeds its plan."""
+    """Return one line if the rank's peak exceeds its plan."""
     total, peak = sum(plan.values()), built.counted.peak or 0
     if not plan or peak <= max(total * (1 + TOLERANCE), total + SEGMENT):
         return []
@@ -131,5 +131,5 @@ def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
 
 
 def _size(size: float, like: float) -> str:
-    """In GiB, or in MiB where `like`, which stands beside it, is less than one."""
+    """Format a size in GiB, or in MiB if `like`, shown beside it, is less than one GiB."""
     return f"{size / _GIB:,.1f} GiB" if like >= _GIB else f"{size / _MIB:,.1f} MiB"

@@ -29,11 +29,11 @@ class Moment:
     """Bytes by kind at one moment."""
 
     bytes: dict[str, int]
-    """Of KINDS."""
+    """Bytes by kind (KINDS)."""
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Return the bytes on the device."""
         return sum(size for kind, size in self.bytes.items() if kind != "host")
 
 
@@ -84,7 +84,7 @@ class Ledger:
         return sum(self._sizes[number] for number in numbers)
 
     def worst(self, since: int = 0) -> Moment:
-        """When most was held on the device, between a moment and now."""
+        """Return the moment with the most bytes on the device, from moment `since` until now."""
         totals = self._over_time()[since:]
         return self._moment(totals[int(totals[:, _ON_DEVICE].sum(1).argmax())])
 

@@ -80,7 +80,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")
         state = (piece.local for piece in pieces if piece.name.startswith("optim."))
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
-        if "parameters" in host:  # buffers stay
+        if "parameters" in host:  # buffers stay on the device
             ledger.label((_local(it) for part in engine.parts for it in part.buffers()), "parameters")
         lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
         counted, unknown = Counted(parameters, optimizer), None
@@ -100,7 +100,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
 
 
 def host_parts(config: RunConfig) -> tuple[str, ...]:
-    """What of its state a rank with a GPU keeps in its node's memory or files, by the rules of the run itself."""
+    """Return the parts of its state a GPU rank keeps in host memory or files, by the run's own rules."""
     gpu, found = torch.device("cuda"), []
     if parameter_device(config, gpu).type == "cpu":
         found += ["parameters", "gradients"]
@@ -112,7 +112,7 @@ def host_parts(config: RunConfig) -> tuple[str, ...]:
 def _step(
     engine: Engine, batch: StepBatch, ledger: Ledger, at_rest: Counted, host: Sequence[str] = ()
 ) -> tuple[Counted, str | None]:
-    """A step, counted; or why there can be none. host: see host_parts."""
+    """Run and count one step, or say why it cannot run. host: see host_parts."""
     since = ledger.begin_step(lambda: _of_groups(engine, whole_gradients))
     try:
         engine.forward_backward(batch)

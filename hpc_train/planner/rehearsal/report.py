@@ -13,9 +13,10 @@ _MOST_PROBLEMS = 20
 
 
 def as_json(found: Rehearsal) -> dict[str, Any]:
-    """Sizes in bytes, of one rank. ok: nothing is wrong, and what ranks need keeps to the plan and fits on the device.
+    """Return a report as JSON, with sizes in bytes per rank.
 
-    fits: null where the device's memory is not known.
+    ok: nothing is wrong, and what ranks need keeps to the plan and fits on the device. fits: null if the device's
+    memory is unknown.
     """
     stepped = [built for built in found.ranks if built.counted.peak is not None]
     return {
@@ -114,7 +115,7 @@ def _table(found: Rehearsal) -> Iterator[str]:
 
 
 def _on_device(built: Built) -> dict[str, int | None]:
-    """The columns of a rank: what is offloaded is none of the device's."""
+    """Format a rank's columns; offloaded memory does not count as the device's."""
     counted = {**asdict(built.counted), "gradients": built.counted.whole_gradients}
     return {**counted, **dict.fromkeys(built.counted.offloaded, 0)}
 

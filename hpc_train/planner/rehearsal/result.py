@@ -40,25 +40,25 @@ class Counted:
     gathered: int | None = None
     """Whole parameters that fully_shard has put together, when that is most."""
     peak: int | None = None
-    """Most on the device at once."""
+    """Peak bytes on the device."""
     at_peak: dict[str, int] = field(default_factory=dict)
     """By ledger.KINDS."""
     host: int | None = None
-    """Most that is offloaded at once, which is none of the peak."""
+    """Peak bytes that are offloaded; not part of `peak`."""
     offloaded: tuple[str, ...] = ()
-    """Parts of the state that are there."""
+    """Parts of the state that are offloaded."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The verdict on all ranks that trained a step."""
+    """Verdict on all ranks that trained a step."""
 
     within_plan: bool
-    """No rank's counted peak is more than fit.TOLERANCE above the plan."""
+    """Whether no rank's counted peak is more than fit.TOLERANCE above the plan."""
     fits: bool | None
-    """All ranks fit on the device; None: its memory is not known, or no step was trained."""
+    """Whether all ranks fit on the device; None: its memory is unknown, or no step was trained."""
     lines: tuple[str, ...]
-    """For a person: one for each rank that is wrong, or one that says that all is well."""
+    """Report lines: one for each rank that is wrong, or one that says all is well."""
 
     @property
     def ok(self) -> bool:
@@ -111,8 +111,7 @@ class Rehearsal:
     closed_form: dict[int, dict[str, int]]
     """By rank that was stepped: parameters, gradients, optimizer in bytes, from the model's shape alone."""
     planned: dict[int, dict[str, float]]
-    """By rank that was stepped: what `plan` says of its memory, in bytes by part, for what was rehearsed; empty where
-    it says nothing."""
+    """Bytes by part that `plan` gives for what was rehearsed, by rank that was stepped; empty if it gives none."""
     fit: Fit
     """Whether the ranks keep to the plan and fit on their device."""
     servers: tuple[int, ...]
@@ -128,7 +127,7 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong, with the layout or with what it needs."""
+        """Whether nothing is wrong with the layout or with what it needs."""
         return not self.problems and self.fit.ok
 
     @property

@@ -1,4 +1,4 @@
-"""The job's key-value store: torch's interface over connections that only holders of the job's secret can open.
+"""Key-value store of the job: torch's interface over connections that need the job's secret.
 
 wire.py    the handshake, and frames that carry a code of who sent them
 server.py  the keys, in a thread of process 0

@@ -1,4 +1,4 @@
-"""A torch.distributed.Store of the job's own server: what process groups of gloo and NCCL take for any other store."""
+"""Client of the job's store: a torch.distributed.Store that process groups of gloo and NCCL accept like any other."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _MOST_READ_AT_ONCE = 1 << 20
 
 
 class JobStore(dist.Store):
-    """The job's keys and values, for any number of threads: each call has a connection for itself.
+    """Store of the job's keys and values, safe for any number of threads: each call has its own connection.
 
-    Errors are those of torch's stores: DistStoreError where a wait took longer than its timeout, DistNetworkError where
-    the server cannot be reached, is gone, or does not know the secret.
+    Errors are those of torch's stores: DistStoreError if a wait took longer than its timeout, DistNetworkError if the
+    server cannot be reached, is gone, or does not know the secret.
     """
 
     def __init__(
         self, address: tuple[str, int], secret: bytes, timeout: timedelta, server: StoreServer | None = None
     ) -> None:
-        """Connect to the server at `address`. server: the one of this process, which ends with the store."""
+        """Connect to the server at `address`. server: this process's own, which is closed with the store."""
         super().__init__()
         self.set_timeout(timeout)
         self.address = address
@@ -53,12 +53,12 @@ class JobStore(dist.Store):
         self._server = server
         self._idle: list[_Connection] = []
         self._process = os.getpid()
-        # Process groups keep the C++ half of a store alive, and call the Python half, which has to live as long.
+        # Process groups keep only the C++ half of a store alive, but call the Python half, which must live as long.
         atexit.register(self.close)
         self._release(_Connection(address, secret, timeout.total_seconds()))
 
     def close(self) -> None:
-        """End the connections, and the server if it is this process's; the store is of no use afterwards."""
+        """Close the connections, and this process's server if it has one; the store cannot be used afterwards."""
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return
@@ -68,14 +68,14 @@ class JobStore(dist.Store):
             self._server.close()
 
     def clone(self) -> dist.Store:
-        """This store: it serves several threads at once."""
+        """Return this store: it serves several threads at once."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call(Operation.SET, [key, value])
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it has one."""
+        """Return the value of a key, waiting until it has one."""
         return self._call(Operation.GET, [key]).parts[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -101,14 +101,14 @@ class JobStore(dist.Store):
         self._call(Operation.APPEND, [key, value])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all have one."""
+        """Return the values of several keys, waiting until all have one."""
         return list(self._call(Operation.GET, keys).parts)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._call(Operation.SET, [part for pair in zip(keys, values, strict=True) for part in pair])
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are supported."""
         return True
 
     def _call(
@@ -121,7 +121,7 @@ class JobStore(dist.Store):
             request = Message(operation, number, [part.encode() if isinstance(part, str) else part for part in parts])
             answer = connection.exchange(request, deadline)
         except TimeoutError:
-            connection.close()  # the answer may still come: nobody may take it for that of another request
+            connection.close()  # a late answer must not be taken for that of another request
             keys = ", ".join(part for part in parts[:4] if isinstance(part, str))
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {keys}") from None
         except (OSError, ProtocolError) as error:
@@ -134,7 +134,7 @@ class JobStore(dist.Store):
         return answer
 
     def _acquire(self, seconds: float) -> _Connection:
-        if self._process != os.getpid():  # forked: those connections are our parent's
+        if self._process != os.getpid():  # forked: these connections belong to the parent
             self._idle, self._process, self._server = [], os.getpid(), None
         try:
             return self._idle.pop()
@@ -149,7 +149,7 @@ class _Connection:
     """One authenticated connection; one request at a time."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, seconds: float) -> None:
-        """Raises DistNetworkError if there is no server that knows the secret within `seconds`."""
+        """Connect. Raises DistNetworkError if no server that knows the secret answers within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -157,7 +157,7 @@ class _Connection:
                 return
             except ConnectionRefusedError as error:
                 raise dist.DistNetworkError(f"{_name(address)}: {_why(error)}") from None
-            except ConnectionError as error:  # so many came at once that the server had to send some away
+            except ConnectionError as error:  # too many connected at once, so the server dropped some
                 if time.monotonic() + _RETRY_SECONDS > deadline:
                     raise dist.DistNetworkError(f"{_name(address)}: {_why(error)}") from None
                 time.sleep(_RETRY_SECONDS)
@@ -207,7 +207,7 @@ class _Connection:
 
 
 def _left(deadline: float) -> float:
-    """Seconds until the deadline. Raises TimeoutError if there are none."""
+    """Return the seconds until the deadline. Raises TimeoutError if none are left."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")

@@ -1,4 +1,4 @@
-"""The server of the job's store: a dictionary behind authenticated connections, in a thread of process 0."""
+"""Server of the job's store: a dictionary behind authenticated connections, in a thread of process 0."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from hpc_train.runtime.store.wire import (
 )
 
 HANDSHAKE_SECONDS = 10.0
-"""How long a connection may stay open without having proved that it knows the secret."""
+"""How long a connection may stay open without proving that it knows the secret."""
 STRANGERS = 512
-"""Connections at a time that have not yet; the oldest goes where another comes."""
+"""Maximum number of unauthenticated connections; the oldest is dropped for a new one."""
 _READ_BYTES = 1 << 18
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Request:
-    """A `get` or `wait` that goes on when all its keys are there."""
+    """A `get` or `wait` that completes when all its keys exist."""
 
     connection: _Connection
     operation: Operation
@@ -48,7 +48,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Connection:
-    """A client, or what wants to be one."""
+    """A connection from a client, authenticated or not."""
 
     peer: socket.socket
     nonce: bytes = field(default_factory=make_nonce)
@@ -56,16 +56,16 @@ class _Connection:
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
     incoming: Direction | None = None
-    """None until it has proved that it knows the secret."""
+    """None until the peer has proved that it knows the secret."""
     outgoing: Direction | None = None
     waiting: _Request | None = None
 
 
 class StoreServer:
-    """Keys and values for the holders of `secret`, until `close`."""
+    """Serve keys and values to the holders of `secret`, until `close`."""
 
     def __init__(self, address: str, secret: bytes, clients: int) -> None:
-        """Listen on a free port of `address` (IPv4). clients: about how many there will be."""
+        """Listen on a free port of `address` (IPv4). clients: approximate number expected."""
         _allow_open_files(clients + STRANGERS)
         self._listener = socket.create_server((address, 0), backlog=4096)
         self._listener.setblocking(False)
@@ -82,7 +82,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and the thread."""
+        """Close all connections and stop the thread."""
         with suppress(OSError):
             self._mouth.send(b"x")
         self._thread.join()
@@ -124,7 +124,7 @@ class StoreServer:
         self._send(connection, MAGIC + connection.nonce)
 
     def _drop_strangers(self) -> None:
-        """Close the oldest connections that have not proved themselves, where they are too many or too old."""
+        """Close the oldest unauthenticated connections if they are too many or too old."""
         oldest_allowed = time.monotonic() - HANDSHAKE_SECONDS
         while self._strangers:
             oldest = next(iter(self._strangers))
@@ -157,7 +157,7 @@ class StoreServer:
             self._answer(connection, message)
 
     def _admit(self, connection: _Connection) -> None:
-        """Check what a client says of itself, once that has come whole."""
+        """Check a client's proof once all of it has arrived."""
         if len(connection.received) < ANSWER_BYTES:
             return
         if len(connection.received) > ANSWER_BYTES:
@@ -209,7 +209,10 @@ class StoreServer:
         return total
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """As torch's stores: what the key holds afterwards; `expected` if it holds nothing and something was."""
+        """Compare and set, as torch's stores do.
+
+        Returns what the key holds afterwards; `expected` if it holds nothing and something was expected.
+        """
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._store(key, desired)
@@ -224,9 +227,9 @@ class StoreServer:
                 self._resolve(request)
 
     def _resolve(self, request: _Request) -> None:
-        """Answer a request whose keys are all there; otherwise keep it until they are."""
+        """Answer a request if all its keys exist; otherwise keep it until they do."""
         connection = request.connection
-        request.missing = {key for key in request.keys if key not in self._values}  # some may have been deleted
+        request.missing = {key for key in request.keys if key not in self._values}  # some keys may have been deleted
         if request.missing:
             connection.waiting = request
             for key in request.missing:
@@ -270,7 +273,7 @@ class StoreServer:
 
 
 def _next_message(connection: _Connection) -> Message | None:
-    """The next message that has come whole. Raises ProtocolError if it is none of this client."""
+    """Return the next complete message. Raises ProtocolError if it is not from this client."""
     received = connection.received
     if len(received) < HEADER_BYTES:
         return None
@@ -285,7 +288,7 @@ def _next_message(connection: _Connection) -> Message | None:
 
 
 def _allow_open_files(more: int) -> None:
-    """Raise this process's limit of open files, as far as it may, where so many connections would not fit."""
+    """Raise this process's limit on open files, as far as allowed, if it is too low for so many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = more + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,10 +1,10 @@
-"""How a process and the job's store prove to each other that they know the job's secret, and what they then send.
+"""Wire protocol of the job's store: mutual proof of the job's secret, then authenticated frames.
 
-The server begins with a number drawn for this connection; the client answers with its own and a code (HMAC-SHA256) of
-both under the secret; the server returns another code. Neither says anything of use before the other has proved itself,
-and no answer can be used twice. From then on each frame carries a code (keyed BLAKE2b) under a key of this connection
-and direction, and of its number in the row: nothing can be put in, changed, left out or repeated without notice.
-Nothing is encrypted: whoever can record the network's packets can read them.
+The server first sends a nonce drawn for this connection; the client answers with its own nonce and a code (HMAC-SHA256)
+of both under the secret; the server returns another code. Neither side reveals anything of use before the other has
+proved itself, and no answer can be used twice. From then on each frame carries a code (keyed BLAKE2b) under a key of
+this connection and direction, and of its sequence number: nothing can be inserted, changed, dropped or repeated
+unnoticed. Nothing is encrypted: whoever can record the network's packets can read them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 REFUSAL = bytes(PROOF_BYTES)
-"""What a server says in place of its proof to a client that does not know the secret."""
+"""Sent by a server in place of its proof to a client that does not know the secret."""
 LARGEST_FRAME = 1 << 30
-"""Bytes; of peers that have proved themselves."""
+"""Largest frame in bytes, from peers that have proved themselves."""
 _HEADER = struct.Struct(">I16s")
 _FIXED = struct.Struct(">BqI")
 _CODE_BYTES = 16
@@ -33,7 +33,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Operation(IntEnum):
-    """What a client asks for."""
+    """Operation that a client requests."""
 
     SET = 1
     GET = 2
@@ -47,7 +47,7 @@ class Operation(IntEnum):
 
 
 class ProtocolError(ValueError):
-    """The other side does not know the secret, or what came is not what it sent."""
+    """Raised if the other side does not know the secret, or the data received is not what it sent."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Message:
 
 @dataclass
 class Direction:
-    """One direction of a connection: the key of its codes, and how many frames have gone that way."""
+    """One direction of a connection: the key of its codes, and the number of frames sent that way."""
 
     key: bytes
     frames: int = field(default=0)
@@ -72,14 +72,14 @@ class Direction:
         return hashlib.blake2b(number + payload, key=self.key, digest_size=_CODE_BYTES).digest()
 
     def seal(self, message: Message) -> bytes:
-        """The frame of the next message. Raises ProtocolError if it is larger than a frame may be."""
+        """Build the frame of the next message. Raises ProtocolError if it is too large for a frame."""
         payload = _encode(message)
         if len(payload) > LARGEST_FRAME:
             raise ProtocolError(f"{len(payload)} bytes are more than the store takes at once")
         return _HEADER.pack(len(payload), self._code(payload)) + payload
 
     def open(self, header: bytes, payload: bytes) -> Message:
-        """The message of the next frame. Raises ProtocolError unless it is the one that was sent."""
+        """Verify the next frame and return its message. Raises ProtocolError unless it is what the peer sent."""
         _, code = _HEADER.unpack(header)
         if not hmac.compare_digest(code, self._code(payload)):
             raise ProtocolError("a frame was changed on its way")
@@ -87,7 +87,7 @@ class Direction:
 
 
 def payload_bytes(header: bytes) -> int:
-    """Length of the payload that follows a header. Raises ProtocolError if it is too long."""
+    """Return the length of the payload after a header. Raises ProtocolError if it is too long."""
     length: int = _HEADER.unpack(header)[0]
     if length > LARGEST_FRAME:
         raise ProtocolError(f"a frame of {length} bytes")
@@ -95,18 +95,18 @@ def payload_bytes(header: bytes) -> int:
 
 
 def make_secret() -> bytes:
-    """A secret for one attempt of one job."""
+    """Draw a secret for one attempt of one job."""
     return secrets.token_bytes(32)
 
 
 def make_nonce() -> bytes:
-    """A number drawn for one connection."""
+    """Draw a number for one connection."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What both sides derive from the secret, from the address at which the server is, and from both their numbers."""
+    """Codes and keys that both sides derive from the secret, the server's address and both nonces."""
 
     secret: bytes
     address: tuple[str, int]
