@@ -107,7 +107,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     switches: tuple[Switch, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the source contains but this tree does not, one line each."""
+    """Parts of the source that this tree leaves out, one line each."""
 
 
 def as_json(cluster: Cluster) -> dict[str, Any]:

@@ -39,9 +39,9 @@ class Moment:
     losses: Column
     """Micro-batches whose loss has been computed but not yet used in a backward."""
     kept: Column
-    """Those of `stages` whose input gradients have been computed: what weight gradients need is kept too."""
+    """Members of `stages` whose input gradients are computed; the inputs of their weight gradients are still held."""
     kept_last: Column
-    """Those of `last` whose input gradients have been computed."""
+    """Members of `last` whose input gradients are computed."""
     accumulated: Column
     """Share of the rank's stages that have gradients from an earlier micro-batch."""
     loss: Column

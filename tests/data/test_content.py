@@ -169,6 +169,6 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
 
 
 def test_the_standard_library_is_taken_as_it_is(tmp_path: Path) -> None:
-    """It contains files in other encodings, for its own tests."""
+    """A folder of the standard library with files in other encodings, for its own tests."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "encodings"
     TokenStore.open(build([str(folder)], [".py"], "byte", 256, tmp_path / "out.h5").path)

@@ -91,7 +91,7 @@ def _overrides(layout: str) -> tuple[str, ...]:
 
 
 def _compare(layout: str) -> dict[int, tuple[float, float]]:
-    """Of the first and the last rank of the pipeline: (bytes that are planned, bytes that are counted)."""
+    """Return (planned bytes, counted bytes) of the first and the last rank of the pipeline."""
     found = rehearse(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
     counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
     assert len(counted) == len(found.ranks)
