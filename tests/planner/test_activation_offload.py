@@ -66,7 +66,7 @@ def test_a_pipeline_keeps_the_ends_of_its_stages() -> None:
 def test_the_planner_moves_activations_where_nothing_else_helps() -> None:
     """A model that fills its devices: the search finds what fits, and says it as the toolkit takes it."""
     words = ("model=llama_7b", "cluster=dgx_a100", "precision=bf16", "cluster.nodes=1")
-    words = (*words, "train.sequence_length=98304", "model.max_positions=98304")
+    words = (*words, "train.sequence_length=131072", "model.max_positions=131072")
     fixed = ("parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "train.global_batch=8", "train.micro_batch=1")
     open_, kept = asked(*words, *fixed, top=3), asked(*words, *fixed, "parallel.recompute.offload=false", top=3)
     assert open_.best is not None
