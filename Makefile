@@ -3,6 +3,7 @@
 #   make train       train the default model on this machine
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
 #   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (about an hour)
+#   make docs        the pages of docs/ as HTML and man pages, in build/docs
 #   make lint        linters and types only
 #   make slurm-up    the Slurm cluster to develop against; make slurm-down stops it
 #   make wheel       wheel and source distribution in dist/
@@ -26,7 +27,7 @@ TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 SIDE_BY_SIDE := -n 2 --no-loadscope-reorder
 
 .NOTPARALLEL:
-.PHONY: train test test-long test-packages lint slurm-up slurm-down wheel clean
+.PHONY: train test test-long test-packages lint slurm-up slurm-down docs wheel clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/hpc-train train
@@ -63,6 +64,11 @@ slurm-up:
 
 slurm-down:
 	slurm/dev-cluster down
+
+docs: $(VENV)/test.stamp
+	$(BIN)/python docs/generate.py
+	$(BIN)/sphinx-build -q -W -b html docs build/docs/html
+	$(BIN)/sphinx-build -q -b man docs build/docs/man
 
 wheel: $(VENV)/test.stamp
 	$(BIN)/python -m build --outdir dist

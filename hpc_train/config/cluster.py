@@ -14,6 +14,7 @@ class GpuConfig:
     name: str | None = None
     """Product name as the vendor's library prints it, such as NVIDIA H100 80GB HBM3; None without GPUs."""
     memory_gib: float = setting(default=0.0, ge=0)
+    """Memory of one GPU, GiB."""
     memory_bandwidth_gb_s: float = setting(default=0.0, ge=0)
     """Peak memory bandwidth, 10^9 bytes/s."""
     peak_tflops: dict[str, float] = setting(default={})
@@ -25,12 +26,15 @@ class NodeConfig:
     """One compute node."""
 
     gpus: int = setting(default=0, ge=0)
+    """GPUs of a node; 0 on a node without GPUs."""
     ranks: int | None = setting(default=None, ge=1)
     """Ranks a node; None means one a GPU (and one on a node without GPUs)."""
     cpus: int = setting(default=1, ge=1)
     """Physical cores."""
     sockets: int = setting(default=1, ge=1)
+    """CPU sockets of a node."""
     memory_gib: float = setting(default=0.0, ge=0)
+    """Main memory of a node, GiB; 0 if unknown."""
     gpu_link: str = setting(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
     """What joins the GPUs of a node: nvlink is point to point, nvswitch any to any."""
     gpu_link_gb_s: float = setting(default=0.0, ge=0)
@@ -52,9 +56,11 @@ class FabricConfig:
     kind: str = setting(
         default="none", choices=("none", "infiniband", "slingshot", "ethernet", "roce", "efa", "omni_path")
     )
+    """Kind of network between nodes."""
     topology: str = setting(
         default="none", choices=("none", "flat", "fat_tree", "rail_optimised", "dragonfly", "dragonfly_plus")
     )
+    """How switches are joined; none if unknown."""
     nodes_per_leaf: int = setting(default=0, ge=0)
     """Nodes under one leaf switch (a scalable unit if rail-optimised, a switch of a dragonfly group); 0 if unknown."""
     nodes_per_group: int = setting(default=0, ge=0)
@@ -78,6 +84,7 @@ class FileSystemConfig:
     write_gb_s: float = setting(default=0.0, ge=0)
     """Aggregate write bandwidth, 10^9 bytes/s; 0 if unknown."""
     read_gb_s: float = setting(default=0.0, ge=0)
+    """Aggregate read bandwidth, 10^9 bytes/s; 0 if unknown."""
     osts: int = setting(default=0, ge=0)
     """Object storage targets (Lustre); 0 if unknown or another kind."""
 
@@ -87,7 +94,9 @@ class SlurmConfig:
     """How jobs are asked for at this site. What a job wants for itself is in `launch`."""
 
     partition: str | None = None
+    """sbatch --partition; None: the site's default."""
     constraint: str | None = None
+    """sbatch --constraint, such as gpu; None: no constraint."""
     gpu_request: str = setting(default="gpus_per_node", choices=("none", "gpus_per_node", "gres"))
     """Which sbatch option asks for a node's GPUs; none where a node is always given whole."""
     max_time_minutes: int | None = setting(default=None, ge=1)
@@ -101,6 +110,7 @@ class ClusterConfig:
     """A machine that jobs run on."""
 
     name: str = MISSING
+    """What plans, logs and error lines call this machine."""
     source: list[str] = setting(default=[])
     """Public pages that the figures come from."""
     total_nodes: int = setting(default=0, ge=0)

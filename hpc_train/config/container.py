@@ -14,6 +14,7 @@ class ContainerConfig:
     image: str | None = None
     """A file (SIF; squashfs of Enroot) that the nodes see, or the address of an image, such as docker://..."""
     command: str = setting(default="apptainer", choices=("apptainer", "singularity"))
+    """Program that starts containers, for kind=apptainer."""
     python: str = "python3"
     """Python inside of the image; hpc_train is found there, or in the snapshot of the code."""
     gpu: str = setting(default="auto", choices=("auto", "nvidia", "amd", "none"))

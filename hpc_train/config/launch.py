@@ -10,6 +10,7 @@ class LaunchConfig:
     """local starts ranks on this machine; slurm submits a batch job."""
 
     kind: str = setting(default="local", choices=("local", "slurm"))
+    """Where `train` and `submit` run: local starts processes on this machine, slurm submits a job."""
     ranks: int | None = setting(default=None, ge=1, le=4096)
     """local: processes to start; None: one a GPU of this machine, or 2 without GPUs."""
     threads: int | None = setting(default=None, ge=1, le=4096)
@@ -21,11 +22,15 @@ class LaunchConfig:
     partition: str | None = None
     """None: the cluster's."""
     account: str | None = None
+    """sbatch --account; None: the user's default."""
     qos: str | None = None
+    """sbatch --qos; None: the default of the partition."""
     constraint: str | None = None
     """None: the cluster's."""
     reservation: str | None = None
+    """sbatch --reservation; None: no reservation."""
     exclude: str | None = None
+    """sbatch --exclude: nodes to leave out, as a host list; None: no node."""
     cpus_per_rank: int | None = setting(default=None, ge=1, le=1 << 16)
     """None: the node's cores shared out evenly over its ranks."""
     memory_gib: float | None = setting(default=None, gt=0, le=1e6)

@@ -14,6 +14,7 @@ class ModelConfig:
     kind: str = MISSING
     """Name in the registry of models: transformer, vit, custom."""
     name: str = MISSING
+    """What logs, plans and checkpoints call this model."""
 
 
 @schema
@@ -21,12 +22,17 @@ class TransformerConfig(ModelConfig):
     """A decoder-only transformer of the Llama or the GPT family."""
 
     kind: str = "transformer"
+    """Always transformer."""
     source: list[str] = setting(default=[])
     """Public pages that the shape comes from."""
     vocab_size: int = setting(default=256, ge=2)
+    """Tokens of the vocabulary, and rows of the embedding."""
     layers: int = setting(default=4, ge=1)
+    """Transformer blocks."""
     hidden: int = setting(default=128, ge=1)
+    """Width of the residual stream."""
     heads: int = setting(default=4, ge=1)
+    """Query heads."""
     kv_heads: int | None = setting(default=None, ge=1)
     """Key and value heads (grouped-query attention); None: as many as heads."""
     head_dim: int | None = setting(default=None, ge=1)
@@ -34,10 +40,15 @@ class TransformerConfig(ModelConfig):
     feed_forward: int = setting(default=384, ge=1)
     """Width of the feed-forward layer (of each of its two branches for swiglu)."""
     activation: str = setting(default="swiglu", choices=("swiglu", "gelu", "gelu_tanh"))
+    """Activation of the feed-forward layer."""
     norm: str = setting(default="rmsnorm", choices=("rmsnorm", "layernorm"))
+    """Normalisation before attention, before the feed-forward layer and before the head."""
     norm_eps: float = setting(default=1e-5, gt=0)
+    """Added to the variance in a norm."""
     positions: str = setting(default="rotary", choices=("rotary", "learned"))
+    """rotary: rotary position embeddings (Su et al. 2021, arXiv:2104.09864); learned: a table of max_positions rows."""
     rope_theta: float = setting(default=10000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_scaling: str = setting(default="none", choices=("none", "llama3"))
     """llama3: the frequency scaling of Llama 3.1 (low 1, high 4, original length 8192)."""
     rope_factor: float = setting(default=8.0, ge=1)
@@ -47,8 +58,11 @@ class TransformerConfig(ModelConfig):
     bias: bool = False
     """Biases in linear layers (GPT family) and in layernorm."""
     tied_embeddings: bool = False
+    """Use the embedding's matrix as the head too."""
     dropout: float = setting(default=0.0, ge=0, lt=1)
+    """Probability of dropping an activation after attention, feed-forward and embedding, and an attention weight."""
     init_std: float = setting(default=0.02, gt=0)
+    """Standard deviation of initial weights."""
 
 
 @schema
@@ -56,20 +70,31 @@ class VisionTransformerConfig(ModelConfig):
     """A vision transformer classifier (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     kind: str = "vit"
+    """Always vit."""
     source: list[str] = setting(default=[])
+    """Public pages that the shape comes from."""
     image_size: int = setting(default=8, ge=1)
     """Height and width of an image, pixels."""
     patch_size: int = setting(default=2, ge=1)
     """Height and width of a patch, pixels; divides image_size."""
     channels: int = setting(default=1, ge=1)
+    """Colour channels of an image."""
     classes: int = setting(default=10, ge=2)
+    """Classes to tell apart."""
     layers: int = setting(default=4, ge=1)
+    """Transformer blocks."""
     hidden: int = setting(default=64, ge=1)
+    """Width of the residual stream."""
     heads: int = setting(default=4, ge=1)
+    """Attention heads."""
     feed_forward: int = setting(default=256, ge=1)
+    """Width of the feed-forward layer."""
     norm_eps: float = setting(default=1e-6, gt=0)
+    """Added to the variance in a norm."""
     dropout: float = setting(default=0.0, ge=0, lt=1)
+    """Probability of dropping an activation."""
     init_std: float = setting(default=0.02, gt=0)
+    """Standard deviation of initial weights."""
 
 
 @schema
@@ -77,6 +102,7 @@ class CustomModelConfig(ModelConfig):
     """A user's own module, by the name it was registered under."""
 
     kind: str = "custom"
+    """Always custom."""
     name: str = MISSING
     """Name given to `hpc_train.models.register`, or of an entry point in the group hpc_train.models."""
     module: str | None = None

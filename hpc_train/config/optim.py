@@ -24,10 +24,13 @@ class OptimConfig:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     name: str = setting(default="adamw", choices=("adamw",))
+    """The optimizer."""
     lr: float = setting(default=3e-3, gt=0)
     """Peak learning rate, at a global batch of `base_batch` sequences."""
     betas: list[float] = setting(default=[0.9, 0.95])
+    """Decay rates of AdamW's running means of the gradient and of its square."""
     eps: float = setting(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: float = setting(default=0.1, ge=0)
     """Applied to matrices; vectors (norms, biases) are not decayed."""
     max_norm: float | None = setting(default=1.0, gt=0)

@@ -16,6 +16,7 @@ class EnergyConfig:
     price_per_kwh: float | None = setting(default=None, gt=0)
     """Only where electricity is paid beside the GPU hours."""
     co2_grams_per_kwh: float | None = setting(default=None, gt=0)
+    """Carbon dioxide of one kWh at the site, grams; None: emissions are not reckoned."""
 
 
 @schema

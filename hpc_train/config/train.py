@@ -109,7 +109,7 @@ class CheckpointConfig:
     disk more than once; 0: the first save after a start only."""
     compression: str = setting(default="none", choices=("none", "deflate"))
     """Of what is saved. deflate: HDF5's shuffle and deflate filters, which every HDF5 tool undoes; what that costs and
-    gains is in the README."""
+    gains is in docs/benchmarks.md."""
     compression_level: int = setting(default=1, ge=1, le=9)
     """1: the bytes of each tensor that have little in them, mostly the exponents, are coded by themselves; 2 to 9:
     zlib's levels, which cost several times as much and save no more of trained numbers."""

@@ -1,4 +1,4 @@
-"""The table of techniques: README.md shows it, its options compose, and its proofs exist."""
+"""The table of techniques: docs/parallelism.md shows it, its options compose, and its proofs exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hpc_train.parallel.support.table import EXACT, INEXACT, TABLE, Technique, m
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_has_the_table() -> None:
-    section = (ROOT / "README.md").read_text().split("## Parallelism\n")[1].split("\n## ")[0]
-    assert "".join(re.findall(r"^\|.*\n", section, re.MULTILINE)) == markdown()
+def test_the_documentation_has_the_table() -> None:
+    page = (ROOT / "docs/parallelism.md").read_text()
+    assert "".join(re.findall(r"^\|.*\n", page, re.MULTILINE)) == markdown()
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.option)

@@ -110,9 +110,9 @@ def test_json_has_the_verdict_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_the_first_example_of_the_readme_fits_as_it_is_recommended() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    example = re.search(r"^hpc-train plan (model=.*)$", readme, re.MULTILINE)
+def test_the_first_example_of_the_documentation_fits_as_it_is_recommended() -> None:
+    page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
+    example = re.search(r"^hpc-train plan (model=.*)$", page, re.MULTILINE)
     assert example
     best = ask(shlex.split(example[1]), options=Options(familiar=False)).best
     assert best is not None

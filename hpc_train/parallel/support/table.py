@@ -13,7 +13,7 @@ INEXACT = "not equal: "
 
 @dataclass(frozen=True)
 class Technique:
-    """One line of the table; README.md shows it."""
+    """One line of the table; docs/parallelism.md shows it."""
 
     name: str
     option: str
@@ -29,10 +29,10 @@ class Technique:
 
 
 def markdown() -> str:
-    """The table as README.md has it."""
+    """The table as docs/parallelism.md has it."""
     lines = [_line(("technique", "options", "done by", "numbers", "needs", "proof")), _line(["---"] * 6)]
     for row in TABLE:
-        proof = f"[{row.proof.rpartition('/')[2]}]({row.proof})"
+        proof = f"[{row.proof.rpartition('/')[2]}](../{row.proof})"
         lines.append(_line((row.name, f"`{row.option}`", row.backend, row.numbers, row.needs, proof)))
     return "\n".join(lines) + "\n"
 

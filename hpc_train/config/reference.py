@@ -1,0 +1,162 @@
+"""Describe every configuration key: type, default, legal range, meaning and the file that declares it.
+
+The facts come from the schema's dataclasses: the meaning of a key is the string below its field. `hpc-train explain`
+prints one key, and the reference page of the documentation lists all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from hpc_train.config.options import GROUPS, SCHEMAS, default_options, option_files
+from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import Range
+from hpc_train.config.suggest import close
+from hpc_train.errors import UserError
+
+_CONTAINER_TYPES = (list, dict, tuple)
+
+
+@dataclass(frozen=True)
+class KeyReference:
+    """What a user needs to know about one configuration key."""
+
+    key: str
+    """Dotted, as an override writes it: train.steps."""
+    type: str
+    default: str
+    """The schema's default as an override would write it; empty where a value must be given."""
+    range: str
+    """Legal values, such as `>= 1, <= 9` or `one of cpu, file, none`; empty where the type says all."""
+    meaning: str
+    file: str
+    """Python file that declares the key, from the root of the package."""
+    variant: str = ""
+    """The kind of model or data that has this key; empty where every run has it."""
+
+
+def list_keys() -> list[KeyReference]:
+    """All keys of a run, in the order of the schema; keys of one kind of model or data follow those of all kinds."""
+    return list(_list_keys())
+
+
+def describe_key(key: str) -> list[KeyReference]:
+    """Find the keys named `key`, or all keys below a part such as `train`.
+
+    A key of a model or data set is found once for each kind that declares it.
+    Raises UserError with the nearest names for an unknown key.
+    """
+    key = key.partition("=")[0].lstrip("+~").replace("/", ".")
+    known = list_keys()
+    found = [item for item in known if item.key == key] or [item for item in known if item.key.startswith(f"{key}.")]
+    if not found:
+        short = [item.key for item in known if item.key.rpartition(".")[2] == key.rpartition(".")[2]]
+        names = dict.fromkeys(short or [item.key for item in known])
+        raise UserError(f"{key}: no such key; {close(key, names) if len(names) > 1 else f'did you mean {short[0]!r}?'}")
+    return found
+
+
+def related_keys(item: KeyReference) -> list[str]:
+    """Keys that the meaning of `item` names, and keys whose meaning names `item`."""
+    words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", item.meaning)) | set(re.findall(r"`([a-z_.]+)`", item.meaning))
+    parent = item.key.rpartition(".")[0]
+    found = []
+    for other in list_keys():
+        named = other.key in words or (other.key.rpartition(".")[0] == parent and other.key.rpartition(".")[2] in words)
+        if other.key != item.key and (named or item.key in other.meaning):
+            found.append(other.key)
+    return list(dict.fromkeys(found))
+
+
+def options_of(key: str) -> list[str]:
+    """Names that `key=` accepts where it is a group of conf/, such as `model`; empty where it is none."""
+    return list(option_files(key)) if key in GROUPS else []
+
+
+def default_option(group: str) -> str | None:
+    """The option of a group that a run has when nothing is chosen."""
+    return default_options().get(group)
+
+
+@cache
+def _list_keys() -> tuple[KeyReference, ...]:
+    return tuple(_keys_of(RunConfig, ""))
+
+
+def _keys_of(cls: type, path: str, variant: str = "", only_own: bool = False) -> Iterator[KeyReference]:
+    meanings, types = _meanings(cls), get_type_hints(cls)
+    for item in fields(cls):
+        key, kind = f"{path}{item.name}", types[item.name]
+        if only_own and item.name not in meanings.keys() & inspect.get_annotations(cls).keys():
+            continue
+        part = next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
+        if part is not None and not _is_container(kind):
+            yield from _keys_of(part, f"{key}.", variant)
+            for name, special in SCHEMAS.get(key, {}).items():
+                yield from _keys_of(special, f"{key}.", name.removesuffix("_schema"), only_own=True)
+            continue
+        legal: Range | None = item.metadata.get("range")
+        yield KeyReference(
+            key=key,
+            type=_type_name(kind),
+            default=_default_text(item),
+            range=_range_text(legal),
+            meaning=meanings.get(item.name, ""),
+            file=cls.__module__.replace(".", "/") + ".py",
+            variant=variant,
+        )
+
+
+def _is_container(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) in _CONTAINER_TYPES or any(
+        getattr(one, "__origin__", None) in _CONTAINER_TYPES for one in get_args(kind)
+    )
+
+
+@cache
+def _meanings(cls: type) -> dict[str, str]:
+    """Field -> the string below it, also of the classes that `cls` extends."""
+    found: dict[str, str] = {}
+    for base in reversed([one for one in cls.__mro__ if is_dataclass(one)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                constant = text.value if isinstance(text, ast.Expr) else None
+                meaning = constant.value if isinstance(constant, ast.Constant) else ""
+                found[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(str(meaning).split()))
+    return found
+
+
+def _type_name(kind: Any) -> str:
+    text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])", "", text).replace("NoneType", "null").replace("None", "null")
+
+
+def _default_text(item: Any) -> str:
+    value = item.default if item.default is not MISSING else None
+    if item.default is MISSING and item.default_factory is not MISSING:
+        value = item.default_factory()
+    if value == "???":
+        return ""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
+
+
+def _range_text(legal: Range | None) -> str:
+    if legal is None:
+        return ""
+    if legal.choices is not None:
+        return f"one of {', '.join(legal.choices)}"
+    limits = ((">=", legal.ge), (">", legal.gt), ("<=", legal.le), ("<", legal.lt))
+    return ", ".join(f"{sign} {limit:,}" for sign, limit in limits if limit is not None)
