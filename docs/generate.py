@@ -31,7 +31,7 @@ def configuration_page() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "Generated from the schema; `hpc-train explain KEY` prints one key. Set a key as `key=value` on the command line",
+        "Generated from the schema; `hpc-train explain KEY` prints one. Set a key as `key=value` on the command line",
         "or in a file of `conf/`. The defaults are the schema's; a file of `conf/` may choose others.",
     ]
     for part, keys in groupby(list_keys(), key=lambda item: item.key.partition(".")[0]):
