@@ -151,7 +151,7 @@ def test_a_ring_through_a_node_alone_on_its_leaf_enters_each_leaf_once(
     step = Step(13, *degrees)
     real = [step.seconds(leaves, each) for each in (dealt, order)]
     assert real[1] == pytest.approx(step.seconds(leaves, sorted(dealt)), rel=1e-9)
-    assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.04)
+    assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.06)
     assert ("fewer bytes cross its switches" in found["reason"]) == (real[1] == pytest.approx(real[0]))
 
 
