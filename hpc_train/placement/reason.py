@@ -24,7 +24,10 @@ def explain(
     before = cases[0].identity
     if kept:
         return f"no gain expected: {_why_not(fabric, before, worth)}"
-    parts = [_gains(fabric, cases, worth, unknown), _fewer(fabric, table)]
+    fewer = _fewer(fabric, table)
+    if not fewer and not any(_is_gain(case, worth) for case in cases):
+        fewer = "but fewer bytes cross its switches"
+    parts = [_gains(fabric, cases, worth, unknown), fewer]
     return "; ".join(part for part in parts if part)
 
 

@@ -40,8 +40,9 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
     seconds of a step, then seconds next to busy neighbours, then bytes x levels crossed, then groups that straddle a
     level, then nodes moved. Beyond, it is the best of: the launcher's order; along the tree; packed in whole cells;
     each with every nesting of the axes; and, up to 256 nodes, with nodes and cells exchanged. Where that wins less than
-    1 % of the seconds, with and without neighbours, the order with the fewest straddling groups is taken if it has
-    fewer than the launcher's and neither more seconds nor more crossings; else the launcher's stays. Same input, same
+    1 % of the seconds, with and without neighbours, the order with the fewest straddling groups, then crossings, is
+    taken if it has fewer than the launcher's and more of neither nor of seconds, because uplinks may be busier than
+    either assumption has it (crossings count on tapered fabrics only); else the launcher's stays. Same input, same
     answer. Raises UserError where degrees do not fill the nodes.
     """
     start = time.perf_counter()
@@ -137,7 +138,8 @@ def _choose(problem: Model, orders: NDArray[np.int64]) -> Order:
         return _fewest_crossings(problem, orders, _least(crossings, _least(beside, no_worse)))
     no_worse = no_worse[_at_most(crossings[no_worse], crossings[0])]
     straddle = _straddling(problem, orders[no_worse])
-    if straddle.min() == straddle[0]:  # the launcher's order is no worse than itself, and the first
+    fewer_crossings = tapered(problem.fabric) and crossings[no_worse].min() < crossings[0] * (1 - WORTH)
+    if straddle.min() == straddle[0] and not fewer_crossings:  # the launcher's order is no worse than itself
         return np.array(orders[0])
     best = no_worse[straddle == straddle.min()]
     return _least_moved(problem.fabric, orders[_least(seconds, _least(crossings, best))])

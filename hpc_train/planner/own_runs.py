@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from hpc_train.config.compose import from_container
 from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import load_run_file
 from hpc_train.config.schema import seal
 from hpc_train.errors import UserError
 from hpc_train.placement.from_config import node_count, ranks_per_node
@@ -63,9 +62,7 @@ def clusters_of(folders: Sequence[Path]) -> set[str]:
 def _config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     try:
-        return from_container(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the directory of a run") from None
+        return from_container(load_run_file(path))
     except UserError:
         raise
     except Exception as error:  # whatever a file that is no configuration makes of the loader

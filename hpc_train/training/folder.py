@@ -12,10 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from hpc_train.config.compose import to_container, to_yaml
 from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 
 _MAY_DIFFER = re.compile(
@@ -192,7 +191,7 @@ def new_attempt(folder: RunFolder) -> int:
 
 def check_agreement(folder: RunFolder, config: RunConfig) -> None:
     """Raise UserError naming the settings in which the run in this folder was another one."""
-    old = _flat(OmegaConf.to_container(OmegaConf.load(folder.config)))
+    old = _flat(load_run_file(folder.config))
     new = _flat(to_container(config))
     differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):

@@ -19,6 +19,12 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_commands import Terminal
 from hostile_pickles import bombs, programs
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.formats import pickled
@@ -250,6 +256,65 @@ def test_archives_that_claim_too_much(tmp_path: Path) -> None:
     for size in range(0, len(sound), 7):
         file.write_bytes(sound[:size])
         refuse(lambda: pickled.read(file))
+
+
+def shared_tensor(names: bytes) -> bytes:
+    """Return a pickle with a tensor in memo 0 and, after it, what `names` makes of it."""
+    made = rebuilt((4, 4), (4, 1))
+    return b"\x80\x02" + made[made.index(b"ctorch._utils") : -2] + b"q\x000" + names + b"."
+
+
+def integers(count: int, value: bytes) -> bytes:
+    """Return opcodes that set the keys 0 to count - 1 of a dictionary."""
+    return b"(" + b"".join(b"J" + struct.pack("<i", key) + value for key in range(count)) + b"u"
+
+
+def test_what_a_pickle_names_again_and_again_is_bounded(tmp_path: Path) -> None:
+    """A few kilobytes must not become gigabytes of names, nor hours of looking at entries."""
+    file = tmp_path / "file.pt"
+    as_zip(file, shared_tensor(b"}" + integers(1000, b"h\x00")))
+    assert len(pickled.read(file)) == 1000  # tied weights
+    long_name = b"}X" + struct.pack("<I", 4000) + b"k" * 4000
+    odd_keys = b"}q\x01(" + b")N" * 50_000 + b"u0"
+    attacks = {
+        "long names": shared_tensor(long_name + b"}" + integers(1000, b"h\x00") + b"s"),
+        "many names": shared_tensor(b"}" + integers(40_000, b"h\x00")),
+        "entries that are left out": b"\x80\x02" + odd_keys + b"}" + integers(50_000, b"h\x01") + b".",
+    }
+    for data in attacks.values():
+        as_zip(file, data)
+        refuse(lambda: pickled.read(file))
+
+
+@pytest.mark.parametrize("other", ["archive/data/0", "another/data/0", "another/data.pkl"])
+def test_two_records_of_one_name_are_refused(tmp_path: Path, other: str) -> None:
+    """Readers differ in which of the two they take, so that what was looked at may not be what is loaded."""
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", rebuilt((4, 4), (4, 1)))
+        archive.writestr("archive/data/0", bytes(64))
+        if other == "archive/data/0":
+            with pytest.warns(UserWarning, match="Duplicate name"):
+                archive.writestr(other, b"\x01" * 64)
+        else:
+            archive.writestr(other, b"\x01" * 64)
+    refuse(lambda: pickled.read(tmp_path / "file.pt"))
+
+
+def test_chunks_that_many_tensors_share_are_bounded(tmp_path: Path) -> None:
+    folder = write_dcp(tmp_path / "dcp")
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    empty = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
+    chunks = [empty] * 2000
+    place = next(iter(metadata.storage_data.values()))
+    for index in range(20):
+        name = f"e{index}"
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(torch.float32), torch.Size([0]), chunks
+        )
+        metadata.storage_data[MetadataIndex(name, torch.Size([0]))] = place
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+    refuse(lambda: parse_metadata(folder))
 
 
 def test_random_bytes_are_one_line(tmp_path: Path, terminal: Terminal) -> None:

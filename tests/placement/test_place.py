@@ -15,6 +15,7 @@ from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.order import largest_first, pack, tree_order
 from hpc_train.placement.search import WORTH, floor_seconds, place
 from hpc_train.placement.straddling import crossable
+from hpc_train.placement.tree import tapered
 from hpc_train.traffic.flow import Flow
 
 DATA = Flow(("dp_shard",), "all_reduce", 6e9, 1, "gradients")
@@ -45,7 +46,9 @@ def check_optimal(fabric, sizes, flows):
         columns = columns[1:]
         if beside[allowed].min() >= beside[0] * (1 - WORTH):
             allowed &= crossed <= crossed[0] * (1 + 1e-9)
-            columns = [straddles, crossed, seconds, moved] if straddles[allowed].min() < straddles[0] else [moved]
+            fewer = tapered(fabric) and crossed[allowed].min() < crossed[0] * (1 - WORTH)
+            fewer = fewer or straddles[allowed].min() < straddles[0]
+            columns = [straddles, crossed, seconds, moved] if fewer else [moved]
     for column in columns:
         allowed &= column <= column[allowed].min() * (1 + 1e-9)
     assert found.nodes in {tuple(order) for order in orders[allowed].tolist()}

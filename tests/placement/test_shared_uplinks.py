@@ -129,6 +129,32 @@ def test_a_node_alone_on_its_leaf_does_not_switch_placement_off(
         assert found["straddling"]["dp_shard"]["leaf"]["placed"] < found["straddling"]["dp_shard"]["leaf"]["identity"]
 
 
+@pytest.mark.parametrize("sizes", [(16, 4), (8, 2), (16, 2), (4, 1)], ids="{0[0]} hosts, {0[1]} cables".format)
+def test_a_ring_through_a_node_alone_on_its_leaf_enters_each_leaf_once(
+    sizes: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twelve nodes dealt over three leaves, and one on a fourth, in one ring: the lone one's uplink is no excuse.
+
+    With a quarter of its uplink it is as slow as three rings through the other leaves are, so that seconds alone would
+    leave the launcher's order.
+    """
+    hosts, cables = sizes
+    leaves = Leaves((hosts,) * 4, (cables,) * 4)
+    file = tmp_path / "fabric"
+    file.write_text(leaves.dump())
+    dealt = [*(f"n{number % 3}-{number // 3}" for number in range(12)), "n3-0"]
+    degrees = ("parallel.dp_shard=13", "train.global_batch=104")
+    found = placed(capsys, file, dealt, *degrees)
+    order = found["nodes"]
+    ring = zip(order, (*order[1:], order[0]), strict=True)
+    assert sum(leaves.leaf_of(a) != leaves.leaf_of(b) for a, b in ring) == 4
+    step = Step(13, *degrees)
+    real = [step.seconds(leaves, each) for each in (dealt, order)]
+    assert real[1] == pytest.approx(step.seconds(leaves, sorted(dealt)), rel=1e-9)
+    assert found["cost"]["placed"] / found["cost"]["identity"] == pytest.approx(real[1] / real[0], rel=0.06)
+    assert ("fewer bytes cross its switches" in found["reason"]) == (real[1] == pytest.approx(real[0]))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_promised_gains_are_those_of_the_cables_and_near_the_best(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

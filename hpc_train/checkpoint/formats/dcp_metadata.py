@@ -22,6 +22,8 @@ METADATA = ".metadata"
 _MOST_BYTES = 512 << 20
 _MOST_OBJECTS = 10_000_000
 """Limit on objects in the metadata; a chunk takes about ten."""
+_OF_A_CHUNK = 16
+"""Bytes that a chunk takes in the metadata at least. A pickle can name a list of chunks again and again."""
 _MOST_ODD_CHUNKS = 4096
 """Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
 _HERE = "torch.distributed.checkpoint.metadata"
@@ -90,7 +92,8 @@ def parse_metadata(folder: Path) -> dict[str, StoredTensor]:
     """
     path = folder / METADATA
     try:
-        tensors = _tensors(read_pickle(read_bounded(path, _MOST_BYTES), _allowed(), most=_MOST_OBJECTS).value)
+        data = read_bounded(path, _MOST_BYTES)
+        tensors = _tensors(read_pickle(data, _allowed(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK)
         _check_sizes(folder, tensors)
     except OSError as error:
         raise UserError(
@@ -105,16 +108,18 @@ def parse_metadata(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _tensors(root: Any) -> dict[str, StoredTensor]:
+def _tensors(root: Any, most_chunks: int) -> dict[str, StoredTensor]:
     try:
         fields = _fields(root, "Metadata")
         items = dict(_items(fields["storage_data"]))
-        described = fields["state_dict_metadata"].by_name()
-        return {
-            name: _tensor(name, it, items)
-            for name, it in described.items()
+        described = {
+            name: _fields(it, "TensorStorageMetadata")
+            for name, it in fields["state_dict_metadata"].by_name().items()
             if type(it) is Call and it.function.name == "TensorStorageMetadata"
         }
+        if sum(len(it["chunks"]) for it in described.values()) > most_chunks:
+            raise PickleError("more chunks than metadata of its size has")
+        return {name: _tensor(name, it, items) for name, it in described.items()}
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
         raise PickleError(f"a part is missing or of another type: {type(error).__name__}") from None
 
@@ -146,8 +151,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _tensor(name: str, value: Call, items: dict[_Key, _Item]) -> StoredTensor:
-    fields = _fields(value, "TensorStorageMetadata")
+def _tensor(name: str, fields: dict[str, Any], items: dict[_Key, _Item]) -> StoredTensor:
     state = fields["properties"].state
     dtype = dtype_named(state[0] if type(state) is tuple else state.by_name()["dtype"])
     shape, chunks = read_shape(fields["size"]), []

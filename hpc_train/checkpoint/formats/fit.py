@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.checkpoint.holdings import Tensor
 from hpc_train.config.compose import from_container
 from hpc_train.config.model import CustomModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build
 
@@ -20,11 +20,7 @@ from hpc_train.models.registry import build
 def run_config(file: Path) -> RunConfig:
     """The run that a config.yaml describes. Raises UserError if it is none."""
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(file))
-        assert isinstance(plain, dict)
-        return from_container(plain)  # type: ignore[arg-type]
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); give the config.yaml of a run") from error
+        return from_container(load_run_file(file))
     except (OmegaConfBaseException, AssertionError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: is not the config.yaml of a run ({type(error).__name__})") from error
 

@@ -29,6 +29,8 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _TIMES, _SPARE = 4, 64 << 20
 """All tensors may take _TIMES times the file's bytes plus _SPARE bytes: tied and expanded ones share storage."""
+_SPARE_NAMES = 1 << 20
+"""The names of all tensors may take _TIMES times the file's bytes plus these."""
 _COUNT = struct.Struct("<q")
 
 
@@ -70,7 +72,7 @@ def _find(file: BinaryIO, size: int) -> dict[str, StridedTensor]:
         value, _ = read_pickle(data, allowed_names())[:2]
     else:
         value, storages = _legacy(part)
-    return dict(find_tensors(value, storages))
+    return dict(find_tensors(value, storages, _TIMES * size + _SPARE_NAMES))
 
 
 def _legacy(file: FilePart) -> tuple[Any, Storages]:

@@ -19,6 +19,8 @@ _MOST_DIMENSIONS = 32
 _MOST_VALUES = 1_000_000
 _MOST_DEPTH = 64
 _LONGEST_NAME = 4096
+_OF_A_TENSOR = 256
+"""Bytes that a tensor takes in a file of torch.save at least, beside its elements and its name."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -129,24 +131,28 @@ def zip_storages(file: Bytes) -> tuple[bytes, Storages]:
     return file.read(*records["data.pkl"]), place
 
 
-def find_tensors(value: Any, storages: Storages) -> Iterator[tuple[str, StridedTensor]]:
+def find_tensors(value: Any, storages: Storages, room: int) -> Iterator[tuple[str, StridedTensor]]:
     """Yield every tensor in nested dictionaries, with its keys joined by dots; anything else is left out.
 
+    room: limit on the bytes of all names and of a few words about each tensor; a pickle can name one again and again.
     Raises PickleError for a tensor that is not within its storage, and for more values or levels than we read.
     """
     visited = 0
 
     def walk(value: Any, name: str, depth: int) -> Iterator[tuple[str, StridedTensor]]:
-        nonlocal visited
-        visited += 1
+        nonlocal visited, room
+        pairs = _pairs(value)
+        visited += len(pairs.pairs) if pairs is not None else 1  # entries that are left out take time too
         if visited > _MOST_VALUES or depth > _MOST_DEPTH or len(name) > _LONGEST_NAME:
             raise PickleError("dictionaries nested more deeply, or with more entries, than we read")
-        pairs = _pairs(value)
         if pairs is not None:
             for key, inner in pairs.pairs:
                 if type(key) in (str, int, float, bool, type(None)):
                     yield from walk(inner, f"{name}.{key}" if name else str(key), depth + 1)
         elif type(value) is Call and _is_tensor(value):
+            room -= len(name) + _OF_A_TENSOR
+            if room < 0:
+                raise PickleError("more names of tensors than a file of its size has")
             yield name or "tensor", read_tensor(value, storages)
 
     yield from walk(value, "", 0)

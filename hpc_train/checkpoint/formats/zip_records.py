@@ -45,6 +45,8 @@ def find_records(file: Bytes) -> dict[str, Span]:
     try:
         entries = _entries(file)
         found = {name.partition("/")[2]: _span(file, at, size) for name, at, size in entries}
+        if len(found) != len(entries):
+            raise PickleError("a zip archive with two records of one name")
     except (struct.error, UnicodeDecodeError) as error:
         raise PickleError(f"a damaged zip archive ({type(error).__name__})") from None
     if sum(size for _, size in found.values()) > file.size:
