@@ -60,14 +60,17 @@ def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest
     from hpc_train.launch.failures import explain
     from hpc_train.launch.local import start_pool, threads_of
     from hpc_train.launch.state.attempts import mark_result
-    from hpc_train.launch.watch import KILLED, watch
+    from hpc_train.launch.watch import KILLED, WarningPrinter, watch
 
-    if done := finished(config, folder):
+    printer = WarningPrinter()
+    with printer.listening():
+        done = finished(config, folder)
+    if done:
         print(done)
         return EXIT_DONE
     attempt = new_attempt(folder)
     job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
-    code = watch(job, folder, attempt, config.train.log_every, stop)
+    code = watch(job, folder, attempt, config.train.log_every, stop, printer)
     mark_result(folder.logs(attempt), code)  # where the controller was killed it could not
     if code == KILLED:
         print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
@@ -213,6 +216,8 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     from hpc_train.training.rank import run_rank
 
     logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
+    for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
+        handler.addFilter(lambda record: not getattr(record, "repeated", False))
     os.umask(0o077)
     logs = None
     try:
