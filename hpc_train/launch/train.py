@@ -20,6 +20,7 @@ from hpc_train.launch.spec import JobSpec, make_spec
 from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.pipeline import from_file
 from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.regular_files import TEXT, read_regular
 from hpc_train.runtime.identity import Identity, identify
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.terminal import for_stream
@@ -150,7 +151,15 @@ def planned(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None
 def schedule_text(config: RunConfig) -> str | None:
     """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
     pipeline = config.parallel.pipeline
-    return Path(pipeline.schedule).expanduser().read_text("utf-8-sig") if from_file(pipeline) else None
+    return _schedule_file(Path(pipeline.schedule).expanduser()) if from_file(pipeline) else None
+
+
+def _schedule_file(path: Path) -> str:
+    try:
+        return read_regular(path, TEXT, follow=True).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"parallel.pipeline.schedule={path}: {why}; give a file with a pipeline's order") from error
 
 
 def store_of(config: RunConfig, build: bool = True) -> Path | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from submitit.local.local import LocalJob
 
+from hpc_train.launch.state.reading import open_regular
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.terminal import one_line
 from hpc_train.training.folder import RunFolder
@@ -35,9 +36,10 @@ class Tail:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """What was appended since the last call."""
-        if not self._path.exists():
+        file = open_regular(self._path)
+        if file is None:
             return
-        with self._path.open("rb") as file:
+        with file:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from hpc_train.placement.from_config import node_count, ranks_per_node
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.from_runs import Run
 from hpc_train.planner.jobs import columns_of
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, read_text
 from hpc_train.training.records import read_metrics
 
 _WARM_UP = 2
@@ -63,7 +64,7 @@ def clusters_of(folders: Sequence[Path]) -> set[str]:
 def _config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     try:
-        return from_container(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+        return from_container(OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path)))))  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the directory of a run") from None
     except UserError:

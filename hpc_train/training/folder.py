@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pwd
 import re
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from hpc_train.config.compose import to_container, to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.regular_files import read_text
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
@@ -192,7 +194,7 @@ def new_attempt(folder: RunFolder) -> int:
 
 def check_agreement(folder: RunFolder, config: RunConfig) -> None:
     """Raise UserError naming the settings in which the run in this folder was another one."""
-    old = _flat(OmegaConf.to_container(OmegaConf.load(folder.config)))
+    old = _flat(OmegaConf.to_container(_load_config(folder.config)))
     new = _flat(to_container(config))
     differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):
@@ -203,6 +205,14 @@ def check_agreement(folder: RunFolder, config: RunConfig) -> None:
         raise UserError(
             f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
         )
+
+
+def _load_config(path: Path) -> Any:
+    try:
+        return OmegaConf.load(io.StringIO(read_text(path)))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({why}); use a new run_dir") from error
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

@@ -73,7 +73,7 @@ class WarningRecorder(logging.Handler):
         """Write the file with its content at once; returns False if one of this text is there already."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{hashlib.sha256(warning.text.encode(errors='replace')).hexdigest()[:24]}.json"
-        if path.exists() or (self._process and len(os.listdir(self._folder)) >= _MOST_FILES):
+        if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MOST_FILES):
             return False
         beside = self._folder / f".{path.stem}.{self._process}"
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
@@ -128,12 +128,13 @@ class NewWarnings:
     def read(self) -> list[RankWarning]:
         """Return those since the last call, oldest first."""
         try:
-            names = [name for name in os.listdir(self._folder) if name not in self._seen and name[0] != "."]
+            found = [path.name for path in self._folder.iterdir()]
         except OSError:
             return []
+        names = [name for name in found if name not in self._seen and not name.startswith(".")]
         self._seen.update(names)
-        found = [_read(self._folder / name) for name in names[:_MOST_FILES]]
-        return sorted((warning for warning in found if warning is not None), key=lambda it: it.time)
+        read = [_read(self._folder / name) for name in names[:_MOST_FILES]]
+        return sorted((warning for warning in read if warning is not None), key=lambda it: it.time)
 
 
 def read_warnings(logs: Path) -> list[RankWarning]:

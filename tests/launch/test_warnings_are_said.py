@@ -37,8 +37,9 @@ def test_a_damaged_step_that_is_skipped_is_said_once(workshop: Workshop) -> None
 
     again = workshop.train("run", *FAULTY, "train.steps=4", "checkpoint.every=2")
     assert again.code == 0, again
-    (line,) = [line for line in said(again) if "is damaged and skipped" in line]
-    assert line.startswith("checkpoint step 4 in ")
+    (line,) = [line for line in said(again) if "is damaged: " in line]
+    assert line.startswith("rank 0: checkpoint step 4 in ")
+    assert line.endswith("; it is skipped")
     assert "resumed at step 2 of 4" in again.out
 
     (row,) = json.loads(status(run, "--json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from hpc_train.config.model import CustomModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build
+from hpc_train.regular_files import read_text
 
 
 def run_config(file: Path) -> RunConfig:
     """The run that a config.yaml describes. Raises UserError if it is none."""
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(file))
+        plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(file))))
         assert isinstance(plain, dict)
         return from_container(plain)  # type: ignore[arg-type]
     except OSError as error:
