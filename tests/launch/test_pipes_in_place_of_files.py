@@ -129,7 +129,7 @@ def test_files_of_a_run_directory(tmp_path: Path, put: Put) -> None:
     assert cancel_seconds(Point("run", tmp_path)) > 0
     assert list(Tail(tmp_path / "events.jsonl").records()) == []
     config = compose([f"run_dir={tmp_path}"])
-    with pytest.raises(UserError, match="config.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"config.yaml: cannot be read"):
         prepare(open_folder(config), config)
 
 
