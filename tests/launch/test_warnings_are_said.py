@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from jobs import COMMAND, FAULTY, Ended, Workshop
 
 SAID = "hpc-train: warning: "
@@ -59,3 +60,12 @@ def test_what_all_ranks_warn_of_is_said_once_and_what_one_rank_does_too(workshop
     folder = workshop.folder / "run" / "logs" / "0" / "warnings"
     assert folder.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+@pytest.mark.long
+def test_a_block_that_falls_back_from_compilation_is_said_once(workshop: Workshop) -> None:
+    model = ("model=custom", "model.module=breaking_model", "model.name=breaking")
+    ended = workshop.train("run", *model, "parallel.compile=true", "train.steps=2", "checkpoint.every=0")
+    assert ended.code == 0, ended
+    (line,) = said(ended)
+    assert line.startswith("parallel.compile=true: a part of Block runs uncompiled: ")
