@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TEXT = 1 << 30
 """Maximum bytes of a text file of a run (metrics, events, markers)."""
@@ -61,6 +61,11 @@ def open_regular(path: Path, most: int | None = None, follow: bool = False, flag
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_to_read(path: Path, most: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, following links. most: maximum bytes of the file. Raises as `open_regular`."""
+    return os.fdopen(open_regular(path, most, follow=True), "rb")
 
 
 def read_regular(path: Path, most: int, follow: bool = False) -> bytes:

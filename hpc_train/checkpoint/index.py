@@ -22,6 +22,7 @@ from hpc_train.checkpoint.errors import Problem, one_line
 from hpc_train.checkpoint.files import sync_directory, write_file
 from hpc_train.checkpoint.image import dataset_names, nameless, open_hdf5
 from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.regular_files import check_regular
 
 INDEX = "index.h5"
 Tell = Callable[[int], object]
@@ -75,6 +76,7 @@ def index_problem(path: Path, manifest: Manifest) -> Problem | None:
     if not (path / INDEX).exists():
         return None
     try:
+        check_regular(path / INDEX, follow=False)  # a library would wait for a pipe
         with h5py.File(path / INDEX, "r", locking=False) as file:
             return _difference(file, manifest) if _ABOUT in file.attrs else _earlier(file, manifest)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:

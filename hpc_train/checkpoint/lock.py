@@ -29,6 +29,7 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.files import make_directory, opened, write_at
 from hpc_train.checkpoint.retention import withdraw
 from hpc_train.errors import UserError
+from hpc_train.regular_files import NotRegularError, read_regular
 from hpc_train.runtime.alive import machine, start_of
 
 NAME = "lock"
@@ -36,6 +37,7 @@ BEAT = 10.0
 """Seconds between heartbeats. Six without one: the owner is dead."""
 _BEATS = 6
 _TRIES = 20
+_MOST_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -84,7 +86,10 @@ class Lock:
 
     def check(self) -> None:
         """Raise CheckpointError if somebody has taken the lock: whoever finds that out must write no more."""
-        found = _look(self.path)
+        try:
+            found = _look(self.path)
+        except NotRegularError as error:
+            raise CheckpointError(f"this run no longer has the lock {self.path}: {error.strerror}") from error
         if found is None or found.owner != self.owner:
             who = f"{found.owner} has taken it over" if found and found.owner else "it was removed"
             raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
@@ -99,7 +104,7 @@ class Lock:
 
     def start_beating(self) -> None:
         """Until `release`, or the end of the process."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True).start()
 
     def _beat(self, descriptor: int) -> None:
@@ -143,6 +148,8 @@ def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float 
         withdraw(directory)
     except OSError as error:
         lock.release()
+        if isinstance(error, NotRegularError):
+            raise UserError(f"{lock.path}: {error.strerror}; remove it, if no job writes there") from error
         if error.errno in _NOT_OURS:
             raise UserError(
                 f"checkpoint.dir={directory}: {error.strerror}; choose a directory that can be written"
@@ -299,14 +306,14 @@ def _is_silent(path: Path, found: _Found, beat: float) -> bool:
 
 
 def _look(path: Path) -> _Found | None:
-    """The lock there is; None if there is none. Raises OSError."""
+    """The lock there is; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
     try:
-        text = path.read_text("utf-8", errors="replace")
+        text = read_regular(path, _MOST_BYTES, follow=True).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     try:
         return _Found(Owner(**json.loads(text.partition("\n")[0])), text)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return _Found(None, text)
 
 

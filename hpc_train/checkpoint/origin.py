@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import __version__
+from hpc_train.regular_files import TEXT, read_regular
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -108,7 +109,7 @@ def code_hash(package: Path) -> str:
 
 def file_hash(path: Path) -> str:
     """sha256 of a file. Raises OSError."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_regular(path, TEXT, follow=True)).hexdigest()
 
 
 def text_hash(text: str) -> str:

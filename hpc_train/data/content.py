@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc_train.data.corpus import SourceFile, is_of_stdlib
 from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
 
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 14
@@ -107,7 +108,7 @@ def find_problem(path: Path) -> str | None:
 def _samples(path: Path) -> tuple[bytes, list[bytes]]:
     """Return the beginning of the file and samples at even distances after it."""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             head = file.read(_HEAD_BYTES)
             size = file.seek(0, io.SEEK_END)
             places = [size * index // _WINDOWS for index in range(1, _WINDOWS)] if size > len(head) else []

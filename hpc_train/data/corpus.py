@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
 
 STDLIB = "stdlib"
 """The source that stands for the running Python's standard library."""
@@ -117,7 +118,7 @@ def _stat(path: Path) -> SourceFile:
 
 def _pieces(path: Path) -> Iterator[Piece]:
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             text, first = file.read(PIECE_BYTES), True
             if text.startswith(codecs.BOM_UTF8) and not is_of_stdlib(path):
                 text = text.removeprefix(codecs.BOM_UTF8)  # a byte order mark is not text

@@ -27,6 +27,7 @@ from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import Facts, gather
 from hpc_train.launch.state.points import Point
 from hpc_train.launch.state.states import State, ours
+from hpc_train.regular_files import read_text
 from hpc_train.runtime.alive import is_alive
 from hpc_train.training.records import add_event
 
@@ -70,7 +71,7 @@ def end_what_hangs(points: Sequence[Point], shared: frozenset[Path], ask: Ask) -
 def cancel_seconds(point: Point) -> int:
     """Return launch.cancel_seconds of a run as it was frozen."""
     try:
-        launch = json.loads((point.run / "job.json").read_text())["config"]["launch"]
+        launch = json.loads(read_text(point.run / "job.json"))["config"]["launch"]
         return int(launch.get("cancel_seconds") or launch["signal_seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _DEFAULT_SECONDS

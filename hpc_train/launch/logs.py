@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from hpc_train.errors import UserError
 from hpc_train.launch.clients import ask
@@ -16,8 +18,10 @@ from hpc_train.launch.ranks import rank_of, task_of
 from hpc_train.launch.state.attempts import RESULT, read_attempts
 from hpc_train.launch.state.backoff import Backoff
 from hpc_train.launch.state.points import Point, find, one
+from hpc_train.launch.state.reading import read_text
 from hpc_train.launch.state.states import State
 from hpc_train.launch.status import survey
+from hpc_train.regular_files import open_to_read
 from hpc_train.terminal import one_line
 
 _POLL_SECONDS = 0.2
@@ -46,7 +50,8 @@ def logs_command(run: str, choice: Choice, follow: bool, error_only: bool) -> in
     if follow:
         return _follow(point, choice, lambda: survey([point])[0].state)
     attempt = _attempt(point.run, choice)
-    _write(_end_of(_log(point, attempt, choice), choice.tail))
+    with _open(_log(point, attempt, choice)) as file:
+        _print_end(file, choice.tail)
     return 0
 
 
@@ -98,22 +103,47 @@ def _job_log(point: Point, attempt: int) -> Path | None:
     return point.job_logs / f"job-{begun.job_id}.log" if begun and begun.job_id else None
 
 
-def _end_of(path: Path, lines: int | None) -> bytes:
-    """The last lines of a file, read from its end; all of it for None."""
-    if lines is None:
-        return path.read_bytes()
-    with path.open("rb") as file:
-        at, found = file.seek(0, 2), b""
-        while at > 0 and found.count(b"\n") <= lines:
-            step = min(_BLOCK, at)
-            at -= step
-            file.seek(at)
-            found = file.read(step) + found
-    return b"".join(found.splitlines(keepends=True)[-lines:]) if lines else b""
+def _open(path: Path) -> BinaryIO:
+    """Open a log. Raises UserError for a pipe, a device, or what cannot be read."""
+    try:
+        return open_to_read(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; it is no log of a rank") from error
 
 
-def _write(text: bytes) -> None:
-    sys.stdout.write(text.decode(errors="replace"))
+def _print_end(file: BinaryIO, lines: int | None) -> None:
+    """Print the last lines of a file, which are found from its end; all of it for None."""
+    file.seek(0 if lines is None else _begin_of_last(file, lines))
+    _print_rest(file)
+
+
+def _begin_of_last(file: BinaryIO, lines: int) -> int:
+    """Return the offset at which the last lines of a file begin."""
+    end = at = file.seek(0, 2)
+    if not lines:
+        return end
+    left = lines
+    while at > 0:
+        step = min(_BLOCK, at)
+        at -= step
+        file.seek(at)
+        block = file.read(step)
+        if at + step == end and block.endswith(b"\n"):
+            left += 1  # that of the last line itself
+        if (count := block.count(b"\n")) >= left:
+            for _ in range(left):
+                block = block[: block.rindex(b"\n")]
+            return at + len(block) + 1
+        left -= count
+    return 0
+
+
+def _print_rest(file: BinaryIO) -> None:
+    """Print a file from where it is, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while block := file.read(_BLOCK):
+        sys.stdout.write(decoder.decode(block))
+    sys.stdout.write(decoder.decode(b"", final=True))
     sys.stdout.flush()
 
 
@@ -125,7 +155,8 @@ def _print_first_error(point: Point, choice: Choice) -> int:
         folder = run / "logs" / str(attempt)
         error = first_error(folder)
         if error is not None and (choice.attempt is not None or not _is_done(run, attempt)):
-            _write(_told(error, folder, attempt, choice.tail).encode())
+            sys.stdout.write(_told(error, folder, attempt, choice.tail))
+            sys.stdout.flush()
             return 0
     looked = f"attempt {choice.attempt}" if choice.attempt is not None else f"{len(attempts)} attempts"
     print(f"no rank failed in {looked} of {run}{_end_without_ranks(point, attempts)}")
@@ -152,7 +183,7 @@ def _told(error: FirstError, folder: Path, attempt: int, tail: int | None) -> st
     log = folder / f"task-{error.task}.log"
     rank = rank_of(folder, error.task)
     where = f" on {error.host}" if error.host else ""
-    lines = _end_of(log, None).decode(errors="replace").splitlines() if log.exists() else []
+    lines = read_text(log).splitlines()
     if error.traceback and "Traceback (most recent call last):" in lines:
         lines = lines[: lines.index("Traceback (most recent call last):")]
     lines = lines[-(_LINES_OF_AN_ERROR if tail is None else tail) :] if tail != 0 else []
@@ -234,17 +265,11 @@ def _is_over(run: Path, attempt: int, ended: Callable[[], bool]) -> bool:
 
 
 def _grow(path: Path, tail: int | None, over: Callable[[], bool]) -> None:
-    shown = _end_of(path, tail)
-    at = path.stat().st_size
-    _write(shown)
-    while True:
-        last = over()  # before reading, so that its last words are read
-        with path.open("rb") as file:
-            file.seek(at)
-            new = file.read()
-        at += len(new)
-        if new:
-            _write(new)
-        if last:
-            return
-        time.sleep(_POLL_SECONDS)
+    with _open(path) as file:
+        _print_end(file, tail)
+        while True:
+            last = over()  # before reading, so that its last words are read
+            _print_rest(file)
+            if last:
+                return
+            time.sleep(_POLL_SECONDS)

@@ -16,7 +16,7 @@ from hpc_train.config.compose import from_container, to_container
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.support.pipeline import from_file
-from hpc_train.regular_files import open_regular
+from hpc_train.regular_files import TEXT, open_regular
 from hpc_train.training.folder import RunFolder, open_folder, write_private
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def own_text(path: Path) -> str:
     Raises UserError if it is missing, or if anybody else could have written it.
     """
     try:
-        with os.fdopen(open_regular(path, follow=True)) as file:
+        with os.fdopen(open_regular(path, TEXT, follow=True)) as file:
             status = os.fstat(file.fileno())
             text = file.read()
     except OSError as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.launch.ranks import entries
+from hpc_train.regular_files import read_text
 
 SIGNAL = signal.SIGUSR1
 _HEADER = b"Stack (most recent call first):"
@@ -92,7 +93,7 @@ def _list(names: list[str]) -> str:
 def _tasks(logs: Path) -> list[int]:
     """Return the tasks the run was frozen for or, if that cannot be read, those that have a log."""
     try:
-        return list(range(int(json.loads((logs.parents[1] / "job.json").read_text())["ranks"])))
+        return list(range(int(json.loads(read_text(logs.parents[1] / "job.json"))["ranks"])))
     except (OSError, ValueError, KeyError, TypeError):
         found = (re.fullmatch(r"task-(\d+)\.log", path.name) for path in logs.glob("task-*.log"))
         return sorted(int(match[1]) for match in found if match)

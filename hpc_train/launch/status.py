@@ -29,6 +29,7 @@ _COLOURS = {
     State.UNKNOWN: "magenta",
 }
 _SHOWN_NODES = 4
+_SHOWN_WARNINGS = 10
 _WIDE = 4096
 _LOOK_SECONDS = 2.0
 _ROOM_FOR_REASONS = 120
@@ -110,9 +111,19 @@ def table(rows: Sequence[Status], width: int = _WIDE) -> Group:
         line = [Text(escape_controls(texts[name]), style=styles.get(name, "")) for name in names]
         shown.add_row(*line, *([Text(escape_controls(row.reason))] if beside else []))
     reasons = [Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not beside]
+    warnings = [Text(escape_controls(line)) for line in _warning_lines(rows)]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
-    return Group(shown, *reasons, *summary)
+    return Group(shown, *reasons, *warnings, *summary)
+
+
+def _warning_lines(rows: Sequence[Status]) -> list[str]:
+    """The warnings of a single run; of several points how many each has."""
+    if len(rows) == 1:
+        found = rows[0].warnings
+        more = [f"{len(found) - _SHOWN_WARNINGS} more warnings: see --json"] if len(found) > _SHOWN_WARNINGS else []
+        return [*found[:_SHOWN_WARNINGS], *more]
+    return [f"{row.point}: {len(row.warnings)} warnings, the first: {row.warnings[0]}" for row in rows if row.warnings]
 
 
 def _cells(row: Status) -> dict[str, str]:

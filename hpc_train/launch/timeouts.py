@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.launch.ranks import entries
+from hpc_train.regular_files import read_text
 
 _STOPPED_WAITING = re.compile(
     r"application timeout caused pair closure|timed out waiting \d+ ?ms for (recv|send)|collective operation timeout"
@@ -51,7 +52,7 @@ def _named(tasks: Sequence[int], known: dict[int, dict[str, object]], hosts: boo
 
 def _seconds(logs: Path) -> str:
     try:
-        seconds = json.loads((logs.parents[1] / "job.json").read_text())["config"]["launch"]["timeout_seconds"]
+        seconds = json.loads(read_text(logs.parents[1] / "job.json"))["config"]["launch"]["timeout_seconds"]
         return f" after launch.timeout_seconds={int(seconds)}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -20,6 +20,7 @@ from hpc_train.launch.spec import JobSpec, make_spec
 from hpc_train.parallel.support import check_support
 from hpc_train.parallel.support.pipeline import from_file
 from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.regular_files import TEXT, read_regular
 from hpc_train.runtime.identity import Identity, identify
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.terminal import for_stream
@@ -60,14 +61,17 @@ def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest
     from hpc_train.launch.failures import explain
     from hpc_train.launch.local import start_pool, threads_of
     from hpc_train.launch.state.attempts import mark_result
-    from hpc_train.launch.watch import KILLED, watch
+    from hpc_train.launch.watch import KILLED, WarningPrinter, watch
 
-    if done := finished(config, folder):
+    printer = WarningPrinter()
+    with printer.listening():
+        done = finished(config, folder)
+    if done:
         print(done)
         return EXIT_DONE
     attempt = new_attempt(folder)
     job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
-    code = watch(job, folder, attempt, config.train.log_every, stop)
+    code = watch(job, folder, attempt, config.train.log_every, stop, printer)
     mark_result(folder.logs(attempt), code)  # where the controller was killed it could not
     if code == KILLED:
         print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
@@ -147,7 +151,15 @@ def planned(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None
 def schedule_text(config: RunConfig) -> str | None:
     """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
     pipeline = config.parallel.pipeline
-    return Path(pipeline.schedule).expanduser().read_text("utf-8-sig") if from_file(pipeline) else None
+    return _schedule_file(Path(pipeline.schedule).expanduser()) if from_file(pipeline) else None
+
+
+def _schedule_file(path: Path) -> str:
+    try:
+        return read_regular(path, TEXT, follow=True).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"parallel.pipeline.schedule={path}: {why}; give a file with a pipeline's order") from error
 
 
 def store_of(config: RunConfig, build: bool = True) -> Path | None:
@@ -213,6 +225,8 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
     from hpc_train.training.rank import run_rank
 
     logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
+    for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
+        handler.addFilter(lambda record: not getattr(record, "repeated", False))
     os.umask(0o077)
     logs = None
     try:

@@ -15,6 +15,7 @@ from hpc_train.launch.state.decide import decide
 from hpc_train.launch.state.facts import gather
 from hpc_train.launch.state.points import Point, is_run
 from hpc_train.launch.state.states import State
+from hpc_train.regular_files import read_text
 from hpc_train.training.folder import check_owner, write_private
 
 LOCK = ".lock"
@@ -47,7 +48,7 @@ def submission(path: Path) -> Iterator[None]:
 @contextmanager
 def _taken_back(path: Path) -> Iterator[None]:
     names = {entry.name for entry in path.iterdir()}
-    frozen = {name: (path / name).read_text() for name in _FROZEN & names}
+    frozen = {name: read_text(path / name) for name in _FROZEN & names}
     try:
         yield
     except BaseException:
@@ -55,7 +56,7 @@ def _taken_back(path: Path) -> Iterator[None]:
             if entry.name not in names:
                 _remove(entry)
         for name, text in frozen.items():
-            if (path / name).read_text() != text:
+            if read_text(path / name) != text:
                 write_private(path / name, text)
         raise
 

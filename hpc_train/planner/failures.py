@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.planner.reliability import DAY, History
+from hpc_train.regular_files import read_text
 
 SACCT = "sacct --allusers --allocations --duplicates --parsable2 --format=JobID,State,NNodes,ElapsedRaw --starttime=..."
 """What a site runs to get its history; --duplicates shows each run of a requeued job."""
@@ -92,7 +93,7 @@ def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> Log:
 def read_log(path: Path, ranks_per_node: int = 1) -> Log:
     """One file: events.jsonl where it begins with a brace, else Slurm's accounting."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from hpc_train.planner.cells import Cells, impossible
 from hpc_train.planner.devices import Device, attention_ceiling, device
 from hpc_train.planner.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, column
 from hpc_train.planner.software import Software, software_of
+from hpc_train.regular_files import TEXT, read_regular
 
 _NEEDED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
 _WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
@@ -95,7 +97,7 @@ def seconds_of(runs: Sequence[Run]) -> NDArray[np.float64]:
 def read_runs(path: Path) -> Runs:
     """Raises UserError, one line, for a file that is no such table."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.StringIO(read_regular(path, TEXT, follow=True).decode("utf-8-sig"), newline="") as file:
             rows = known_columns(list(csv.DictReader(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; give a table of measured runs") from None

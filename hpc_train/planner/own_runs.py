@@ -63,6 +63,8 @@ def _config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     try:
         return from_container(load_run_file(path))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give the directory of a run") from None
     except UserError:
         raise
     except Exception as error:  # whatever a file that is no configuration makes of the loader

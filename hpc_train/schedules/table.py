@@ -6,10 +6,12 @@ A cell may be empty, which is a pause that nothing waits for, or (0F1;3B0)OVERLA
 from __future__ import annotations
 
 import csv
+import io
 import re
 from pathlib import Path
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import TEXT, read_regular
 from hpc_train.schedules.actions import Action, Kind, Order, Overlap, Step, parts
 
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
@@ -35,7 +37,7 @@ def read(path: Path) -> Order:
     order trains is asked of `validate`.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.StringIO(read_regular(path, TEXT, follow=True).decode("utf-8-sig"), newline="") as file:
             lines = list(csv.reader(file, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or error

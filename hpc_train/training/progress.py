@@ -73,6 +73,7 @@ class LiveProgress:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=Console(file=stream),
+            redirect_stderr=sys.stderr.isatty(),  # warnings stay above the bar, and in the file where stderr is one
         )
         self._task = self._bar.add_task("starting", total=steps)
         self._bar.start()

@@ -42,6 +42,7 @@ from hpc_train.training.origin import other_code
 from hpc_train.training.outcome import find_shortfall, raise_together
 from hpc_train.training.reporting import Reporter
 from hpc_train.training.seeds import be_deterministic
+from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,11 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
     Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
     model, GPUs that are not there; and IncompleteRun, on all ranks, if the last step is made but the run is not done.
     """
+    with recording_warnings(folder.logs(attempt), task.process):
+        return _run_rank(config, task, folder, attempt, stop)
+
+
+def _run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, stop: StopRequest) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:

@@ -55,7 +55,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def add_event(path: Path, kind: str, attempt: int, **fields: Any) -> None:
     """Append one event: start, resume, checkpoint, signal, requeue, failure, done. One write, so lines never mix."""
     line = json.dumps({"event": kind, "time": time.time(), "attempt": attempt, **fields}) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Without O_NONBLOCK a named pipe in its place would wait for a reader.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
     try:
         os.write(descriptor, line.encode())
     finally:

@@ -7,6 +7,7 @@ memory without end). Every fault happens once in the life of FAULT_FOLDER, where
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -40,6 +41,9 @@ def reach(moment: str) -> None:
 def act(action: str) -> None:
     if action == "raise":
         raise RuntimeError("a fault of the user's model")
+    if action == "warn":
+        logging.getLogger("hpc_train.models").warning("rank %d has seen something", dist.get_rank())
+        return
     if action == "refuse":
         raise UserError("model.args.size=0: the user's model needs at least 1")
     if action == "exit":

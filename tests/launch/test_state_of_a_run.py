@@ -87,6 +87,7 @@ def test_a_job_that_waits(run: Run) -> None:
         "steps": None,
         "loss": None,
         "seconds_since_step": None,
+        "warnings": [],
     }
 
 

@@ -59,7 +59,7 @@ def test_what_is_no_order_is_one_line_with_its_place(text: str, words: str, tmp_
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read(tmp_path / "none.csv")
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="it is a directory"):
         read(tmp_path)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="can't decode"):

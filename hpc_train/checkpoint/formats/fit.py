@@ -21,6 +21,8 @@ def run_config(file: Path) -> RunConfig:
     """The run that a config.yaml describes. Raises UserError if it is none."""
     try:
         return from_container(load_run_file(file))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give the config.yaml of a run") from error
     except (OmegaConfBaseException, AssertionError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: is not the config.yaml of a run ({type(error).__name__})") from error
 

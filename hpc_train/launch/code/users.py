@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_train.launch.code import store
 from hpc_train.launch.sweep import ledger
 from hpc_train.launch.sweep.frozen import POINTS
+from hpc_train.regular_files import read_text
 
 USERS = "users.jsonl"
 _NAME = re.compile(r"[0-9a-f]{40}")
@@ -79,7 +80,7 @@ def _refers(run: Path, path: Path) -> bool:
     if (run / POINTS).exists():
         return True
     try:
-        return path.name in (run / "job.json").read_text()
+        return path.name in read_text(run / "job.json")
     except FileNotFoundError:
         return False
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
 
 _PATIENCE = 60.0
 """Seconds that a file system may take to show a node what the login node wrote."""
@@ -53,7 +54,7 @@ def write(data: bytes, path: Path) -> None:
 
 def load(path: Path) -> Any:
     """What `save` wrote. Raises UserError if anybody else could have written it: a pickle is a program."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         refuse_others(path, os.fstat(file.fileno()))
         return pickle.load(file)
 

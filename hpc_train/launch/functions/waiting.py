@@ -16,12 +16,14 @@ from hpc_train.launch.clients import Ask
 from hpc_train.launch.functions.files import load
 from hpc_train.launch.state.backoff import Backoff
 from hpc_train.launch.state.polling import Polled, poll
+from hpc_train.launch.state.reading import read_text
 from hpc_train.launch.state.records import Record
 from hpc_train.launch.state.states import State, ours
 
 _RESULT = "_result.pkl"
 _SHORTEST, _LONGEST = 0.05, 1.0
 """Seconds between two looks into the folder."""
+_MOST_LOG_BYTES = 1 << 20
 _LINES = 10
 """Of a log that is all there is of a job."""
 _HELD = "JobHeld"
@@ -184,7 +186,7 @@ def _read(path: Path) -> End:
 def _explained(job: Started, folder: Path, how: str) -> End:
     """With what the job's own log says."""
     path = folder / f"{job.job_id}_0_log.out"
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = read_text(path, _MOST_LOG_BYTES)
     lines = [line for line in text.splitlines() if line.strip()][-_LINES:]
     said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
     if _OUT_OF_MEMORY.search(said):

@@ -12,6 +12,7 @@ from typing import Any
 from hpc_train.launch.state.facts import Facts
 from hpc_train.launch.state.states import State, Status
 from hpc_train.launch.sweep.metrics import final_values
+from hpc_train.training.warning_files import read_warnings
 
 _QUIET_SECONDS = 60.0
 _QUIET_START_SECONDS = 300.0
@@ -20,11 +21,12 @@ _QUIET_STEPS = 10.0
 
 
 def with_progress(status: Status, facts: Facts) -> Status:
-    """Add the step, the loss and, for a running run, the age of the last step to a status."""
+    """Add the step, the loss, the warnings and, for a running run, the age of the last step to a status."""
     path = facts.point.run / "metrics.jsonl"
     last = final_values(path)
     step = _whole(last.get("step"))
-    status = replace(status, step=step, steps=facts.steps, loss=_number(last.get("loss")))
+    loss, warnings = _number(last.get("loss")), _warnings(facts)
+    status = replace(status, step=step, steps=facts.steps, loss=loss, warnings=warnings)
     if status.state is not State.RUNNING:
         return status
     age = _age(path, facts)
@@ -43,6 +45,12 @@ def readable_seconds(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
+
+
+def _warnings(facts: Facts) -> tuple[str, ...]:
+    if facts.newest is None:
+        return ()
+    return tuple(str(warning) for warning in read_warnings(facts.point.run / "logs" / str(facts.newest.number)))
 
 
 def _age(path: Path, facts: Facts) -> float | None:

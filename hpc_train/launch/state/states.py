@@ -56,9 +56,12 @@ class Status:
     seconds_since_step: float | None = None
     """Seconds since the last step of a running run, or since its attempt began."""
 
+    warnings: tuple[str, ...] = ()
+    """What ranks of the newest attempt have warned of, each text once."""
+
     def row(self) -> dict[str, Any]:
         """As `hpc-train status --json` prints it."""
-        return {**asdict(self), "state": str(self.state), "nodes": list(self.nodes)}
+        return {**asdict(self), "state": str(self.state), "nodes": list(self.nodes), "warnings": list(self.warnings)}
 
 
 # Slurm's words of any version (squeue(1), JOB STATE CODES); those of a job that holds nodes count as running.

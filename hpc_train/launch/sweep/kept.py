@@ -9,6 +9,7 @@ from pathlib import Path
 from hpc_train.errors import UserError
 from hpc_train.launch.code.snapshot import PATHS, Snapshot
 from hpc_train.launch.spec import JobSpec
+from hpc_train.regular_files import read_text
 
 BEFORE = "before"
 """In a run directory: what is there no more since the run was done all anew, a folder each time."""
@@ -21,7 +22,7 @@ def kept_code(spec: JobSpec) -> Snapshot | None:
         return None
     path = Path(spec.code)
     try:
-        parts = json.loads((path / PATHS).read_text())
+        parts = json.loads(read_text(path / PATHS))
     except (OSError, ValueError):
         raise UserError(f"{path}: the snapshot of the code is not there (any more); submit the run again") from None
     roots = [Path(row["root"]) for row in spec.sources]

@@ -26,6 +26,7 @@ from hpc_train.runtime.alive import machine, start_of
 from hpc_train.runtime.stop import StopRequest
 from hpc_train.terminal import one_line
 from hpc_train.training.folder import RunFolder, new_attempt
+from hpc_train.training.warning_files import NewWarnings
 
 _POLL_SECONDS = 0.05
 
@@ -104,6 +105,12 @@ class _Running:
     run: RunFolder
     attempt: int
     process: subprocess.Popen[bytes]
+    warnings: NewWarnings
+
+    def show_warnings(self) -> None:
+        """Print what its ranks have warned of since the last call."""
+        for warning in self.warnings.read():
+            _say(f"{self.point.id}: {warning}")
 
 
 @dataclass
@@ -127,7 +134,9 @@ class _Pool:
                 self._ask_to_stop()
             self._start()
             for slot, it in list(self.running.items()):
-                if it.process.poll() is not None:
+                ended = it.process.poll() is not None  # before reading, so that its last words are read
+                it.show_warnings()
+                if ended:
                     del self.running[slot]
                     self._ended(it)
             time.sleep(_POLL_SECONDS)
@@ -160,7 +169,7 @@ class _Pool:
         attempt = new_attempt(run)
         job = start_pool(run, attempt, point.spec.ranks, self.room.threads(point), self.room.environment(slot, point))
         assert job._process is not None
-        self.running[slot] = _Running(point, run, attempt, job._process)
+        self.running[slot] = _Running(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
 
     def _ended(self, it: _Running) -> None:
         code = it.process.returncode

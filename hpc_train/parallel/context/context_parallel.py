@@ -13,7 +13,6 @@ from hpc_train.models.attention import ScaledDotProduct
 from hpc_train.parallel.axes import degree
 from hpc_train.parallel.context.gathered import GatheredAttention
 from hpc_train.parallel.context.positions import provide, share
-from hpc_train.parallel.context.ring_attention import Ring, RingAttention
 from hpc_train.parallel.context.ulysses import UlyssesAttention
 
 
@@ -65,6 +64,8 @@ def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.M
     elif core.dropout > 0:
         new = GatheredAttention(core, group, share(config, world))
     else:
+        from hpc_train.parallel.context.ring_attention import Ring, RingAttention  # its operators take 50 ms
+
         new = RingAttention(Ring(group), causal=core.causal, balanced=context.balanced)
     return new.train(core.training)
 

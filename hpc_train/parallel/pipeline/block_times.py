@@ -18,6 +18,7 @@ from hpc_train.collectives import all_gather_values
 from hpc_train.errors import UserError
 from hpc_train.parallel.pipeline.stages import Costs
 from hpc_train.parallel.support.pipeline import TIMED_STEPS
+from hpc_train.regular_files import read_text
 
 FIRST, LAST = 1, TIMED_STEPS
 """Steps that are measured, counted from 0, the last not included: the very first one also sets up."""
@@ -34,7 +35,7 @@ def read_times(path: Path, blocks: list[str]) -> Costs | None:
     if not path.exists():
         return None
     try:
-        seconds = json.loads(path.read_text())
+        seconds = json.loads(read_text(path))
         return Costs(float(seconds[_BEFORE]), tuple(float(seconds[name]) for name in blocks), float(seconds[_AFTER]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(

@@ -16,7 +16,6 @@ from hpc_train.models.linear_group import LinearGroup
 from hpc_train.parallel.tensor.axis import Axis
 from hpc_train.parallel.tensor.heads import attended
 from hpc_train.parallel.tensor.local_parameters import Holding, Holdings
-from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul, matmul_scatter
 
 Columns = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
 """x as it lies between layers, times each weight (N_i, K) of this rank: all positions (B, T, N_i)."""
@@ -31,6 +30,8 @@ def column_products(axis: Axis, asynchronous: bool) -> Columns:
     B T h (1 - 1 / size) numbers for each such group of layers and cost one more all-gather each.
     """
     if asynchronous:
+        from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul  # its operators take 50 ms
+
         ring = Ring(axis.group)
         return lambda x, weights: gather_matmul(x, weights, ring)
 
@@ -44,6 +45,8 @@ def column_products(axis: Axis, asynchronous: bool) -> Columns:
 def row_product(axis: Axis, asynchronous: bool) -> Rows:
     """How a row-parallel layer computes, without its bias."""
     if asynchronous:
+        from hpc_train.parallel.tensor.ring_matmul import Ring, matmul_scatter
+
         ring = Ring(axis.group)
         return lambda x, weight: matmul_scatter(x, weight, ring)
     return lambda x, weight: axis.leave(F.linear(x, weight))

@@ -1,0 +1,151 @@
+"""Warnings of the ranks, one small file each in `logs/<attempt>/warnings/`, for whoever follows or asks about the run.
+
+Every rank writes its own, so that no two nodes append to one file. The name is a digest of the text: what many ranks
+report alike is one file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.regular_files import read_regular
+
+FOLDER = "warnings"
+_LOGGER = "hpc_train"
+_MOST_ALIKE = 10
+"""Warnings from one line of code that a rank records; further ones are only in its log."""
+_MOST_FILES = 200
+"""Warnings of an attempt; with more of them the folder is left as it is."""
+_MOST_CHARACTERS = 2000
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankWarning:
+    """One warning or error that a rank has logged."""
+
+    time: float
+    """Seconds since the epoch, by the clock of the rank's node."""
+    process: int
+    """The task that logged it; its log is task-<process>.log."""
+    level: str
+    """`warning` or `error`."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.text}"
+
+
+class WarningRecorder(logging.Handler):
+    """Writes warnings and errors of one rank to the folder of its attempt.
+
+    A record whose text is there already is marked `repeated`, so that a handler after this one can leave it out.
+    """
+
+    def __init__(self, logs: Path, process: int) -> None:
+        super().__init__(logging.WARNING)
+        self._folder, self._process = logs / FOLDER, process
+        self._alike: Counter[tuple[str, int]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one warning; a disk that is full does not end the training."""
+        place = (record.pathname, record.lineno)
+        self._alike[place] += 1
+        if self._alike[place] > _MOST_ALIKE:
+            record.repeated = True
+            return
+        text = describe_record(record)
+        if self._alike[place] == _MOST_ALIKE:
+            text += " (further ones like this are only in the log)"
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        with suppress(OSError):
+            record.repeated = not self._write(RankWarning(record.created, self._process, level, text))
+
+    def _write(self, warning: RankWarning) -> bool:
+        """Write the file with its content at once; returns False if one of this text is there already."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / f"{hashlib.sha256(warning.text.encode(errors='replace')).hexdigest()[:24]}.json"
+        if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MOST_FILES):
+            return False
+        beside = self._folder / f".{path.stem}.{self._process}"
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(asdict(warning), file)
+            _claim(beside, path)
+        except FileExistsError:
+            return False
+        finally:
+            beside.unlink(missing_ok=True)
+        return True
+
+
+def _claim(beside: Path, path: Path) -> None:
+    """Give a file its name. Raises FileExistsError if another rank was first, where the file system has hard links."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        beside.rename(path)
+
+
+@contextmanager
+def recording_warnings(logs: Path, process: int) -> Iterator[None]:
+    """Inside this context, what hpc_train logs as a warning or worse is also written for those outside of the rank."""
+    recorder, logger = WarningRecorder(logs, process), logging.getLogger(_LOGGER)
+    logger.addHandler(recorder)
+    try:
+        yield
+    finally:
+        logger.removeHandler(recorder)
+
+
+def describe_record(record: logging.LogRecord) -> str:
+    """Return a log record as one line: its message, and the exception that goes with it."""
+    text = record.getMessage()
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        text = f"{text}: {type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MOST_CHARACTERS]
+
+
+class NewWarnings:
+    """The warnings of one attempt, each once, as they come."""
+
+    def __init__(self, logs: Path) -> None:
+        self._folder = logs / FOLDER
+        self._seen: set[str] = set()
+
+    def read(self) -> list[RankWarning]:
+        """Return those since the last call, oldest first."""
+        try:
+            found = [path.name for path in self._folder.iterdir()]
+        except OSError:
+            return []
+        names = [name for name in found if name not in self._seen and not name.startswith(".")]
+        self._seen.update(names)
+        read = [_read(self._folder / name) for name in names[:_MOST_FILES]]
+        return sorted((warning for warning in read if warning is not None), key=lambda it: it.time)
+
+
+def read_warnings(logs: Path) -> list[RankWarning]:
+    """Return all warnings of the attempt with these logs, oldest first."""
+    return NewWarnings(logs).read()
+
+
+def _read(path: Path) -> RankWarning | None:
+    """One warning; None for a file that no rank wrote."""
+    try:
+        fields = json.loads(read_regular(path, _MOST_BYTES))
+        return RankWarning(float(fields["time"]), int(fields["process"]), str(fields["level"]), str(fields["text"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

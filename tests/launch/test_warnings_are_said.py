@@ -1,0 +1,71 @@
+"""What a rank warns of reaches the terminal of the command that started it, once, and `hpc-train status`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from jobs import COMMAND, FAULTY, Ended, Workshop
+
+SAID = "hpc-train: warning: "
+
+
+def said(ended: Ended) -> list[str]:
+    """The warnings on stderr; each is one line, and none is among the progress on stdout."""
+    assert SAID not in ended.out
+    return [line.removeprefix(SAID) for line in ended.err.splitlines() if line.startswith(SAID)]
+
+
+def status(run: Path, *options: str) -> str:
+    return subprocess.run([COMMAND[0], "status", run, *options], check=True, capture_output=True, text=True).stdout
+
+
+def damage(step: Path) -> None:
+    """Change every byte of the second half of the largest shard file of a checkpoint step."""
+    path = max((step / "shards").rglob("*.h5"), key=lambda file: file.stat().st_size)
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half:] = bytes(byte ^ 0xFF for byte in content[half:])
+    path.write_bytes(content)
+
+
+def test_a_damaged_step_that_is_skipped_is_said_once(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    assert workshop.train("run", *FAULTY, "train.steps=4", "checkpoint.every=2").code == 0
+    damage(run / "checkpoints" / "step-4")
+
+    again = workshop.train("run", *FAULTY, "train.steps=4", "checkpoint.every=2")
+    assert again.code == 0, again
+    (line,) = [line for line in said(again) if "is damaged: " in line]
+    assert line.startswith("rank 0: checkpoint step 4 in ")
+    assert line.endswith("; it is skipped")
+    assert "resumed at step 2 of 4" in again.out
+
+    (row,) = json.loads(status(run, "--json"))
+    assert f"warning: {line}" in row["warnings"]
+    assert f"warning: {line}" in status(run)
+
+
+def test_what_all_ranks_warn_of_is_said_once_and_what_one_rank_does_too(workshop: Workshop) -> None:
+    settings = (*FAULTY, "train.steps=2", "checkpoint.every=1", "checkpoint.stage_dir=/dev/shm")
+    ended = workshop.train("run", *settings, faults="1:train:2:warn")
+    assert ended.code == 0, ended
+    assert sorted(line for line in said(ended) if "waited" not in line) == [
+        "checkpoint.stage_dir=/dev/shm is not used: it is in memory, where a copy gains nothing; give a directory on "
+        "a disk of the node",
+        "rank 1 has seen something",
+    ]
+    folder = workshop.folder / "run" / "logs" / "0" / "warnings"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+@pytest.mark.long
+def test_a_block_that_falls_back_from_compilation_is_said_once(workshop: Workshop) -> None:
+    model = ("model=custom", "model.module=breaking_model", "model.name=breaking")
+    ended = workshop.train("run", *model, "parallel.compile=true", "train.steps=2", "checkpoint.every=0")
+    assert ended.code == 0, ended
+    (line,) = said(ended)
+    assert line.startswith("parallel.compile=true: a part of Block runs uncompiled: ")
