@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import random
 import socket
+import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -246,7 +249,7 @@ def test_a_wait_ends_with_its_timeout_or_with_the_last_key(store: JobStore, serv
 def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreServer) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.wait, ["never"])
-        while not server._requests:
+        while not server._waiting:
             time.sleep(0.01)
         server.close()
         with pytest.raises(dist.DistNetworkError, match="process 0, which serves it, has ended"):
@@ -368,6 +371,26 @@ def test_an_old_answer_proves_nothing(server: StoreServer) -> None:
         assert later.recv(1 << 16) == REFUSAL
 
 
+def test_strangers_who_hang_up_at_once_do_no_harm(server: StoreServer, store: JobStore) -> None:
+    """Closed with RST before the server greets them, so that its first send fails."""
+    held, going = threading.Event(), threading.Event()
+    original = server._accept
+
+    def accept_later() -> None:
+        held.set()
+        going.wait(30)
+        original()
+
+    server._accept = accept_later  # type: ignore[method-assign]
+    for _ in range(20):
+        with socket.create_connection(server.address, timeout=10) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            held.wait(30)
+    going.set()
+    assert store.add("counter", 1) == 1
+    assert JobStore(server.address, SECRET, LONG).add("counter", 1) == 2
+
+
 def test_strangers_who_stay_do_not_keep_the_job_out(server: StoreServer) -> None:
     crowd = [socket.create_connection(server.address, timeout=10) for _ in range(200)]
     for index, stranger in enumerate(crowd):
@@ -413,3 +436,58 @@ def test_a_forked_process_has_connections_of_its_own(store: JobStore) -> None:
             os._exit(store.add("counter", 1))
         children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert [*children, store.add("counter", 1)] == [2, 3, 4]
+
+
+LEFT_ALONE = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hpc_train.runtime.store.client import JobStore
+from hpc_train.runtime.store.server import StoreServer
+server = StoreServer("127.0.0.1", bytes(32), 2)
+store = JobStore(server.address, bytes(32), timedelta(seconds=300), server if sys.argv[1] == "serves" else None)
+dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=300))
+del store
+work = dist.all_reduce(torch.ones(1), async_op=True)
+while not server._waiting:
+    pass
+print("waits")
+"""
+
+
+@pytest.mark.parametrize("who", ["serves", "does not serve"])
+def test_a_process_can_end_while_threads_of_torch_wait_in_the_store(who: str) -> None:
+    """gloo connects lazily here: one of its C++ threads waits in Python for a rank that never comes."""
+    env = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_ALONE, who], env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "waits\n"), done.stderr
+
+
+def test_closing_ends_calls_that_wait_in_other_threads(server: StoreServer) -> None:
+    store = JobStore(server.address, SECRET, LONG)
+    clone = store.clone()
+    clone.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError, match="200ms"):
+        clone.get("never")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.wait, ["never"])
+        while not server._waiting:
+            time.sleep(0.01)
+        store.close()
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result()
+    for each in (store, clone):
+        with pytest.raises(dist.DistNetworkError, match="this process has closed it"):
+            each.set("a", "b")
+
+
+def test_a_wait_that_ends_names_only_what_is_missing(store: JobStore) -> None:
+    store.set("a", "")
+    with pytest.raises(dist.DistStoreError, match=r"keys: b$"):
+        store.wait(["a", "b"], SHORT)
+    with pytest.raises(dist.DistStoreError, match=r"keys: 0, 1, 2, 3 and 6 more$"):
+        store.wait([str(index) for index in range(10)], SHORT)
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 0ms"):
+        store.wait(["b"], timedelta(0))
