@@ -116,6 +116,8 @@ class JobStore(dist.Store):
     def num_keys(self) -> int:
         return self._call(Operation.COUNT, []).number
 
+    deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them, a PrefixStore for one
+
     def append(self, key: str, value: str | bytes) -> None:
         self._call(Operation.APPEND, [key, value])
 
