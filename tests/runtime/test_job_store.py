@@ -376,7 +376,7 @@ def test_many_who_wait_for_the_same_large_values_share_one_copy(server: StoreSer
     while len(server._waiting.get(b"a", ())) < 40:
         time.sleep(0.01)
     store.multi_set(keys, values)
-    queued = [connection.to_send for connection in list(server._connections.values())]
+    queued: list[Any] = [connection.to_send for connection in list(server._connections.values())]
     assert sum(map(len, queued)) >= 40
     assert len({id(piece.obj) for pieces in queued for piece in pieces if len(piece.obj) > 1 << 20}) == 1
     for reader, incoming in readers:
