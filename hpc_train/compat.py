@@ -28,6 +28,14 @@ PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 """(output of the last stage, target) -> what its backward starts from."""
 
 
+def abort_process_groups() -> None:
+    """End all process groups and their threads without waiting for peers, as the end of a process would.
+
+    The public destroy_process_group waits for collectives that peers may never join.
+    """
+    dist.distributed_c10d._abort_process_group()
+
+
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's rectangle of a DTensor begins."""
     at = tensor.device_mesh.get_coordinate()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 """Folder, private to one attempt of one job, that our launchers name to their ranks."""
 _LARGEST_FILE = 4096
+_GLOO_ASKS_ONCE = "GLOO_ENABLE_STORE_V2_API"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def open_store(me: Identity, env: Mapping[str, str], interface: str | None, time
 
     if me.processes == 1:
         return dist.HashStore()
+    # A rank then asks for the addresses of a whole group at once, not twice for each of its ranks.
+    os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
     if me.launcher == "mpi" and FOLDER_VARIABLE not in env:

@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import random
 import socket
+import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,7 +30,19 @@ from hpc_train.runtime.identity import Identity
 from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
 from hpc_train.runtime.store.client import JobStore
 from hpc_train.runtime.store.server import STRANGERS, StoreServer
-from hpc_train.runtime.store.wire import ANSWER_BYTES, GREETING_BYTES, PROOF_BYTES, REFUSAL
+from hpc_train.runtime.store.wire import (
+    ANSWER_BYTES,
+    GREETING_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    PROOF_BYTES,
+    REFUSAL,
+    Handshake,
+    Message,
+    Operation,
+    encode_message,
+    payload_bytes,
+)
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
 SECRET = bytes(range(32))
@@ -205,20 +220,44 @@ def random_calls(seed: int) -> list[tuple[str, tuple[Any, ...]]]:
                     ("add", (f"count {draw.randrange(3)}", number)),
                     ("multi_set", ([key, "key 0"], [text, other])),
                     ("append", (key, other)),
+                    ("num_keys", ()),
+                    ("wait", ([key], timedelta(0))),
+                    ("wait", ([], SHORT)),
+                    ("multi_get", ([],)),
+                    ("check", ([],)),
+                    ("add", ("large", draw.choice([1 << 62, -(1 << 62), (1 << 63) - 1]))),
                 ]
             )
         )
     return calls
 
 
+def answer(store: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return getattr(store, name)(*arguments)
+    except dist.DistError as error:
+        return type(error)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_are_those_of_torchs_own_store(store: JobStore, seed: int) -> None:
     oracle = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LONG)
-    for name, arguments in random_calls(seed):
-        assert getattr(store, name)(*arguments) == getattr(oracle, name)(*arguments), (name, arguments)
+    pairs = [
+        (store, oracle),
+        (store.clone(), oracle.clone()),
+        tuple(dist.PrefixStore("p", it) for it in (store, oracle)),
+    ]
+    for index, (name, arguments) in enumerate(random_calls(seed)):
+        ours, torchs = pairs[index % 3]
+        if name == "wait" and arguments[0] and torchs.check(arguments[0]):
+            continue  # whether a wait of no time finds a key is a race in torch's
+        assert answer(ours, name, arguments) == answer(torchs, name, arguments), (name, arguments)
     keys = [f"key {index}" for index in range(6) if oracle.check([f"key {index}"])]
     assert store.multi_get(keys) == oracle.multi_get(keys)
     assert [store.get(key) for key in keys] == [oracle.get(key) for key in keys]
+    for each in (store, oracle):  # last, as they leave other keys behind
+        assert answer(each, "barrier", ("alone", 1, SHORT)) is None
+        assert answer(each, "barrier", ("not alone", 2, SHORT)) is dist.DistStoreError
     through = dist.PrefixStore("inner", store)
     through.set("k", b"\xff\x00")
     assert (through.get("k"), store.get("inner/k")) == (b"\xff\x00", b"\xff\x00")
@@ -246,7 +285,7 @@ def test_a_wait_ends_with_its_timeout_or_with_the_last_key(store: JobStore, serv
 def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreServer) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.wait, ["never"])
-        while not server._requests:
+        while not server._waiting:
             time.sleep(0.01)
         server.close()
         with pytest.raises(dist.DistNetworkError, match="process 0, which serves it, has ended"):
@@ -276,6 +315,77 @@ def test_process_groups_and_meshes_start_over_it(tmp_path: Path) -> None:
     with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
         found = list(pool.map(group_over, range(4), [tmp_path] * 4))
     assert found == [[6.0, 1.0], [6.0, 6.0], [6.0, 5.0], [6.0, 6.0]]
+
+
+GROUP_SIZE = 6
+
+
+class Counted(JobStore):
+    """Count this process's requests."""
+
+    requests = 0
+
+    def _call(self, *arguments: Any, **settings: Any) -> Any:
+        self.requests += 1
+        return super()._call(*arguments, **settings)
+
+
+def requests_for_groups(rank: int, address: tuple[str, int]) -> list[int]:
+    os.environ.update(GLOO_ENABLE_STORE_V2_API="1", GLOO_SOCKET_IFNAME="lo")
+    store, counts = Counted(address, SECRET, LONG), []
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=GROUP_SIZE, timeout=LONG)
+    counts.append(store.requests)
+    for _ in range(3):
+        dist.new_group()
+    counts.append(store.requests)
+    dist.barrier()
+    dist.destroy_process_group()
+    return counts
+
+
+def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(server: StoreServer) -> None:
+    with ProcessPoolExecutor(GROUP_SIZE, multiprocessing.get_context("fork")) as pool:
+        found = list(pool.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE))
+    assert found == [[2, 8]] * GROUP_SIZE
+
+
+def gloo_asks_once(process: int, folder: Path) -> str:
+    os.environ.pop("GLOO_ENABLE_STORE_V2_API", None)
+    open_store(identity(process, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    return os.environ["GLOO_ENABLE_STORE_V2_API"]
+
+
+def test_the_ranks_of_a_job_let_gloo_ask_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        assert list(pool.map(gloo_asks_once, range(2), [tmp_path] * 2)) == ["1", "1"]
+
+
+def test_many_who_wait_for_the_same_large_values_share_one_copy(server: StoreServer, store: JobStore) -> None:
+    """Ranks of a large group read megabytes each; a copy for each of a thousand would be the server's memory."""
+    keys, values = ["a", "b"], [os.urandom(1 << 20), os.urandom(3 << 20)]
+    readers = []
+    for _ in range(40):
+        reader = socket.create_connection(server.address, timeout=10)
+        nonce = reader.recv(GREETING_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
+        handshake = Handshake(SECRET, server.address, nonce, bytes(32))
+        reader.sendall(handshake.client_nonce + handshake.client_proof())
+        assert reader.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.server_proof()
+        payload = encode_message(Message(Operation.GET, 0, [key.encode() for key in keys]))
+        reader.sendall(handshake.to_server().seal(payload) + payload.data)
+        readers.append((reader, handshake.to_client()))
+    while len(server._waiting.get(b"a", ())) < 40:
+        time.sleep(0.01)
+    store.multi_set(keys, values)
+    queued: list[Any] = [connection.to_send for connection in list(server._connections.values())]
+    assert sum(map(len, queued)) >= 40
+    assert len({id(piece.obj) for pieces in queued for piece in pieces if len(piece.obj) > 1 << 20}) == 1
+    for reader, incoming in readers:
+        reader.settimeout(None)  # with a timeout, recv returns less than asked for
+        header = reader.recv(HEADER_BYTES, socket.MSG_WAITALL)
+        data = reader.recv(payload_bytes(header), socket.MSG_WAITALL)
+        assert incoming.open(header, data).parts == values
+        reader.close()
+    assert store.check(["a", "b"])
 
 
 class Meddler:
@@ -355,8 +465,6 @@ def test_an_old_answer_proves_nothing(server: StoreServer) -> None:
         return data
 
     with socket.create_connection(server.address, timeout=10) as honest:
-        from hpc_train.runtime.store.wire import MAGIC, Handshake
-
         nonce = honest.recv(GREETING_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
         handshake = Handshake(SECRET, server.address, nonce, bytes(32))
         answer = record(handshake.client_nonce + handshake.client_proof())
@@ -366,6 +474,26 @@ def test_an_old_answer_proves_nothing(server: StoreServer) -> None:
         later.recv(GREETING_BYTES, socket.MSG_WAITALL)
         later.sendall(seen[0])
         assert later.recv(1 << 16) == REFUSAL
+
+
+def test_strangers_who_hang_up_at_once_do_no_harm(server: StoreServer, store: JobStore) -> None:
+    """Closed with RST before the server greets them, so that its first send fails."""
+    held, going = threading.Event(), threading.Event()
+    original = server._accept
+
+    def accept_later() -> None:
+        held.set()
+        going.wait(30)
+        original()
+
+    server._accept = accept_later  # type: ignore[method-assign]
+    for _ in range(20):
+        with socket.create_connection(server.address, timeout=10) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            held.wait(30)
+    going.set()
+    assert store.add("counter", 1) == 1
+    assert JobStore(server.address, SECRET, LONG).add("counter", 1) == 2
 
 
 def test_strangers_who_stay_do_not_keep_the_job_out(server: StoreServer) -> None:
@@ -413,3 +541,63 @@ def test_a_forked_process_has_connections_of_its_own(store: JobStore) -> None:
             os._exit(store.add("counter", 1))
         children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert [*children, store.add("counter", 1)] == [2, 3, 4]
+
+
+LEFT_ALONE = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hpc_train.runtime.store.client import JobStore
+from hpc_train.runtime.store.server import StoreServer
+server = StoreServer("127.0.0.1", bytes(32), 2)
+store = JobStore(server.address, bytes(32), timedelta(seconds=300), server if sys.argv[1] == "serves" else None)
+dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=300))
+del store
+work = dist.all_reduce(torch.ones(1), async_op=True)
+while not server._waiting:
+    pass
+print("waits")
+"""
+
+
+def test_a_process_can_end_while_threads_of_torch_wait_in_the_store() -> None:
+    """gloo connects lazily here: one of its C++ threads waits in Python for a rank that never comes."""
+    env = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", LEFT_ALONE, who], env=env, stdout=subprocess.PIPE, text=True)
+        for who in ("serves", "does not serve")
+    ]
+    try:
+        assert [process.communicate(timeout=60)[0] for process in started] == ["waits\n"] * 2
+        assert [process.returncode for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_closing_ends_calls_that_wait_in_other_threads(server: StoreServer) -> None:
+    store = JobStore(server.address, SECRET, LONG)
+    clone = store.clone()
+    clone.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError, match="200ms"):
+        clone.get("never")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.wait, ["never"])
+        while not server._waiting:
+            time.sleep(0.01)
+        store.close()
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result()
+    for each in (store, clone):
+        with pytest.raises(dist.DistNetworkError, match="this process has closed it"):
+            each.set("a", "b")
+
+
+def test_a_wait_that_ends_names_only_what_is_missing(store: JobStore) -> None:
+    store.set("a", "")
+    with pytest.raises(dist.DistStoreError, match=r"keys: b$"):
+        store.wait(["a", "b"], SHORT)
+    with pytest.raises(dist.DistStoreError, match=r"keys: 0, 1, 2, 3 and 6 more$"):
+        store.wait([str(index) for index in range(10)], SHORT)
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 0ms"):
+        store.wait(["b"], timedelta(0))

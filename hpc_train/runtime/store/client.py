@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hmac
 import os
 import socket
@@ -24,6 +25,8 @@ from hpc_train.runtime.store.wire import (
     Message,
     Operation,
     ProtocolError,
+    configure_socket,
+    encode_message,
     make_nonce,
     payload_bytes,
 )
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from hpc_train.runtime.store.server import StoreServer
 
 _RETRY_SECONDS = 0.05
+_DIAGNOSIS_SECONDS = 2.0
+_KEYS_NAMED = 4
 _MOST_READ_AT_ONCE = 1 << 20
 
 
@@ -51,25 +56,39 @@ class JobStore(dist.Store):
         self.address = address
         self._secret = secret
         self._server = server
-        self._idle: list[_Connection] = []
-        self._process = os.getpid()
+        self._pool = _Pool(address, secret)
         # Process groups keep only the C++ half of a store alive, but call the Python half, which must live as long.
-        atexit.register(self.close)
-        self._release(_Connection(address, secret, timeout.total_seconds()))
+        atexit.register(self._close_at_exit)
+        self._pool.release(self._pool.acquire(timeout.total_seconds()))
 
     def close(self) -> None:
-        """Close the connections, and this process's server if it has one; the store cannot be used afterwards."""
-        atexit.unregister(self.close)
-        if self._process != os.getpid():
+        """Close the connections, and this process's server if it has one. Calls that wait end with DistNetworkError.
+
+        The store and its clones cannot be used afterwards.
+        """
+        atexit.unregister(self._close_at_exit)
+        if self._pool.forked():
             return
-        while self._idle:
-            self._idle.pop().close()
+        self._pool.close()
         if self._server is not None:
             self._server.close()
 
+    def _close_at_exit(self) -> None:
+        # Threads of process groups call the store. One that calls Python, or is in it, while the interpreter ends
+        # would abort the process: so they end first, those that wait here by an error.
+        if self._pool.forked():
+            return
+        self._pool.close()
+        if dist.is_initialized():
+            from hpc_train.compat import abort_process_groups
+
+            with suppress(Exception):  # the process ends either way
+                abort_process_groups()
+        self.close()
+
     def clone(self) -> dist.Store:
-        """Return this store: it serves several threads at once."""
-        return self
+        """Return another store of the same keys, with a timeout of its own."""
+        return _Clone(self)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call(Operation.SET, [key, value])
@@ -97,6 +116,8 @@ class JobStore(dist.Store):
     def num_keys(self) -> int:
         return self._call(Operation.COUNT, []).number
 
+    deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them, a PrefixStore for one
+
     def append(self, key: str, value: str | bytes) -> None:
         self._call(Operation.APPEND, [key, value])
 
@@ -114,35 +135,88 @@ class JobStore(dist.Store):
     def _call(
         self, operation: Operation, parts: Sequence[str | bytes], number: int = 0, timeout: timedelta | None = None
     ) -> Message:
-        seconds = float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined] # torch's stub lacks it
-        deadline = time.monotonic() + seconds
-        connection = self._acquire(seconds)
+        timeout = self.timeout if timeout is None else timeout  # type: ignore[attr-defined] # torch's stub lacks it
+        seconds = float(timeout.total_seconds())
+        encoded = [part.encode() if isinstance(part, str) else part for part in parts]
         try:
-            request = Message(operation, number, [part.encode() if isinstance(part, str) else part for part in parts])
-            answer = connection.exchange(request, deadline)
-        except TimeoutError:
-            connection.close()  # a late answer must not be taken for that of another request
-            keys = ", ".join(part for part in parts[:4] if isinstance(part, str))
-            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {keys}") from None
+            return self._pool.exchange(Message(operation, number, encoded), seconds)
         except (OSError, ProtocolError) as error:
-            connection.close()
-            raise dist.DistNetworkError(f"the job's store at {_name(self.address)}: {_why(error)}") from None
+            if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:  # the latter: its node is gone
+                raise dist.DistNetworkError(f"the job's store at {_name(self.address)}: {_why(error)}") from None
+        keys = self._missing(encoded) if operation in (Operation.GET, Operation.WAIT) else encoded[:1]
+        raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {_list_keys(keys)}")
+
+    def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return which keys have no value, for an error message; all of them if the server does not answer."""
+        try:
+            return self._pool.exchange(Message(Operation.MISSING, 0, keys), _DIAGNOSIS_SECONDS).parts or keys
+        except (OSError, ProtocolError, dist.DistError):
+            return keys
+
+
+class _Clone(JobStore):
+    """A store that shares the connections of another one."""
+
+    def __init__(self, original: JobStore) -> None:
+        dist.Store.__init__(self)
+        self.set_timeout(original.timeout)  # type: ignore[attr-defined] # torch's stub lacks it
+        self.address, self._secret, self._server = original.address, original._secret, None
+        self._pool = original._pool
+        self._pool.clones.append(self)  # the Python half lives as long as that of the original
+
+
+class _Pool:
+    """Connections to one server, each used by one thread at a time."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+        self.address, self._secret = address, secret
+        self.clones: list[dist.Store] = []
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
+        self._process = os.getpid()
+
+    def forked(self) -> bool:
+        """Return whether this is a child of the process that has opened the connections."""
+        return self._process != os.getpid()
+
+    def exchange(self, request: Message, seconds: float) -> Message:
+        """Send a request and wait for its answer. Raises TimeoutError, OSError, ProtocolError and DistNetworkError."""
+        deadline = time.monotonic() + seconds
+        connection = self.acquire(seconds)
+        try:
+            answer = connection.exchange(request, deadline)
         except BaseException:
-            connection.close()
+            self._busy.discard(connection)
+            connection.close()  # a late answer must not be taken for that of another request
             raise
-        self._release(connection)
+        self.release(connection)
         return answer
 
-    def _acquire(self, seconds: float) -> _Connection:
-        if self._process != os.getpid():  # forked: these connections belong to the parent
-            self._idle, self._process, self._server = [], os.getpid(), None
+    def acquire(self, seconds: float) -> _Connection:
+        if self.forked():  # these connections belong to the parent
+            self._idle, self._busy, self._process = [], set(), os.getpid()
+        if self._closed:
+            raise dist.DistNetworkError(f"the job's store at {_name(self.address)}: this process has closed it")
         try:
-            return self._idle.pop()
+            connection = self._idle.pop()
         except IndexError:
-            return _Connection(self.address, self._secret, seconds)
+            connection = _Connection(self.address, self._secret, seconds)
+        self._busy.add(connection)
+        return connection
 
-    def _release(self, connection: _Connection) -> None:
+    def release(self, connection: _Connection) -> None:
+        self._busy.discard(connection)
         self._idle.append(connection)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for connection in list(self._busy):
+            connection.interrupt()
+        while self._idle:
+            self._idle.pop().close()
 
 
 class _Connection:
@@ -167,8 +241,7 @@ class _Connection:
     def _open(self, address: tuple[str, int], secret: bytes, deadline: float) -> None:
         self._socket = socket.create_connection(address, timeout=_left(deadline))
         try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            configure_socket(self._socket)
             greeting = self._read(GREETING_BYTES, deadline)
             if not greeting.startswith(MAGIC):
                 raise ProtocolError("is not the store of an hpc_train job")
@@ -187,7 +260,8 @@ class _Connection:
     def exchange(self, request: Message, deadline: float) -> Message:
         """Send a request and wait for its answer. Raises TimeoutError, OSError and ProtocolError."""
         self._socket.settimeout(_left(deadline))
-        self._socket.sendall(self._outgoing.seal(request))
+        payload = encode_message(request)
+        self._socket.sendall(self._outgoing.seal(payload) + payload.data)
         header = self._read(HEADER_BYTES, deadline)
         return self._incoming.open(header, self._read(payload_bytes(header), deadline))
 
@@ -201,6 +275,11 @@ class _Connection:
             received += data
         return bytes(received)
 
+    def interrupt(self) -> None:
+        """End the call of another thread that uses this connection, with an error."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
@@ -212,6 +291,11 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("timed out")
     return left
+
+
+def _list_keys(keys: Sequence[bytes]) -> str:
+    named = ", ".join(key.decode(errors="replace") for key in keys[:_KEYS_NAMED])
+    return named + (f" and {len(keys) - _KEYS_NAMED} more" if len(keys) > _KEYS_NAMED else "")
 
 
 def _name(address: tuple[str, int]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hmac
 import logging
 import resource
-import selectors
+import select
 import socket
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -23,7 +24,10 @@ from hpc_train.runtime.store.wire import (
     Handshake,
     Message,
     Operation,
+    Payload,
     ProtocolError,
+    configure_socket,
+    encode_message,
     make_nonce,
     payload_bytes,
 )
@@ -33,6 +37,8 @@ HANDSHAKE_SECONDS = 10.0
 STRANGERS = 512
 """Maximum number of unauthenticated connections; the oldest is dropped for a new one."""
 _READ_BYTES = 1 << 18
+_LARGEST_COPIED = 1 << 16
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _log = logging.getLogger(__name__)
 
 
@@ -42,8 +48,11 @@ class _Request:
 
     connection: _Connection
     operation: Operation
-    keys: list[bytes]
-    missing: set[bytes]
+    keys: Sequence[bytes]
+    found: int = 0
+    """How many of the keys, from the first on, have been seen."""
+    missing: bytes | None = None
+    """The key that it waits for next."""
 
 
 @dataclass(eq=False)
@@ -54,7 +63,7 @@ class _Connection:
     nonce: bytes = field(default_factory=make_nonce)
     since: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
-    to_send: bytearray = field(default_factory=bytearray)
+    to_send: deque[memoryview] = field(default_factory=deque)
     incoming: Direction | None = None
     """None until the peer has proved that it knows the secret."""
     outgoing: Direction | None = None
@@ -72,12 +81,14 @@ class StoreServer:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._secret = secret
         self._values: dict[bytes, bytes] = {}
-        self._requests: defaultdict[bytes, list[_Request]] = defaultdict(list)
+        self._waiting: defaultdict[bytes, dict[_Request, None]] = defaultdict(dict)
+        self._last_values: tuple[Sequence[bytes], Payload] | None = None
         self._strangers: dict[_Connection, None] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._poll = select.epoll()
+        self._connections: dict[int, _Connection] = {}
         self._ear, self._mouth = socket.socketpair()
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._poll.register(self._listener, _READ)
+        self._poll.register(self._ear, _READ)
         self._thread = threading.Thread(target=self._serve, name="job-store", daemon=True)
         self._thread.start()
 
@@ -88,23 +99,25 @@ class StoreServer:
         self._thread.join()
 
     def _serve(self) -> None:
+        ear, listener = self._ear.fileno(), self._listener.fileno()
         while True:
-            for key, events in self._selector.select(1.0 if self._strangers else None):
-                if key.fileobj is self._ear:
+            for descriptor, events in self._poll.poll(1.0 if self._strangers else None):
+                if descriptor == ear:
                     self._end()
                     return
-                if key.fileobj is self._listener:
+                if descriptor == listener:
                     self._accept()
-                else:
-                    self._handle(key.data, events)
+                elif (connection := self._connections.get(descriptor)) is not None:
+                    self._handle(connection, events)
             self._drop_strangers()
 
     def _end(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
+        for connection in list(self._connections.values()):
+            connection.peer.close()
+        self._listener.close()
+        self._ear.close()
         self._mouth.close()
-        self._selector.close()
+        self._poll.close()
 
     def _accept(self) -> None:
         try:
@@ -113,15 +126,21 @@ class StoreServer:
             return
         except OSError as error:  # out of file descriptors, or the peer is gone already
             _log.warning("the job's store cannot take a connection: %s", error.strerror)
-            time.sleep(0.01)
+            if self._strangers:
+                self._close(next(iter(self._strangers)))
+            else:
+                time.sleep(0.01)
             return
         peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection = _Connection(peer)
+        self._connections[peer.fileno()] = connection
         self._strangers[connection] = None
-        self._selector.register(peer, selectors.EVENT_READ, connection)
-        self._send(connection, MAGIC + connection.nonce)
+        try:
+            configure_socket(peer)
+            self._poll.register(peer, _READ)
+            self._send(connection, MAGIC + connection.nonce)
+        except OSError:  # the peer is gone already
+            self._close(connection)
 
     def _drop_strangers(self) -> None:
         """Close the oldest unauthenticated connections if they are too many or too old."""
@@ -133,14 +152,17 @@ class StoreServer:
             self._close(oldest)
 
     def _handle(self, connection: _Connection, events: int) -> None:
-        if connection.peer.fileno() < 0:
-            return  # closed by an earlier event of this round
         try:
-            if events & selectors.EVENT_WRITE:
+            if events & _WRITE:
                 self._flush(connection)
-            if events & selectors.EVENT_READ:
+                if not connection.to_send:
+                    self._poll.modify(connection.peer, _READ)
+            if events & ~_WRITE:
                 self._receive(connection)
         except (OSError, ProtocolError):
+            self._close(connection)
+        except Exception:
+            _log.exception("the job's store drops a connection whose request it cannot answer")
             self._close(connection)
 
     def _receive(self, connection: _Connection) -> None:
@@ -175,11 +197,11 @@ class StoreServer:
     def _answer(self, connection: _Connection, message: Message) -> None:
         if connection.waiting is not None:
             raise ProtocolError("a client that asks before it has its answer")
-        parts = [bytes(part) for part in message.parts]
-        match message.code, parts:
+        match message.code, list(message.parts):
             case Operation.GET | Operation.WAIT, keys:
-                missing = {key for key in keys if key not in self._values}
-                self._resolve(_Request(connection, Operation(message.code), keys, missing))
+                self._resolve(_Request(connection, Operation(message.code), keys))
+            case Operation.MISSING, keys:
+                self._reply(connection, 0, [key for key in keys if key not in self._values])
             case Operation.SET, [*pairs] if len(pairs) % 2 == 0:
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
                     self._store(key, value)
@@ -191,6 +213,7 @@ class StoreServer:
             case Operation.COMPARE_SET, [key, expected, desired]:
                 self._reply(connection, 0, [self._compare_set(key, expected, desired)])
             case Operation.DELETE, [key]:
+                self._last_values = None
                 self._reply(connection, int(self._values.pop(key, None) is not None))
             case Operation.COUNT, []:
                 self._reply(connection, len(self._values))
@@ -204,7 +227,7 @@ class StoreServer:
         before = self._values.get(key, b"0")
         if not before.removeprefix(b"-").isdigit() or len(before) > 20:
             raise ProtocolError("`add` to what is no number")
-        total = int(before) + number
+        total = (int(before) + number + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps around as an int64, as in torch's
         self._store(key, b"%d" % total)
         return total
 
@@ -220,56 +243,85 @@ class StoreServer:
         return expected if current is None else current
 
     def _store(self, key: bytes, value: bytes) -> None:
+        self._last_values = None
         self._values[key] = value
-        for request in self._requests.pop(key, ()):
-            request.missing.discard(key)
-            if not request.missing:
-                self._resolve(request)
+        for request in self._waiting.pop(key, ()):
+            self._resolve(request)
 
     def _resolve(self, request: _Request) -> None:
         """Answer a request if all its keys exist; otherwise keep it until they do."""
         connection = request.connection
-        request.missing = {key for key in request.keys if key not in self._values}  # some keys may have been deleted
-        if request.missing:
-            connection.waiting = request
-            for key in request.missing:
-                if request not in self._requests[key]:
-                    self._requests[key].append(request)
+        request.missing = connection.waiting = None
+        if (missing := self._next_missing(request)) is not None:
+            request.missing, connection.waiting = missing, request
+            self._waiting[missing][request] = None
             return
-        connection.waiting = None
-        values = [self._values[key] for key in request.keys] if request.operation is Operation.GET else []
         try:
-            self._reply(connection, 0, values)
-        except OSError:
+            if request.operation is Operation.GET:
+                self._send_frame(connection, self._encode_values(request.keys))
+            else:
+                self._reply(connection)
+        except (OSError, ProtocolError):
             self._close(connection)
 
-    def _reply(self, connection: _Connection, number: int = 0, parts: list[bytes] | None = None) -> None:
-        assert connection.outgoing is not None
-        self._send(connection, connection.outgoing.seal(Message(0, number, parts or [])))
+    def _next_missing(self, request: _Request) -> bytes | None:
+        """Return a key that has no value; None if all have one, also those that were seen earlier."""
+        keys = request.keys
+        while request.found < len(keys) and keys[request.found] in self._values:
+            request.found += 1
+        if request.found < len(keys):
+            return keys[request.found]
+        request.found = 0
+        return next((key for key in keys if key not in self._values), None)
 
-    def _send(self, connection: _Connection, data: bytes) -> None:
-        if not connection.to_send:
-            with suppress(BlockingIOError):
-                data = data[connection.peer.send(data) :]
-        if data:
-            connection.to_send += data
-            self._selector.modify(connection.peer, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+    def _encode_values(self, keys: Sequence[bytes]) -> Payload:
+        """Encode the values of keys. All ranks of a group ask for the same ones: they share one copy."""
+        if self._last_values is None or self._last_values[0] != keys:
+            self._last_values = keys, encode_message(Message(0, 0, [self._values[key] for key in keys]))
+        return self._last_values[1]
+
+    def _reply(self, connection: _Connection, number: int = 0, parts: Sequence[bytes] = ()) -> None:
+        self._send_frame(connection, encode_message(Message(0, number, parts)))
+
+    def _send_frame(self, connection: _Connection, payload: Payload) -> None:
+        assert connection.outgoing is not None
+        header = connection.outgoing.seal(payload)
+        if len(payload.data) <= _LARGEST_COPIED:
+            self._send(connection, header + payload.data)
+        else:
+            self._send(connection, header, payload.data)
+
+    def _send(self, connection: _Connection, *data: bytes) -> None:
+        idle = not connection.to_send
+        connection.to_send.extend(map(memoryview, data))
+        if idle:
+            self._flush(connection)
+            if connection.to_send:
+                self._poll.modify(connection.peer, _READ | _WRITE)
 
     def _flush(self, connection: _Connection) -> None:
-        with suppress(BlockingIOError):
-            del connection.to_send[: connection.peer.send(connection.to_send)]
-        if not connection.to_send:
-            self._selector.modify(connection.peer, selectors.EVENT_READ, connection)
+        """Send what the socket takes."""
+        waiting = connection.to_send
+        try:
+            while waiting:
+                sent = connection.peer.send(waiting[0])
+                if sent < len(waiting[0]):
+                    waiting[0] = waiting[0][sent:]
+                else:
+                    waiting.popleft()
+        except BlockingIOError:
+            return
 
     def _close(self, connection: _Connection) -> None:
         self._strangers.pop(connection, None)
-        if connection.waiting is not None:
-            for key in connection.waiting.missing:
-                if (requests := self._requests.get(key)) and connection.waiting in requests:
-                    requests.remove(connection.waiting)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.peer)
-        connection.peer.close()
+        if (request := connection.waiting) is not None and request.missing is not None:
+            self._waiting[request.missing].pop(request, None)
+            if not self._waiting[request.missing]:
+                del self._waiting[request.missing]
+        if self._connections.get(connection.peer.fileno()) is connection:
+            del self._connections[connection.peer.fileno()]
+        with suppress(OSError):
+            connection.peer.close()
 
 
 def _next_message(connection: _Connection) -> Message | None:

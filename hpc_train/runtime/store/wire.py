@@ -3,8 +3,8 @@
 The server first sends a nonce drawn for this connection; the client answers with its own nonce and a code (HMAC-SHA256)
 of both under the secret; the server returns another code. Neither side reveals anything of use before the other has
 proved itself, and no answer can be used twice. From then on each frame carries a code (keyed BLAKE2b) under a key of
-this connection and direction, and of its sequence number: nothing can be inserted, changed, dropped or repeated
-unnoticed. Nothing is encrypted: whoever can record the network's packets can read them.
+this connection and direction, and of its sequence number and length: nothing can be inserted, changed, dropped or
+repeated unnoticed. Nothing is encrypted: whoever can record the network's packets can read them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-MAGIC = b"hpc_train store1"
+MAGIC = b"hpc_train store2"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
@@ -28,8 +29,18 @@ LARGEST_FRAME = 1 << 30
 """Largest frame in bytes, from peers that have proved themselves."""
 _HEADER = struct.Struct(">I16s")
 _FIXED = struct.Struct(">BqI")
+_PLACE = struct.Struct(">QI")
 _CODE_BYTES = 16
+_LARGEST_UNHASHED = 4096
 HEADER_BYTES = _HEADER.size
+_SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),  # seconds without traffic before the peer is probed
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),  # milliseconds that sent data may stay unacknowledged
+)
 
 
 class Operation(IntEnum):
@@ -44,6 +55,7 @@ class Operation(IntEnum):
     DELETE = 7
     COUNT = 8
     APPEND = 9
+    MISSING = 10
 
 
 class ProtocolError(ValueError):
@@ -59,6 +71,14 @@ class Message:
     parts: Sequence[bytes] = ()
 
 
+@dataclass(frozen=True)
+class Payload:
+    """An encoded message, and what its code covers: a large one is hashed once, however many peers it is sent to."""
+
+    data: bytes
+    covered: bytes
+
+
 @dataclass
 class Direction:
     """One direction of a connection: the key of its codes, and the number of frames sent that way."""
@@ -66,24 +86,26 @@ class Direction:
     key: bytes
     frames: int = field(default=0)
 
-    def _code(self, payload: bytes) -> bytes:
-        number = self.frames.to_bytes(8, "big")
+    def _code(self, payload: Payload) -> bytes:
+        # The length tells a payload from the hash of another one.
+        place = _PLACE.pack(self.frames, len(payload.data))
         self.frames += 1
-        return hashlib.blake2b(number + payload, key=self.key, digest_size=_CODE_BYTES).digest()
+        return hashlib.blake2b(place + payload.covered, key=self.key, digest_size=_CODE_BYTES).digest()
 
-    def seal(self, message: Message) -> bytes:
-        """Build the frame of the next message. Raises ProtocolError if it is too large for a frame."""
-        payload = _encode(message)
-        if len(payload) > LARGEST_FRAME:
-            raise ProtocolError(f"{len(payload)} bytes are more than the store takes at once")
-        return _HEADER.pack(len(payload), self._code(payload)) + payload
+    def seal(self, payload: Payload) -> bytes:
+        """Return the header that makes `payload` the next frame."""
+        return _HEADER.pack(len(payload.data), self._code(payload))
 
-    def open(self, header: bytes, payload: bytes) -> Message:
+    def open(self, header: bytes, data: bytes) -> Message:
         """Verify the next frame and return its message. Raises ProtocolError unless it is what the peer sent."""
         _, code = _HEADER.unpack(header)
-        if not hmac.compare_digest(code, self._code(payload)):
+        if not hmac.compare_digest(code, self._code(_cover(data))):
             raise ProtocolError("a frame was changed on its way")
-        return _decode(payload)
+        return _decode(data)
+
+
+def _cover(data: bytes) -> Payload:
+    return Payload(data, data if len(data) <= _LARGEST_UNHASHED else hashlib.blake2b(data).digest())
 
 
 def payload_bytes(header: bytes) -> int:
@@ -131,10 +153,20 @@ class Handshake:
         return Direction(self._derive(b"to client"))
 
 
-def _encode(message: Message) -> bytes:
+def encode_message(message: Message) -> Payload:
+    """Encode a message. Raises ProtocolError if it is too large for a frame."""
     parts = message.parts
+    size = _FIXED.size + 4 * len(parts) + sum(map(len, parts))
+    if size > LARGEST_FRAME:
+        raise ProtocolError(f"{size} bytes are more than the store takes at once")
     lengths = struct.pack(f">{len(parts)}I", *map(len, parts))
-    return b"".join((_FIXED.pack(message.code, message.number, len(parts)), lengths, *parts))
+    return _cover(b"".join((_FIXED.pack(message.code, message.number, len(parts)), lengths, *parts)))
+
+
+def configure_socket(connected: socket.socket) -> None:
+    """Send small frames at once, and notice within two minutes that the other side's node is gone."""
+    for level, option, value in _SOCKET_OPTIONS:
+        connected.setsockopt(level, option, value)
 
 
 def _decode(payload: bytes) -> Message:
