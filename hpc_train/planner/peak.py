@@ -16,10 +16,13 @@ import numpy as np
 from hpc_train.parallel.support.sharding import keeps_gradients, keeps_parameters
 from hpc_train.planner.activations import last_norm, layer_activations, pending_gradients, whole_layer
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.jobs import Column, Jobs
+from hpc_train.planner.jobs import SCHEDULES, Column, Jobs
 from hpc_train.planner.moments import SPLIT, V_SHAPED, Moment, moments
-from hpc_train.planner.stages import layers_of
+from hpc_train.planner.stages import rank_layers
 from hpc_train.traffic.buckets import BUCKET, MIB
+
+_SINGLE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
+"""Codes of the schedules that torch runs with one stage a rank (parallel.pipeline.schedule)."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Stages:
     """Layers of each of the rank's stages except the last stage of the pipeline; the mean if they differ."""
     last: Column
     """Layers of the last stage of the pipeline."""
+    has_last: Column
+    """1 if the rank has the last stage of the pipeline."""
     layers: Column
     """Layers of all the rank's stages."""
     tables: Column
@@ -56,20 +61,16 @@ class Peak:
 
 
 def stages_of(jobs: Jobs) -> Stages:
-    """Split layers_of by stage; in V-shaped schedules the first rank has the last stage too."""
-    layers, v = layers_of(jobs), jobs.virtual_stages
-    middle = layers.middle / v
-    last = np.where(jobs.pp == 1, jobs.layers, layers.last - middle * (v - 1))
+    """Split the layers as the trainer does; in V-shaped schedules the first rank has the last stage too."""
+    v = jobs.virtual_stages
     bent = (jobs.pp > 1) & np.isin(jobs.schedule, V_SHAPED)
-    head = np.clip(jobs.layers - 2 * middle * (jobs.pp - 1), 2, middle + last)
-    held = _stacked(
-        np.where(bent, head, layers.first), layers.middle, np.where(bent, layers.middle, layers.last),
-    )  # fmt: skip
+    *ranks, last = rank_layers(jobs, bent)
+    held = _stacked(*ranks)
     has_last = _stacked(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
     has_first = _stacked(1.0, 0.0, jobs.pp == 1)
     others = np.maximum(v - has_last, 1)
     tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
-    return Stages((held - has_last * last) / others * (v > has_last), last + 0 * held, held, tables)
+    return Stages((held - has_last * last) / others * (v > has_last), last + 0 * held, has_last, held, tables)
 
 
 def peak(jobs: Jobs, constants: Constants) -> Peak:
@@ -77,7 +78,7 @@ def peak(jobs: Jobs, constants: Constants) -> Peak:
     held = _Held(jobs, constants)
     worst: Peak | None = None
     for moment in moments(jobs):
-        for found in (held.in_block(moment), held.at_loss(moment)):
+        for found in (held.in_block(moment), held.at_loss(moment), held.at_end(moment)):
             worst = found if worst is None else _worse(worst, found)
     assert worst is not None
     return worst
@@ -115,11 +116,10 @@ class _Held:
     def in_block(self, moment: Moment) -> Peak:
         """Peak in the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
-        gathered = self._gathered_blocks()
         # zero 1 reduces in place of the whole gradients it has accumulated.
         reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
         # The second block is already freed when the gradients of the first are reduced.
-        behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0) * (self.stages.layers > 1)
+        behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         between = moment.kept + moment.kept_last > 0
@@ -129,9 +129,22 @@ class _Held:
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
         # The gradient of the head lives from the beginning of the backward to its end.
         head = moment.loss * self.table * jobs.activation_bytes
-        losses = np.maximum(moment.losses - moment.loss, 0)
-        buffers = self._whole(gathered) + np.maximum(behind, copied) + head
-        return self._peak(moment, working, losses * self._loss_kept, buffers)
+        losses = np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
+        buffers = self._largest_buffers(behind, copied) + head
+        return self._peak(moment, working, losses, buffers)
+
+    def _largest_buffers(self, behind: Column, copied: Column) -> Column:
+        """Gathered blocks, and beside them either gradients being reduced (behind) or a copied embedding (copied).
+
+        With two blocks in a stage, none is left to gather when the gradients of the second are reduced.
+        """
+        jobs = self.jobs
+        layers = np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
+        freed = ~self.keeps_parameters & (jobs.reshard > 0)
+        most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
+        beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
+        several = layers * self.block > self._group() * (1 + 1e-9)
+        return np.maximum(self._whole(most) + copied, self._whole(beside) + np.maximum(behind * several, copied))
 
     def at_end(self, moment: Moment) -> Peak:
         """Peak at the end of the backward of a stage with the embedding or the head."""
@@ -159,7 +172,8 @@ class _Held:
         whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
-        return self._peak(moment, np.zeros(()), moment.losses * self._loss_kept + twice, whole)
+        kept = moment.losses * self._loss_kept + moment.loss * self._last_logits
+        return self._peak(moment, np.zeros(()), kept + twice, whole)
 
     @property
     def _embedding(self) -> Column:
@@ -170,9 +184,15 @@ class _Held:
 
     @property
     def _loss_kept(self) -> Column:
-        """Bytes kept between a micro-batch's loss and its backward: probabilities and, in a pipeline, the logits."""
+        """Bytes of probabilities, kept between a micro-batch's loss and its backward."""
+        return self.logits * self.wide
+
+    @property
+    def _last_logits(self) -> Column:
+        """Bytes of the logits of the micro-batch that was last forward: torch's schedules of one stage keep them."""
         jobs = self.jobs
-        kept: Column = self.logits * (self.wide + np.where(jobs.pp > 1, jobs.activation_bytes, 0.0))
+        single = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE)
+        kept: Column = single * self.logits * jobs.activation_bytes
         return kept
 
     def _peak(self, moment: Moment, working: Column, logits: Column, buffers: Column) -> Peak:
@@ -208,12 +228,6 @@ class _Held:
         found = np.where(self.keeps_parameters, self.weights, ends + gathered) * jobs.activation_bytes
         cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
         return np.where(jobs.zero >= 1, found, cast)
-
-    def _gathered_blocks(self) -> Column:
-        """Parameters of the blocks gathered in a backward of zero 3: the current one and the one before."""
-        jobs = self.jobs
-        blocks = self.stages.layers * self.block
-        return np.where(jobs.reshard > 0, np.minimum(2 * self.block, blocks), blocks)
 
     def _group(self) -> Column:
         """Parameters that are reduced together."""

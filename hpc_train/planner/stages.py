@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.planner.jobs import SCHEDULES, STACKS, Column, Jobs
 
@@ -54,6 +56,43 @@ def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
     (middle, last), (other_middle, other_last) = options
     better = np.maximum(other_middle, other_last + head) <= np.maximum(middle, last + head)
     return np.where(better, other_middle, middle), np.where(better, other_last, last)
+
+
+def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
+    """Return the layers of an hpc_train pipeline's ranks: [4, n].
+
+    They are those of the first rank, of the fullest one in the middle, of the last rank, and of the last stage.
+    v_shaped: the jobs in which rank r has the stages r and 2 pp - 1 - r.
+    """
+    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
+    columns = np.broadcast_arrays(jobs.layers, jobs.pp, jobs.virtual_stages, head, v_shaped)
+    keys, index = np.unique(np.stack([it.ravel() for it in columns]), axis=1, return_inverse=True)
+    table = np.array([_rank_layers(int(n), int(pp), int(v), h, bool(bent)) for n, pp, v, h, bent in keys.T.tolist()])
+    found: Column = np.moveaxis(table[index.ravel()], -1, 0).reshape(4, *columns[0].shape)
+    return found
+
+
+@cache
+def _rank_layers(layers: int, pp: int, virtual: int, head: float, v_shaped: bool) -> tuple[float, ...]:
+    stages = pp * virtual
+    held = _stage_layers(layers, stages, head)
+    ranks = [stage % pp if not v_shaped or stage < pp else stages - 1 - stage for stage in range(stages)]
+    sums = [sum(n for n, rank in zip(held, ranks, strict=True) if rank == mine) for mine in range(pp)]
+    return sums[0], max(sums[1:-1], default=sums[-1]), sums[-1], held[-1]
+
+
+def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
+    """Layers of each stage, as parallel.pipeline.stages splits equal blocks and a head that costs `head` blocks."""
+    if stages == 1 or stages > layers:
+        return (layers / stages,) * stages
+
+    def rated(last: int) -> tuple[float, float, tuple[int, ...]]:
+        fewer, more = divmod(layers - last, stages - 1)
+        held = (*(fewer,) * (stages - 1 - more), *(fewer + 1,) * more, last)
+        costs = (*held[:-1], last + head)
+        return max(costs), sum(it * it for it in costs), held
+
+    return min(rated(last) for last in range(1, layers - stages + 2))[2]
 
 
 def in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:

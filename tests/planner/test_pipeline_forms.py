@@ -13,7 +13,7 @@ from hpc_train.parallel.pipeline.stages import costs, split
 from hpc_train.planner.bubble import bubble
 from hpc_train.planner.from_config import jobs_of
 from hpc_train.planner.jobs import SCHEDULES, Jobs, with_columns
-from hpc_train.planner.stages import in_flight, layers_of
+from hpc_train.planner.stages import in_flight, layers_of, rank_layers
 from hpc_train.schedules.generate import orders
 from hpc_train.schedules.requirements import REQUIREMENTS
 from hpc_train.schedules.simulate import Simulation, Times, simulate
@@ -94,6 +94,27 @@ def test_ours_are_split_as_the_pipeline_splits_them(model: str, ranks: int) -> N
     assert float(told.last) == len(real[-1])
     assert float(told.first) == len(real[0])
     assert max(float(told.first), float(told.middle)) == max(map(len, real[:-1]))
+
+
+@pytest.mark.parametrize("layers", [5, 10, 13, 32])
+@pytest.mark.parametrize(("ranks", "virtual", "v_shaped"), [(2, 1, False), (2, 2, False), (2, 2, True), (4, 2, False)])
+@pytest.mark.parametrize("vocab", [2048, 131072])
+def test_ranks_hold_the_layers_that_the_pipeline_gives_them(
+    layers: int, ranks: int, virtual: int, v_shaped: bool, vocab: int
+) -> None:
+    if layers < ranks * virtual:
+        layers += ranks
+    config = run("model=llama_8b", f"model.layers={layers}", f"model.vocab_size={vocab}", "cluster=dgx_h100")
+    jobs = with_columns(jobs_of(config, 1), pp=ranks, virtual_stages=virtual)
+    real = list(map(len, split(costs(config.model, config.train.sequence_length, layers), ranks * virtual)))
+    last = 2 * ranks - 1
+    held = [
+        sum(real[i] for i in ((rank, last - rank) if v_shaped else range(rank, len(real), ranks)))
+        for rank in range(ranks)
+    ]
+    first, middle, end, stage = map(float, rank_layers(jobs, np.array(v_shaped)))
+    assert (first, end, stage) == (held[0], held[-1], real[-1])
+    assert ranks == 2 or middle == max(held[1:-1])
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage_of_ours_only() -> None:

@@ -78,8 +78,10 @@ class Stage(PipelineStage):
         self.masks.select(fwd_chunk_id)
         with self.timeline.record("F", self.stage_index, fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        if self.is_last and not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id)  # torch would keep the logits of every micro-batch
+        if self.is_last:  # torch would keep the logits of every micro-batch; only its loss is used again
+            _, inputs = self.fwd_cache.pop(fwd_chunk_id)
+            if self.has_backward:
+                self.fwd_cache[fwd_chunk_id] = (), inputs
         return out
 
     def backward_one_chunk(
@@ -89,6 +91,8 @@ class Stage(PipelineStage):
         self.masks.select(bwd_chunk_id)  # for recomputation
         with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and full_backward and not loss._is_view():
+            loss.detach_()  # its graph would keep the stage's input, and that one's gradient, until the end of the step
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See torch."""

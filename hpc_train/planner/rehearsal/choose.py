@@ -27,15 +27,15 @@ def choose(which: str, degrees: Degrees) -> Chosen:
     """which: all, sample, or ranks separated by commas, which are then all stepped.
 
     A sample has one rank of each pipeline rank, and, where placement on the other axes is seen, the last rank of each
-    of them: the parts that do not divide are there. Steps are trained by the first, a middle and the last pipeline
-    rank, whose memory differs. Raises UserError for anything else.
+    of them: the parts that do not divide are there. Steps are trained by the first, the second and the last pipeline
+    rank: of those in the middle the second holds most. Raises UserError for anything else.
     """
     if which not in ("all", "sample"):
         ranks = _given(which, degrees)
         return Chosen(ranks, ranks)
     everybody = which == "all" or degrees.world <= FEW
     built = tuple(range(degrees.world)) if everybody else _sample(degrees)
-    stages = dict.fromkeys((0, degrees.pp // 2, degrees.pp - 1))
+    stages = dict.fromkeys((0, min(1, degrees.pp - 1), degrees.pp - 1))
     return Chosen(built, tuple(rank_at({"pp": stage}, degrees) for stage in stages))
 
 
