@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from hpc_train.cli import make_parser
+from hpc_train.cli.main import make_parser
 from hpc_train.config.reference import KeyReference, default_option, list_keys, options_of
 
 REFERENCE = Path(__file__).parent / "reference"

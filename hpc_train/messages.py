@@ -1,8 +1,7 @@
-"""Encode Python values as bytes that hold no code, for messages between ranks in place of pickles.
+"""Exchange plain Python values between ranks, encoded as bytes that hold no code.
 
-A message is JSON, followed by the raw bytes of arrays. It names only classes that its receiver has listed; each object
-is made by its class's own constructor from its fields. Consecutive objects of one class are sent as columns, so that
-thousands of them cost little more than their numbers.
+torch's own collectives of objects unpickle what comes from the network, which runs whatever code a peer sends. A Codec
+encodes numbers, text, lists, registered dataclasses and NumPy arrays only; the collectives below use it on CPU tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 _HEAD = struct.Struct("<Q")
 _PLAIN = {str, int, float, bool, type(None)}
@@ -85,9 +90,9 @@ class Codec:
         if kind in self._as_text:
             return ["text", kind.__name__, self._as_text[kind][0](value)]
         if kind is np.ndarray:
-            return ["array", value.dtype.str, list(value.shape), _put(np.ascontiguousarray(value), arrays)]
+            return ["array", value.dtype.str, list(value.shape), _append_data(np.ascontiguousarray(value), arrays)]
         if kind is bytes:
-            return ["bytes", len(value), _put(value, arrays)]
+            return ["bytes", len(value), _append_data(value, arrays)]
         if isinstance(value, np.generic):
             return value.item()
         bases: tuple[Any, ...] = (str, int, float, tuple, list, dict)
@@ -103,14 +108,14 @@ class Codec:
             return ["plain", values]
         (kind, *others) = kinds
         if kind is tuple and not others and set(map(type, chain.from_iterable(values))) <= {int}:
-            return _few(values, lambda some: ["tuples of int", some])
+            return _encode_mostly_equal(values, lambda some: ["tuples of int", some])
         if not others and len(values) > _FEW:
             if kind in self._fields:
                 columns = [[getattr(it, name) for it in values] for name in self._fields[kind]]
                 return ["columns", [kind.__name__, [self._row(column, arrays) for column in columns]]]
             if kind in self._as_text:
                 as_text = self._as_text[kind][0]
-                return _few(values, lambda some: ["texts", [kind.__name__, list(map(as_text, some))]])
+                return _encode_mostly_equal(values, lambda some: ["texts", [kind.__name__, list(map(as_text, some))]])
         return ["mixed", [self._plain(it, arrays) for it in values]]
 
     # from JSON
@@ -133,9 +138,9 @@ class Codec:
         if kind == "text":
             return self._of_text[code[1]](code[2])
         if kind == "array":
-            return _array(code[1], code[2], code[3], data)
+            return _read_array(code[1], code[2], code[3], data)
         if kind == "bytes":
-            return bytes(_get(code[1], code[2], data))
+            return bytes(_read_data(code[1], code[2], data))
         raise MessageError("a value of no kind")
 
     def _values(self, how: str, what: Any, data: memoryview) -> list[Any]:
@@ -168,34 +173,84 @@ def _field_names(kind: type) -> list[str]:
     return list(kind._fields)  # type: ignore[attr-defined]
 
 
-def _few(values: Sequence[Any], row: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+def _encode_mostly_equal(values: Sequence[Any], row: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
     """Encode values that are mostly equal as the distinct ones and an index of each; others as they are."""
     index: dict[Any, int] = {}
     of_value = [index.setdefault(it, len(index)) for it in values]
     return row(values) if len(index) * _ALIKE > len(values) else ["few", [row(list(index)), of_value]]
 
 
-def _put(data: Any, arrays: bytearray) -> int:
+def _append_data(data: Any, arrays: bytearray) -> int:
     """Append data to the raw bytes; returns its offset."""
     at = len(arrays)
     arrays += data if type(data) is bytes else data.tobytes()
     return at
 
 
-def _get(size: Any, at: Any, data: memoryview) -> memoryview:
+def _read_data(size: Any, at: Any, data: memoryview) -> memoryview:
     if type(size) is not int or type(at) is not int or not 0 <= at <= at + size <= len(data):
         raise MessageError("raw bytes that are not there")
     return data[at : at + size]
 
 
-def _array(name: Any, shape: Any, at: Any, data: memoryview) -> Any:
+def _read_array(name: Any, shape: Any, at: Any, data: memoryview) -> Any:
     if name not in _DTYPES or not all(type(it) is int and it >= 0 for it in shape):
         raise MessageError("an array of no shape or type")
     dtype, count = np.dtype(name), 1
     for it in shape:
         count *= it
-    return np.frombuffer(_get(count * dtype.itemsize, at, data), dtype=dtype).reshape(shape).copy()
+    return np.frombuffer(_read_data(count * dtype.itemsize, at, data), dtype=dtype).reshape(shape).copy()
 
 
 PLAIN = Codec()
 """Codec for values of plain types only."""
+
+
+T = TypeVar("T")
+
+
+def all_gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T]:
+    """Return the values of all ranks of the group, in rank order. Uses CPU tensors."""
+    message = _tensor(codec.encode(mine))
+    lengths = _lengths(message, group)
+    found = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8))
+    dist.all_gather(found, _padded(message, max(lengths)), group=group)
+    return [codec.decode(it[:length].numpy().tobytes()) for it, length in zip(found, lengths, strict=True)]
+
+
+def gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T] | None:
+    """Return the values of all ranks of the group, in rank order, on rank 0; None on the others."""
+    message = _tensor(codec.encode(mine))
+    lengths = _lengths(message, group)
+    first = dist.get_rank(group) == 0
+    found = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8)) if first else None
+    dist.gather(_padded(message, max(lengths)), found, group_dst=0, group=group)
+    if found is None:
+        return None
+    return [codec.decode(it[:length].numpy().tobytes()) for it, length in zip(found, lengths, strict=True)]
+
+
+def broadcast_value(value: T | None, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> T:
+    """Return rank 0's value on every rank; the values of the others are ignored."""
+    first = dist.get_rank(group) == 0
+    message = _tensor(codec.encode(value) if first else b"")
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, group_src=0, group=group)
+    message = message if first else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(message, group_src=0, group=group)
+    found: T = codec.decode(message.numpy().tobytes())
+    return found
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _padded(message: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(message, (0, length - len(message)))
+
+
+def _lengths(message: Tensor, group: ProcessGroup | None) -> list[int]:
+    found = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
+    dist.all_gather(found, torch.tensor([len(message)]), group=group)
+    return [int(it) for it in found]

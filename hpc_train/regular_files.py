@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-TEXT = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 """Maximum bytes of a text file of a run (metrics, events, markers)."""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -83,7 +83,7 @@ def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
 
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a file of a run, following links. Raises as `open_regular`, and UnicodeDecodeError."""
-    return read_regular(path, TEXT, follow=True).decode("utf-8", errors)
+    return read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8", errors)
 
 
 def read_json(path: Path) -> Any:

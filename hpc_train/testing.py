@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_train.api import RankMap, Task, World
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import RankMap, Task, World
 
 T = TypeVar("T")
 
@@ -167,9 +167,9 @@ def _start(rank: int, ranks: int, folder: str, parallel: ParallelConfig, timeout
 
 
 def _pretend(rank: int, ranks: int, parallel: ParallelConfig) -> World:
-    from hpc_train.compat import pretend_group
-    from hpc_train.config.degrees import resolve
-    from hpc_train.runtime.start import world_of
+    from hpc_train._torch import pretend_group
+    from hpc_train.config.parallel import resolve_degrees
+    from hpc_train.runtime.start import make_world
 
     pretend_group(rank, ranks)
-    return world_of(rank, ranks, 0, torch.device("cpu"), resolve(parallel, ranks))
+    return make_world(rank, ranks, 0, torch.device("cpu"), resolve_degrees(parallel, ranks))

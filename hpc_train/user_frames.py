@@ -67,19 +67,19 @@ def root_cause(error: BaseException) -> BaseException:
     return _from_the_cause(error)[0]
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Format an exception's type and text in one line."""
     text = " ".join(str(error).split())
     shown = text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-def place(frame: traceback.FrameSummary) -> str:
+def format_frame(frame: traceback.FrameSummary) -> str:
     """Format as `file:line, in function`; the file is relative to the current folder if it lies inside."""
     return f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
 
 
-def definition(function: Callable[..., Any]) -> str:
+def find_definition(function: Callable[..., Any]) -> str:
     """Return `file:line` of a function's definition; empty if it has none in a file."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return "" if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno}"

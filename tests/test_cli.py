@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hpc_train import __version__
-from hpc_train.cli import main, make_parser
-from hpc_train.config.compose import compose, from_container
+from hpc_train.cli.main import main, make_parser
+from hpc_train.config.compose import compose, config_from_dict
 
 HEAVY = "{'torch', 'hydra', 'omegaconf', 'numpy', 'h5py', 'submitit', 'rich', 'tensorboard'}"
 
@@ -43,7 +43,7 @@ def test_help_of_every_command(command: tuple[str, ...], capsys: pytest.CaptureF
 def test_help_imports_nothing_heavy() -> None:
     code = f"""
 import sys
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 for command in {list(commands(make_parser()))}:
     try:
         main([*command, "--help"])
@@ -55,7 +55,7 @@ print(sorted({HEAVY} & set(sys.modules)))
 
 
 def test_composing_a_run_does_not_import_torch() -> None:
-    code = "import sys; from hpc_train.cli import main; main(['submit', '--cfg']); print('torch' in sys.modules)"
+    code = "import sys; from hpc_train.cli.main import main; main(['submit', '--cfg']); print('torch' in sys.modules)"
     assert python(code).splitlines()[-1] == "False"
 
 
@@ -81,7 +81,7 @@ def test_what_cfg_prints_is_the_same_config_again(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--cfg", *overrides]) == 0
     printed = OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out))
-    assert from_container(printed) == compose(overrides)  # type: ignore[arg-type]
+    assert config_from_dict(printed) == compose(overrides)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import make_parser
-from hpc_train.completion import completions, script
+from hpc_train.cli.completion import complete_words, completion_script
+from hpc_train.cli.main import make_parser
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
 
 
 def candidates(*words: str) -> list[str]:
-    return completions(make_parser(), words)
+    return complete_words(make_parser(), words)
 
 
 def test_commands_and_their_own_sub_commands() -> None:
@@ -81,7 +81,7 @@ def test_options_of_the_users_own_folder(tmp_path: Path) -> None:
 
 
 def test_every_candidate_key_composes() -> None:
-    from hpc_train.config.compose import compose, to_container
+    from hpc_train.config.compose import compose, config_to_dict
 
     def leaves(node: object, path: str = "") -> set[str]:
         if not isinstance(node, dict) or path in ("launch.extra", "cluster.gpu.peak_tflops"):
@@ -98,12 +98,12 @@ def test_every_candidate_key_composes() -> None:
 
     groups = {*("cluster", "model", "data", "parallel", "optim", "precision", "checkpoint", "launch", "container")}
     groups |= {"experiment"}
-    assert offered() - groups == leaves(to_container(compose()))
+    assert offered() - groups == leaves(config_to_dict(compose()))
 
 
 def test_the_query_imports_neither_torch_nor_hydra() -> None:
     code = (
-        "import sys; from hpc_train.cli import main; main(sys.argv[1:]);"
+        "import sys; from hpc_train.cli.main import main; main(sys.argv[1:]);"
         "print(sorted({'torch', 'hydra', 'numpy'} & set(sys.modules)))"
     )
     words = ["completion", "query", "--", "train", "--cfg", "model=llama_t"]
@@ -140,7 +140,7 @@ def replies(line: str) -> list[str]:
     ],
 )
 def test_bash_gets_the_part_of_a_word_that_it_replaces(line: str, reply: list[str] | None) -> None:
-    from hpc_train.config.options import option_files
+    from hpc_train.config.groups import option_files
 
     assert replies(line) == (list(option_files("model")) if reply is None else reply)
 
@@ -170,10 +170,10 @@ def test_a_tab_in_a_real_terminal() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_a_script_that_asks_for_candidates(shell: str) -> None:
-    assert "completion query -- " in script(shell)
+    assert "completion query -- " in completion_script(shell)
     command = [BIN / "hpc-train", "completion", shell]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == script(shell)
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == completion_script(shell)
 
 
 def test_the_bash_script_is_valid_bash() -> None:
-    subprocess.run(["bash", "-n"], input=script("bash"), text=True, check=True)
+    subprocess.run(["bash", "-n"], input=completion_script("bash"), text=True, check=True)

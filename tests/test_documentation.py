@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import make_parser
+from hpc_train.cli.main import make_parser
+from hpc_train.cli.plan.plan_arguments import joined
 from hpc_train.config.compose import compose
 from hpc_train.config.reference import describe_key, list_keys, related_keys
 from hpc_train.errors import UserError
-from hpc_train.planner.cli import joined
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "modules/README.md")]

@@ -20,16 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpc_train
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import Saver, agreement, newest, resume
-from hpc_train.checkpoint.crew import Sharing
+from hpc_train.checkpoint import Saver, find_newest_verified, resume_from_checkpoint
 from hpc_train.checkpoint.errors import LostRanksError, Problem
-from hpc_train.checkpoint.holdings import gather, held_by
-from hpc_train.checkpoint.image import Row, make_image
-from hpc_train.checkpoint.manifest import Manifest, ShardFile
-from hpc_train.checkpoint.saving import Written
-from hpc_train.collectives import all_gather_values, broadcast_value, gather_values
-from hpc_train.messages import PLAIN, Codec, MessageError
+from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, make_image
+from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
+from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
+from hpc_train.checkpoint.save.save_step import WrittenShard
+from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.messages import PLAIN, Codec, MessageError, all_gather_values, broadcast_value, gather_values
+from hpc_train.runtime import consensus
 from hpc_train.testing import run_ranks
 
 
@@ -161,24 +161,24 @@ def test_a_pickle_from_the_network_is_not_loaded(tmp_path: Path) -> None:
         message = struct.pack("<Q", len(data)) + data
         first = torch.frombuffer(bytearray(message.ljust(1024, b"\0")), dtype=torch.uint8)
         with pytest.raises(LostRanksError):
-            agreement._said(first, torch.empty(0, dtype=torch.uint8))
+            consensus._decode_message(first, torch.empty(0, dtype=torch.uint8))
         with pytest.raises(MessageError):
             PLAIN.decode(data)
     assert not canary.exists()
 
 
 def test_what_is_said_about_checkpoints(tmp_path: Path) -> None:
-    rows = [Row(f"layers.{i}", (8, 4 + i % 3), torch.bfloat16, (4, 0), (4, 4 + i % 3)) for i in range(300)]
-    held = held_by(rows, make_image(rows))
+    rows = [DatasetRow(f"layers.{i}", (8, 4 + i % 3), torch.bfloat16, (4, 0), (4, 4 + i % 3)) for i in range(300)]
+    held = make_file_layout(rows, make_image(rows))
     file = ShardFile("shards/000/000000.h5", 5, "xxh3_64:0", None, 7)
-    manifest = Manifest(3, 1, 1, gather([held]), (file,), {"a": [1, {"b": None}]})
+    manifest = Manifest(3, 1, 1, gather_layouts([held]), (file,), {"a": [1, {"b": None}]})
     for value in (
-        Written(((file, held), (file, None)), False, "w", 0.5),
-        agreement.Failure("x", True),
+        WrittenShard(((file, held), (file, None)), False, "w", 0.5),
+        consensus.RemoteFailure("x", True),
         Problem("f", "w"),
     ):
-        assert agreement.codec().decode(agreement.codec().encode(value)) == value
-    path, found = agreement.codec().decode(agreement.codec().encode((tmp_path, manifest)))
+        assert consensus.make_codec().decode(consensus.make_codec().encode(value)) == value
+    path, found = consensus.make_codec().decode(consensus.make_codec().encode((tmp_path, manifest)))
     assert (path, found.to_bytes()) == (tmp_path, manifest.to_bytes())
 
 
@@ -219,16 +219,18 @@ def _saved_and_resumed(world: World, folder: str) -> list[str]:
         raise AssertionError("unpickled")
 
     with patch("pickle.loads", refused), patch("torch.distributed.distributed_c10d._tensor_to_object", refused):
-        for sharing in (Sharing(), Sharing(ranks_per_file=0, writers_per_node=1)):
+        for sharing in (WriterSharing(), WriterSharing(ranks_per_file=0, writers_per_node=1)):
             saver = Saver(Path(folder) / str(sharing.ranks_per_file), world, sharing=sharing)
             for step in (1, 2):
                 state = torch.full((3,), float(step))
-                saver.save(step, [Piece("w", (9,), state.dtype, (3 * world.rank,), state)], {"step": step}).result(60)
-            whole = Piece("w", (9,), torch.float32, (0,), torch.zeros(9), replica=world.rank)
-            found = resume(saver.directory, "auto", [whole], world)
+                saver.save(
+                    step, [TensorShard("w", (9,), state.dtype, (3 * world.rank,), state)], {"step": step}
+                ).result(60)
+            whole = TensorShard("w", (9,), torch.float32, (0,), torch.zeros(9), replica=world.rank)
+            found = resume_from_checkpoint(saver.directory, "auto", [whole], world)
             assert found is not None
             assert whole.local.tolist() == [2.0] * 9
-            assert newest(saver.directory, world) == 2
+            assert find_newest_verified(saver.directory, world) == 2
     return sorted(it.name for it in Path(folder).iterdir())
 
 

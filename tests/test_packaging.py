@@ -45,7 +45,7 @@ def test_wheel_has_every_module_and_conf_file(dist: Path) -> None:
 def test_source_distribution_builds_the_same_wheel(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "conf/config.yaml", "hpc_train/cli.py"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "conf/config.yaml", "hpc_train/cli/main.py"} <= names
 
 
 def test_version_is_in_one_place(dist: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.api import World
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 
 

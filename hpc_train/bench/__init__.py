@@ -1,1 +1,5 @@
-"""What a user of a machine measures first: here, the training step against a loop written by hand."""
+"""Benchmarks: what a user of a machine measures, one module a benchmark.
+
+A module NAME.py starts the benchmark and needs no torch; NAME_rank.py runs in each rank. local_ranks.py starts
+ranks on this machine, rounds.py times several sides in interleaved rounds.
+"""

@@ -1,31 +1,37 @@
 """`hpc-train bench overlap`: how much of tensor parallelism's communication the asynchronous kind hides, in seconds.
 
-Two ranks in two network namespaces compute a column- and a row-parallel layer, forward and backward, over a link that
-is slow enough to matter. What counts is the exposed wait: a step's time less that of its products alone.
+Two ranks in two network namespaces compute a column- and a row-parallel layer, forward and backward, over a link
+that is slow enough to matter. What counts is the exposed wait: the time of a step less that of its products
+alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpc_train.bench.link import INTERFACE, start_apart, stop
-from hpc_train.bench.local import leaving_when_told, wait
+from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
 from hpc_train.errors import EXIT_DONE, UserError
 
 RANKS = 2
-MEASURED = "measured.json"
+MEASURED_FILE = "measured.json"
 """File in which rank 0 leaves what it measured."""
 
 
 @dataclass(frozen=True)
-class Options:
+class OverlapOptions:
     """What is measured; every size in numbers of elements."""
 
     rounds: int
@@ -47,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OverlapMeasurement:
     """What the ranks report."""
 
     mbit_per_second: float
@@ -60,7 +66,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Way:
+class OverlapKind:
     """One of the two kinds; seconds a step, medians over rounds."""
 
     step_seconds: float
@@ -76,18 +82,18 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Result:
+class OverlapResult:
     """What `bench overlap --json` prints."""
 
-    options: Options
+    options: OverlapOptions
     mbit_per_second: float
     """Of the link, in each direction."""
     link_bytes: int
     """What a rank has to send in a step."""
     compute_seconds: float
     """The products and copies of a step alone, median over rounds."""
-    synchronous: Way
-    asynchronous: Way
+    synchronous: OverlapKind
+    asynchronous: OverlapKind
     cpus: int
     load_average: float
     """Of the last minute, at the end: above `cpus`, others had a part of the machine."""
@@ -96,20 +102,20 @@ class Result:
         return json.dumps(asdict(self), indent=1)
 
 
-def overlap_command(options: Options, as_json: bool) -> int:
+def overlap_command(options: OverlapOptions, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError where a namespace or a link cannot be made."""
-    _check(options)
-    with leaving_when_told(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
+    _check_options(options)
+    with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
         code = _run_ranks(options, folder)
         if code:
             return code
-        measured = Measured(**json.loads((Path(folder) / MEASURED).read_text()))
-    result = summarise(options, measured)
-    print(result.to_json() if as_json else text(result))
+        measured = OverlapMeasurement(**json.loads((Path(folder) / MEASURED_FILE).read_text()))
+    result = summarize_overlap(options, measured)
+    print(result.to_json() if as_json else format_overlap(result))
     return EXIT_DONE
 
 
-def _check(options: Options) -> None:
+def _check_options(options: OverlapOptions) -> None:
     for name, least in (("rounds", 2), ("steps", 1), ("hidden", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name} {getattr(options, name)}: must be at least {least}")
@@ -121,35 +127,35 @@ def _check(options: Options) -> None:
             raise UserError(f"--{name} {value}: must be above 0")
 
 
-def _run_ranks(options: Options, folder: str) -> int:
+def _run_ranks(options: OverlapOptions, folder: str) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "GLOO_SOCKET_IFNAME": INTERFACE}
     base = [sys.executable, "-m", "hpc_train.bench.overlap_rank"]
     commands = [[*base, str(rank), json.dumps(asdict(options)), folder] for rank in range(RANKS)]
-    processes = start_apart(commands, environment)
+    processes = start_in_namespaces(commands, environment)
     try:
-        return wait(processes)
+        return wait_for_ranks(processes)
     finally:
-        stop(processes)
+        stop_processes(processes)
 
 
-def summarise(options: Options, measured: Measured) -> Result:
+def summarize_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
     """From rounds to medians; the exposed wait is a median of differences, so that a slow round cancels."""
-    return Result(
+    return OverlapResult(
         options=options,
         mbit_per_second=measured.mbit_per_second,
         link_bytes=measured.link_bytes,
         compute_seconds=float(np.median(measured.seconds["compute_alone"])),
-        synchronous=_way(measured, "synchronous", "collectives_alone"),
-        asynchronous=_way(measured, "asynchronous", "ring_alone"),
+        synchronous=_summarize_kind(measured, "synchronous", "collectives_alone"),
+        asynchronous=_summarize_kind(measured, "asynchronous", "ring_alone"),
         cpus=os.cpu_count() or 1,
         load_average=os.getloadavg()[0],
     )
 
 
-def _way(measured: Measured, name: str, alone: str) -> Way:
+def _summarize_kind(measured: OverlapMeasurement, name: str, alone: str) -> OverlapKind:
     step, communication = np.array(measured.seconds[name]), float(np.median(measured.seconds[alone]))
     low, exposed, high = np.quantile(step - np.array(measured.seconds["compute_alone"]), (0.25, 0.5, 0.75))
-    return Way(
+    return OverlapKind(
         step_seconds=float(np.median(step)),
         communication_seconds=communication,
         exposed_seconds=float(exposed),
@@ -159,7 +165,7 @@ def _way(measured: Measured, name: str, alone: str) -> Way:
     )
 
 
-def text(result: Result) -> str:
+def format_overlap(result: OverlapResult) -> str:
     """The result for a person."""
     options, plain, overlapping = result.options, result.synchronous, result.asynchronous
     lines = [
@@ -169,16 +175,111 @@ def text(result: Result) -> str:
         f"link {result.mbit_per_second:.0f} Mbit/s, {result.link_bytes / 2**20:.1f} MiB a rank and step; "
         f"compute {result.compute_seconds * 1e3:.1f} ms",
         f"{'':12} {'step ms':>9} {'alone ms':>9} {'exposed ms (quartiles)':>27} {'hidden':>7} {'sent MiB':>9}",
-        _line("synchronous", plain),
-        _line("asynchronous", overlapping),
+        _format_kind("synchronous", plain),
+        _format_kind("asynchronous", overlapping),
     ]
     return "\n".join(lines)
 
 
-def _line(name: str, way: Way) -> str:
+def _format_kind(name: str, way: OverlapKind) -> str:
     low, high = (f"{seconds * 1e3:.1f}" for seconds in way.exposed_quartiles)
     exposed = f"{way.exposed_seconds * 1e3:.1f} ({low} - {high})"
     return (
         f"{name:12} {way.step_seconds * 1e3:9.1f} {way.communication_seconds * 1e3:9.1f} {exposed:>27} "
         f"{way.hidden:7.0%} {way.sent_bytes / 2**20:9.2f}"
     )
+
+
+INTERFACE = "link0"
+"""Name of the link's end in either namespace."""
+_ADDRESSES = ("10.77.0.1/30", "10.77.0.2/30")
+_FRAME = "9000"
+"""Bytes of a jumbo frame: what cuts packets here is a CPU that a network card would leave to the products."""
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def start_in_namespaces(
+    commands: Sequence[Sequence[str]], environment: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    """Start two commands, each in its own network namespace, and link these; a line on stdin says when that is done.
+
+    Raises UserError where this process may not do that or has no iproute2.
+    """
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise UserError(f"bench overlap: needs `{tool}`, which is not here; install iproute2")
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in commands:
+            processes.append(_start_process(command, environment))
+        first, second = (str(process.pid) for process in processes)
+        ends = ["name", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second]
+        _run_command("ip", "link", "add", *ends)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+    except BaseException:
+        stop_processes(processes)
+        raise
+    return processes
+
+
+def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes, and with them their namespaces."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def configure_link(index: int) -> None:
+    """Called in a namespace: give its end of the link the address of process `index`."""
+    _run_command("ip", "address", "add", _ADDRESSES[index], "dev", INTERFACE)
+    for device, mtu in (("lo", "65536"), (INTERFACE, _FRAME)):
+        _run_command("ip", "link", "set", device, "mtu", mtu, "up")
+
+
+def limit_rate(mbit_per_second: float) -> None:
+    """Called in a namespace: limit what it sends to a rate, by a token bucket."""
+    bits = max(1, round(mbit_per_second * 1e6))
+    burst = max(1 << 16, bits // 8 // 250)  # what may go out between two ticks of a slow kernel clock
+    bucket = ["rate", f"{bits}bit", "burst", str(burst), "latency", "100ms"]
+    _run_command("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
+
+
+def count_sent_bytes() -> int:
+    """Called in a namespace: what it has sent over the link so far, with the headers of every protocol."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    raise AssertionError(f"no {INTERFACE} in this namespace")
+
+
+def _start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def leave_network() -> None:
+        if libc.unshare(_NEW_NETWORK) or libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL):
+            raise OSError(ctypes.get_errno(), "unshare")
+
+    try:
+        # preexec_fn is safe: this process has no other threads.
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, preexec_fn=leave_network)
+    except subprocess.SubprocessError:
+        raise UserError(
+            "bench overlap: this process may not make a network namespace, which takes root; try `unshare --user "
+            "--map-root-user --net hpc-train bench overlap`"
+        ) from None
+
+
+def _run_command(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().replace("\n", "; ")
+        raise UserError(f"bench overlap: `{' '.join(command)}` failed: {said}")

@@ -1,87 +1,196 @@
-"""One rank of `bench overlap`, in its own network namespace: joins the other over the link and measures."""
+"""One rank of `bench overlap`, in its own network namespace: joins the other over the link and measures.
+
+The sides are one pair of layers, column-parallel then row-parallel, computed in several ways.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpc_train.bench import overlap_sides
-from hpc_train.bench.link import bring_up, limit, sent_bytes
-from hpc_train.bench.overlap import MEASURED, RANKS, Measured, Options
-from hpc_train.bench.overlap_sides import Pair, Steps, make_pair
-from hpc_train.bench.rounds import Side, begin, take_rounds
+from hpc_train.bench.overlap import (
+    MEASURED_FILE,
+    RANKS,
+    OverlapMeasurement,
+    OverlapOptions,
+    configure_link,
+    count_sent_bytes,
+    limit_rate,
+)
+from hpc_train.bench.rounds import Side, time_rounds, warm_up_side
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.parallel.tensor.layers import TensorAxis, make_column_products, make_row_product
+from hpc_train.parallel.tensor.ring_matmul import MatmulRing, circulate_shards, reduce_products
 
-_CALIBRATING = 9
+Steps = Iterator[float]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """This rank's part of the layers and of their input; out = (x up^T) down^T, positions split before and after."""
+
+    axis: TensorAxis
+    x: Tensor
+    """(1, T / ranks, hidden)"""
+    up: Tensor
+    """(feed_forward / ranks, hidden)"""
+    down: Tensor
+    """(hidden, feed_forward / ranks)"""
+
+    @property
+    def ring(self) -> MatmulRing:
+        """The way round of the asynchronous side."""
+        return MatmulRing(self.axis.group)
+
+    @property
+    def link_bytes(self) -> int:
+        """What a rank has to send in a step: a gather and a scatter forward, and the same backward."""
+        return 4 * (self.axis.size - 1) * self.x.nbytes
+
+
+def make_layer_pair(mesh: DeviceMesh, tokens: int, hidden: int, feed_forward: int) -> LayerPair:
+    """In float32; the ranks hold different values."""
+    torch.manual_seed(mesh.get_local_rank())
+    ranks = mesh.size()
+    sizes = (1, tokens // ranks, hidden), (feed_forward // ranks, hidden), (hidden, feed_forward // ranks)
+    x, up, down = (torch.randn(size).div_(size[-1] ** 0.5).requires_grad_() for size in sizes)
+    return LayerPair(TensorAxis(mesh, sequence=True), x, up, down)
+
+
+def synchronous(pair: LayerPair) -> Steps:
+    """All-gather, products, reduce-scatter, each when the one before it is done: the plain plan."""
+    return _training(lambda: _make_layers(pair, asynchronous=False), pair)
+
+
+def asynchronous(pair: LayerPair) -> Steps:
+    """Chunks multiplied while others travel."""
+    return _training(lambda: _make_layers(pair, asynchronous=True), pair)
+
+
+def compute_alone(pair: LayerPair) -> Steps:
+    """The same products and copies with what this rank has; nothing travels, so its numbers are not the others'."""
+    return _training(lambda: _without_peers(pair), pair)
+
+
+def collectives_alone(pair: LayerPair) -> Steps:
+    """What the synchronous side sends, with nothing to compute."""
+    part = pair.x.detach().repeat(1, pair.axis.size, 1)
+    while True:
+        for _ in range(2):
+            pair.axis.gather(pair.x.detach())
+            pair.axis.scatter(part)
+        yield 0.0
+
+
+def ring_alone(pair: LayerPair) -> Steps:
+    """What the asynchronous side sends, with nothing to compute."""
+    shards = pair.x.detach().repeat(pair.axis.size, 1, 1)
+    total = torch.empty_like(shards[0])
+    while True:
+        for _ in range(2):
+            for _ in circulate_shards(shards, pair.ring):
+                pass
+            reduce_products(lambda place: shards[place].clone(), total, pair.ring)
+        yield 0.0
+
+
+def _training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
+    """Forward and backward; the number is made of the output and of every gradient."""
+    leaves = (pair.x, pair.up, pair.down)
+    while True:
+        out = forward()
+        out.backward(out.detach())  # type: ignore[no-untyped-call]
+        found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        assert len(found) == len(leaves)
+        number = float(sum(tensor[..., :8].detach().abs().sum() for tensor in (out, *found)))
+        for leaf in leaves:
+            leaf.grad = None
+        yield number
+
+
+def _make_layers(pair: LayerPair, asynchronous: bool) -> Tensor:
+    """As the tensor pass makes them."""
+    (inner,) = make_column_products(pair.axis, asynchronous)(pair.x, [pair.up])
+    return make_row_product(pair.axis, asynchronous)(inner, pair.down)
+
+
+def _without_peers(pair: LayerPair) -> Tensor:
+    whole = pair.x.repeat(1, pair.axis.size, 1)
+    return F.linear(F.linear(whole, pair.up), pair.down).chunk(pair.axis.size, 1)[0]
+
+
+_CALIBRATION_STEPS = 9
 """Steps of the compute alone whose median sets the rate of the link."""
-_AGREE = 1e-4
+_LOSS_TOLERANCE = 1e-4
 """Relative difference of float32 sums in another order."""
-_COUNTING = 2
+_COUNTED_STEPS = 2
 """Steps over which bytes are counted."""
 
 
-def main(rank: int, options: Options, folder: Path) -> int:
+def main(rank: int, options: OverlapOptions, folder: Path) -> int:
     """Measure and leave the result in `folder`. Waits first for a line on stdin that says that the link is there."""
     sys.stdin.readline()
     try:
-        bring_up(rank)
+        configure_link(rank)
         torch.set_num_threads(options.threads)
         store = dist.FileStore(str(folder / "store"), RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        measured = measure(options)
+        measured = measure_overlap(options)
     except UserError as error:
         if rank == 0:  # the other has the same to say
             print(f"hpc-train: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     if rank == 0:
-        (folder / MEASURED).write_text(json.dumps(asdict(measured)))
+        (folder / MEASURED_FILE).write_text(json.dumps(asdict(measured)))
     dist.destroy_process_group()
     return EXIT_DONE
 
 
-def measure(options: Options) -> Measured:
+def measure_overlap(options: OverlapOptions) -> OverlapMeasurement:
     """Seconds and bytes of every side, with the link at the rate that makes communication comparable to compute."""
-    pair = make_pair(init_device_mesh("cpu", (RANKS,)), options.tokens, options.hidden, options.feed_forward)
-    compute = _side(pair, overlap_sides.compute_alone)
-    rate = options.rate or _rate(pair, compute, options.ratio)
+    pair = make_layer_pair(init_device_mesh("cpu", (RANKS,)), options.tokens, options.hidden, options.feed_forward)
+    compute = _warm_up(pair, compute_alone)
+    rate = options.rate or _link_rate(pair, compute, options.ratio)
     dist.barrier()
-    limit(rate)
-    plain, overlapping = (_side(pair, way) for way in (overlap_sides.synchronous, overlap_sides.asynchronous))
-    assert abs(plain.first_loss - overlapping.first_loss) <= _AGREE * plain.first_loss, "the two ways differ"
-    sent = {side.name: _sent(side) for side in (plain, overlapping)}
-    alone = [_side(pair, way) for way in (overlap_sides.collectives_alone, overlap_sides.ring_alone)]
+    limit_rate(rate)
+    plain, overlapping = (_warm_up(pair, way) for way in (synchronous, asynchronous))
+    assert abs(plain.first_loss - overlapping.first_loss) <= _LOSS_TOLERANCE * plain.first_loss, "the two ways differ"
+    sent = {side.name: _bytes_per_step(side) for side in (plain, overlapping)}
+    alone = [_warm_up(pair, way) for way in (collectives_alone, ring_alone)]
     sides = [compute, plain, overlapping, *alone]
-    wall = take_rounds(sides, options.rounds, options.steps).wall
+    wall = time_rounds(sides, options.rounds, options.steps).wall
     seconds = {side.name: wall[:, index].tolist() for index, side in enumerate(sides)}
-    return Measured(rate, pair.link_bytes, sent, seconds)
+    return OverlapMeasurement(rate, pair.link_bytes, sent, seconds)
 
 
-def _side(pair: Pair, way: Callable[[Pair], Steps]) -> Side:
-    return begin(way.__name__, lambda: way(pair))
+def _warm_up(pair: LayerPair, way: Callable[[LayerPair], Steps]) -> Side:
+    return warm_up_side(way.__name__, lambda: way(pair))
 
 
-def _rate(pair: Pair, compute: Side, ratio: float) -> float:
+def _link_rate(pair: LayerPair, compute: Side, ratio: float) -> float:
     """Mbit/s at which a step's bytes take `ratio` times its compute; the same on every rank."""
-    seconds = take_rounds([compute], _CALIBRATING, 1).wall
+    seconds = time_rounds([compute], _CALIBRATION_STEPS, 1).wall
     return pair.link_bytes * 8e-6 / (ratio * float(np.median(seconds)))
 
 
-def _sent(side: Side) -> int:
+def _bytes_per_step(side: Side) -> int:
     """Bytes that a step of this rank puts on the link."""
     dist.barrier()
-    before = sent_bytes()
-    for _ in range(_COUNTING):
+    before = count_sent_bytes()
+    for _ in range(_COUNTED_STEPS):
         next(side.steps)
-    return (sent_bytes() - before) // _COUNTING
+    return (count_sent_bytes() - before) // _COUNTED_STEPS
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Options(**json.loads(sys.argv[2])), Path(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1]), OverlapOptions(**json.loads(sys.argv[2])), Path(sys.argv[3])))

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from hpc_train.collectives import all_gather_values
+from hpc_train.messages import all_gather_values
 
 Samples = npt.NDArray[np.float64]
-WARM_UP = 2
+WARM_UP_STEPS = 2
 """Steps of a side before anything is timed; the first makes buffers and gradients, the second reuses them."""
 
 
@@ -34,7 +34,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Timings:
+class RoundTimings:
     """Seconds a step of every round and side, (rounds, sides)."""
 
     wall: Samples
@@ -43,26 +43,26 @@ class Timings:
     """CPU time of all threads of all ranks."""
 
 
-def begin(name: str, make: Callable[[], Iterator[float]]) -> Side:
+def warm_up_side(name: str, make: Callable[[], Iterator[float]]) -> Side:
     """Make a side and take its warm-up steps."""
     before = _resident_mib()
     steps = make()
-    losses = [next(steps) for _ in range(WARM_UP)]
-    return Side(name, steps, float(np.mean(_gathered(losses[0]))), float(_gathered(_resident_mib() - before)[0]))
+    losses = [next(steps) for _ in range(WARM_UP_STEPS)]
+    return Side(name, steps, float(np.mean(_gather(losses[0]))), float(_gather(_resident_mib() - before)[0]))
 
 
-def take_rounds(sides: list[Side], rounds: int, steps: int) -> Timings:
+def time_rounds(sides: list[Side], rounds: int, steps: int) -> RoundTimings:
     """Time `rounds` rounds of `steps` steps of each side, every second one in reverse order: A B C, C B A, ..."""
     seconds = np.zeros((rounds, len(sides), 2))
     for number in range(rounds):
         forward = range(len(sides))
         for index in forward if number % 2 == 0 else reversed(forward):
-            seconds[number, index] = _timed(sides[index].steps, steps)
-    ranks = _gathered(seconds)
-    return Timings(wall=ranks[..., 0].max(axis=0), cpu=ranks[..., 1].sum(axis=0))
+            seconds[number, index] = _time_steps(sides[index].steps, steps)
+    ranks = _gather(seconds)
+    return RoundTimings(wall=ranks[..., 0].max(axis=0), cpu=ranks[..., 1].sum(axis=0))
 
 
-def _timed(side: Iterator[float], steps: int) -> tuple[float, float]:
+def _time_steps(side: Iterator[float], steps: int) -> tuple[float, float]:
     """(wall, CPU) seconds a step of this rank; each step ends when its loss is known, on a GPU too."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -71,7 +71,7 @@ def _timed(side: Iterator[float], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
 
 
-def _gathered(mine: float | Samples) -> Samples:
+def _gather(mine: float | Samples) -> Samples:
     """Every rank's value, in rank order."""
     return np.array(all_gather_values(mine))
 

@@ -1,21 +1,26 @@
-"""`hpc-train bench step`: our training step against the loop that a person writes, in one process group."""
+"""`hpc-train bench step`: our training step against the loop that a person writes, in one process group.
+
+Also the seconds of the start-up by part, from the start of the process on.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from hpc_train.bench.startup import StartUp
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from hpc_train.runtime.identity import Identity, identify
+from hpc_train.runtime.identity import ProcessIdentity, identify_process
 
-_UNTIMED = ("train.eval_every=0", "checkpoint.resume=never")
+_UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
 """Evaluation and checkpoints are no part of a step."""
 
 
-def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
+def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
     """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
 
     peers: every strategy of ours and the libraries it competes with, in place of one strategy and hand-written loops.
@@ -23,9 +28,9 @@ def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bo
     for name, value, least in (("rounds", rounds, 2), ("steps", steps, 1)):
         if value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
-    startup = StartUp()
-    me = identify(os.environ)
-    config = compose([*overrides, *_UNTIMED])
+    startup = StartupTimer()
+    me = identify_process(os.environ)
+    config = compose([*overrides, *_UNTIMED_OVERRIDES])
     startup.mark("python and configuration")
     if me is None:
         options = ["--rounds", str(rounds), "--steps", str(steps), *(["--json"] if as_json else [])]
@@ -33,8 +38,8 @@ def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bo
         return _start_ranks(config, ["bench", "step", *overrides, *options])
     try:
         if peers:
-            return _peers_as_rank([*overrides, *_UNTIMED], me, rounds, steps, as_json)
-        return _as_rank(config, me, rounds, steps, as_json, startup)
+            return _measure_peers([*overrides, *_UNTIMED_OVERRIDES], me, rounds, steps, as_json)
+        return _measure_step(config, me, rounds, steps, as_json, startup)
     except UserError:
         if me.process == 0:
             raise
@@ -42,38 +47,59 @@ def bench_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bo
 
 
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
-    from hpc_train.bench.local import run_as_ranks
-    from hpc_train.launch.local import local_ranks, threads_of
-    from hpc_train.launch.train import check_run
+    from hpc_train.bench.local_ranks import run_local_ranks
+    from hpc_train.launch.freeze import check_run
+    from hpc_train.launch.local.rank_pool import local_rank_count, threads_per_rank
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: bench runs where it is started; use srun hpc-train bench step")
-    ranks = local_ranks(config)
+    ranks = local_rank_count(config)
     check_run(config, ranks)
-    return run_as_ranks(command, ranks, threads_of(config, ranks))
+    return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
 
 
-def _as_rank(config: RunConfig, me: Identity, rounds: int, steps: int, as_json: bool, startup: StartUp) -> int:
+def _measure_step(
+    config: RunConfig, me: ProcessIdentity, rounds: int, steps: int, as_json: bool, startup: StartupTimer
+) -> int:
     import torch  # noqa: F401  its import is a part of the start-up by itself
 
     startup.mark("import torch")
-    from hpc_train.bench.measure import measure
+    from hpc_train.bench.step_rank import measure_step
 
     startup.mark("import the rest")
-    result = measure(config, rounds, steps, startup)
+    result = measure_step(config, rounds, steps, startup)
     if me.process == 0:
-        from hpc_train.bench.table import show
+        from hpc_train.bench.step_table import print_step_result
 
-        print(result.to_json()) if as_json else show(result)
+        print(result.to_json()) if as_json else print_step_result(result)
     return EXIT_DONE
 
 
-def _peers_as_rank(overrides: list[str], me: Identity, rounds: int, steps: int, as_json: bool) -> int:
-    from hpc_train.bench.against import measure_peers
+def _measure_peers(overrides: list[str], me: ProcessIdentity, rounds: int, steps: int, as_json: bool) -> int:
+    from hpc_train.bench.step_peers import measure_peers
 
     result = measure_peers(overrides, rounds, steps)
     if me.process == 0:
-        from hpc_train.bench.peer_table import show
+        from hpc_train.bench.step_table import print_peer_result
 
-        print(result.to_json()) if as_json else show(result)
+        print(result.to_json()) if as_json else print_peer_result(result)
     return EXIT_DONE
+
+
+@dataclass
+class StartupTimer:
+    """`mark` ends a part; the first one began with the process, before any line of Python ran."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part, in the order of time."""
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark belongs to `part`."""
+        self.parts[part] = process_age() - sum(self.parts.values())
+
+
+def process_age() -> float:
+    """Seconds since the kernel started this process, to a clock tick (proc(5), field `starttime` of stat)."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
+    ticks = int(after_name.split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -16,7 +16,7 @@ class UnreadableError(CheckpointError):
     """The file system does not give a file that is there: it may do so later, so this is not damage."""
 
 
-class ToldError(CheckpointError):
+class RemoteError(CheckpointError):
     """What was agreed on after a rank had it; the text names the rank."""
 
 
@@ -41,7 +41,7 @@ class Problem:
         return f"{self.file}: {tensor}{self.what}{offset}"
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """The text of an error in one line; the cause alone where HDF5 wraps an error of the operating system."""
     text = " ".join(str(error).split())
     cause = _HDF5_CAUSE.search(text)

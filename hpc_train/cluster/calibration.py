@@ -11,11 +11,11 @@ from typing import Any
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_json
 
-VERSION = 1
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Constants:
+class LevelConstants:
     """Hockney's model of one level of the fabric: a message of n bytes takes latency + n / bandwidth."""
 
     level: str
@@ -27,7 +27,7 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMeasurement:
     """What `bench gemm` measured of one rank's device."""
 
     name: str
@@ -39,7 +39,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Residual:
+class StepResidual:
     """What a run of the cluster took that the planner's constants do not explain (planner.discrepancy)."""
 
     settings: dict[str, float]
@@ -57,14 +57,14 @@ class Calibration:
     """gloo, nccl or mpi."""
     date: str
     """ISO 8601, UTC."""
-    levels: tuple[Constants, ...]
-    device: Device | None = None
+    levels: tuple[LevelConstants, ...]
+    device: DeviceMeasurement | None = None
     planner: dict[str, float] = field(default_factory=dict)
     """Constants of planner.constants that the cluster's own runs have moved, by name."""
-    residuals: tuple[Residual, ...] = ()
+    residuals: tuple[StepResidual, ...] = ()
     """Of these runs."""
 
-    def of(self, level: str) -> Constants | None:
+    def of(self, level: str) -> LevelConstants | None:
         """The constants of a level, if it was measured."""
         return next((it for it in self.levels if it.level == level), None)
 
@@ -72,7 +72,7 @@ class Calibration:
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write it as JSON; an existing file is replaced at once or not at all."""
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=1) + "\n")
+    beside.write_text(json.dumps({"version": FORMAT_VERSION, **asdict(calibration)}, indent=1) + "\n")
     beside.replace(path)
 
 
@@ -80,9 +80,9 @@ def read_calibration(path: Path) -> Calibration:
     """Raises UserError, one line, for a file that is not a calibration."""
     try:
         content = read_json(path)
-        if content.pop("version") != VERSION:
+        if content.pop("version") != FORMAT_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench collectives` again")
-        levels = tuple(Constants(str(it["level"]), *_numbers(it)) for it in content["levels"])
+        levels = tuple(LevelConstants(str(it["level"]), *_numbers(it)) for it in content["levels"])
         device = _device(content["device"]) if content.get("device") else None
         planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
@@ -94,16 +94,16 @@ def read_calibration(path: Path) -> Calibration:
         raise UserError(f"{path}: not a calibration as `hpc-train bench collectives` writes it") from None
 
 
-def _residual(entry: dict[str, Any]) -> Residual:
-    found = Residual({str(name): float(it) for name, it in entry["settings"].items()}, float(entry["weight"]))
+def _residual(entry: dict[str, Any]) -> StepResidual:
+    found = StepResidual({str(name): float(it) for name, it in entry["settings"].items()}, float(entry["weight"]))
     if not all(0 < it < float("inf") for it in found.settings.values()) or not abs(found.weight) < float("inf"):
         raise ValueError
     return found
 
 
-def _device(content: dict[str, Any]) -> Device:
+def _device(content: dict[str, Any]) -> DeviceMeasurement:
     tflops = {str(name): float(value) for name, value in content["tflops"].items()}
-    found = Device(str(content["name"]), tflops, float(content["memory_gb_s"]))
+    found = DeviceMeasurement(str(content["name"]), tflops, float(content["memory_gb_s"]))
     if not all(0 < value < float("inf") for value in (*tflops.values(), found.memory_gb_s)):
         raise ValueError
     return found

@@ -14,7 +14,7 @@ _SHARED = frozenset(
 
 
 @dataclass(frozen=True)
-class FileSystem:
+class MountedFileSystem:
     """One line of the mount table."""
 
     kind: str
@@ -30,34 +30,36 @@ class FileSystem:
         return self.kind in _SHARED
 
 
-def filesystem_of(path: Path, mounts: str | None = None) -> FileSystem | None:
+def find_filesystem(path: Path, mounts: str | None = None) -> MountedFileSystem | None:
     """The file system that a path is on, or would be on if it existed; None if no mount holds it.
 
     mounts: a mount table as /proc/self/mounts has it; this process's own by default.
     """
     if mounts is None:
-        mounts = _own_mounts()
+        mounts = _read_own_mounts()
     place, best = path.resolve(), None
-    for found in mount_table(mounts):
+    for found in read_mount_table(mounts):
         longer = best is None or len(Path(found.mount).parts) >= len(Path(best.mount).parts)
         if longer and place.is_relative_to(found.mount):
             best = found
     return best
 
 
-def mount_table(mounts: str) -> list[FileSystem]:
+def read_mount_table(mounts: str) -> list[MountedFileSystem]:
     """Every mount, in the order in which they were made; lines that are no mounts are left out."""
     rows = [line.split() for line in mounts.split("\n")]
-    return [FileSystem(_SAME.get(it[2], it[2]), _plain(it[1]), _plain(it[0])) for it in rows if len(it) >= 3]
+    return [
+        MountedFileSystem(_SAME.get(it[2], it[2]), _unescape(it[1]), _unescape(it[0])) for it in rows if len(it) >= 3
+    ]
 
 
-def _own_mounts() -> str:
+def _read_own_mounts() -> str:
     try:
         return Path("/proc/self/mounts").read_text(errors="replace")
     except OSError:
         return ""
 
 
-def _plain(text: str) -> str:
+def _unescape(text: str) -> str:
     r"""The kernel writes a space as \040."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda it: chr(int(it[1], 8)), text)

@@ -7,9 +7,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_train.cluster.pci import PciPath, address
 from hpc_train.cluster.spec import Nic
-from hpc_train.cluster.sysfs import entries, numa_of, number, path_of, text
+from hpc_train.cluster.sysfs import (
+    PciPath,
+    find_numa_node,
+    find_pci_path,
+    get_pci_address,
+    list_entries,
+    read_number,
+    read_text,
+)
 
 _LAYERS = {"infiniband": "infiniband", "ethernet": "ethernet"}
 _ETHERNET = 1
@@ -24,45 +31,45 @@ class LocalNic:
     path: PciPath
 
 
-def local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:
+def read_local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:
     """Physical NICs: RDMA devices first, then Slingshot, then the Ethernet that is none of them.
 
     A network interface of a PCI device that is also an RDMA device is the same NIC. Virtual devices and virtual
     functions beside their physical one are left out.
     """
     found: list[LocalNic] = []
-    for kind in (_rdma, _slingshot, _ethernet):
+    for kind in (_list_rdma_nics, _list_slingshot_nics, _list_ethernet_nics):
         known = {it.path for it in found if it.path}
         found += [it for it in kind(root) if it.path not in known]
     return tuple(LocalNic(replace(it.nic, id=f"NIC{n}"), it.path) for n, it in enumerate(found))
 
 
-def bonds(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
+def read_bonds(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
     """Bonded interface -> the interfaces that it is made of."""
-    found = {it.name: text(it / "bonding/slaves") for it in entries(root / "sys/class/net")}
+    found = {it.name: read_text(it / "bonding/slaves") for it in list_entries(root / "sys/class/net")}
     return {name: tuple(slaves.split()) for name, slaves in found.items() if slaves is not None}
 
 
-def _rdma(root: Path) -> Iterator[LocalNic]:
-    for device in entries(root / "sys/class/infiniband"):
-        path = path_of(device)
+def _list_rdma_nics(root: Path) -> Iterator[LocalNic]:
+    for device in list_entries(root / "sys/class/infiniband"):
+        path = find_pci_path(device)
         if path and not _is_virtual_function(device / "device"):
             yield LocalNic(_rdma_nic(device, path), path)
 
 
 def _rdma_nic(device: Path, path: PciPath) -> Nic:
-    ports = entries(device / "ports")
-    up = [it for it in ports if (text(it / "state") or "").endswith("ACTIVE")]
-    guid = re.sub("[^0-9a-f]", "", (text(device / "node_guid") or "").lower())
-    layers = [_LAYERS.get((text(it / "link_layer") or "").lower()) for it in [*up, *ports]]
+    ports = list_entries(device / "ports")
+    up = [it for it in ports if (read_text(it / "state") or "").endswith("ACTIVE")]
+    guid = re.sub("[^0-9a-f]", "", (read_text(device / "node_guid") or "").lower())
+    layers = [_LAYERS.get((read_text(it / "link_layer") or "").lower()) for it in [*up, *ports]]
     return Nic(
         "",
         device.name,
-        numa_of(device / "device"),
-        address(path),
+        find_numa_node(device / "device"),
+        get_pci_address(path),
         guid if len(guid) == 16 and guid.strip("0") else None,
         bool(up),
-        _total(_gbit_s(text(it / "rate")) for it in up),
+        _total(_gbit_s(read_text(it / "rate")) for it in up),
         "efa" if _driver(device / "device") == "efa" else next(iter(layers), None),
     )
 
@@ -80,45 +87,49 @@ def _gbit_s(rate: str | None) -> float | None:
     return float(match[1]) if match else None
 
 
-def _slingshot(root: Path) -> Iterator[LocalNic]:
+def _list_slingshot_nics(root: Path) -> Iterator[LocalNic]:
     """By the interface hsn<n> where there is one, else by the device cxi<n>."""
-    interfaces = {path_of(it): it for it in entries(root / "sys/class/net") if re.fullmatch(r"hsn[0-9]+", it.name)}
+    interfaces = {
+        find_pci_path(it): it for it in list_entries(root / "sys/class/net") if re.fullmatch(r"hsn[0-9]+", it.name)
+    }
     interfaces.pop((), None)
-    devices = [path_of(it) for it in entries(root / "sys/class/cxi")]
+    devices = [find_pci_path(it) for it in list_entries(root / "sys/class/cxi")]
     for path, interface in interfaces.items():
         if path not in devices or not _is_virtual_function(interface / "device"):
             yield LocalNic(_interface_nic(interface, path, "slingshot"), path)
-    for device in entries(root / "sys/class/cxi"):
-        path = path_of(device)
+    for device in list_entries(root / "sys/class/cxi"):
+        path = find_pci_path(device)
         if path and path not in interfaces and not _is_virtual_function(device / "device"):
-            yield LocalNic(Nic("", device.name, numa_of(device / "device"), address(path), layer="slingshot"), path)
+            yield LocalNic(
+                Nic("", device.name, find_numa_node(device / "device"), get_pci_address(path), layer="slingshot"), path
+            )
 
 
-def _ethernet(root: Path) -> Iterator[LocalNic]:
-    for interface in entries(root / "sys/class/net"):
+def _list_ethernet_nics(root: Path) -> Iterator[LocalNic]:
+    for interface in list_entries(root / "sys/class/net"):
         hardware = interface / "device"
-        if number(interface / "type") not in (_ETHERNET, None) or not hardware.exists():
+        if read_number(interface / "type") not in (_ETHERNET, None) or not hardware.exists():
             continue
         parts = interface.resolve().parts
         if "virtual" in parts or (interface / "wireless").exists() or any(it.startswith("usb") for it in parts):
             continue
         if not _is_virtual_function(hardware):
-            path = path_of(interface)
+            path = find_pci_path(interface)
             yield LocalNic(_interface_nic(interface, path, "ethernet"), path)
 
 
 def _interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
-    up = (text(interface / "operstate") or "unknown").lower()
+    up = (read_text(interface / "operstate") or "unknown").lower()
     active = None if up == "unknown" else up == "up"
-    speed = number(interface / "speed")
+    speed = read_number(interface / "speed")
     rate = speed / 1000 if active and speed is not None and speed > 0 else None
-    return Nic("", interface.name, _numa(interface), address(path), active=active, gbit_s=rate, layer=layer)
+    return Nic("", interface.name, _numa(interface), get_pci_address(path), active=active, gbit_s=rate, layer=layer)
 
 
 def _numa(interface: Path) -> int | None:
     """Of the device, or of the PCI device that a virtio device is part of."""
-    own = numa_of(interface / "device")
-    return own if own is not None else numa_of((interface / "device").resolve().parent)
+    own = find_numa_node(interface / "device")
+    return own if own is not None else find_numa_node((interface / "device").resolve().parent)
 
 
 def _is_virtual_function(hardware: Path) -> bool:

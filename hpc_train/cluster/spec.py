@@ -110,15 +110,18 @@ class Cluster:
     """Parts of the source that this tree leaves out, one line each."""
 
 
-def as_json(cluster: Cluster) -> dict[str, Any]:
+def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     """The cluster as `topology read --json` prints it; facts beyond the first three of a device only where known."""
     return {
         "kind": cluster.kind,
         "nodes": [
             {
                 "name": node.name,
-                "gpus": [{"id": gpu.id, "numa": gpu.numa, "cpus": gpu.cpus, **_known(gpu, _GPU)} for gpu in node.gpus],
-                "nics": [{"id": nic.id, "device": nic.device, **_known(nic, _NIC)} for nic in node.nics],
+                "gpus": [
+                    {"id": gpu.id, "numa": gpu.numa, "cpus": gpu.cpus, **_list_known_facts(gpu, _GPU)}
+                    for gpu in node.gpus
+                ],
+                "nics": [{"id": nic.id, "device": nic.device, **_list_known_facts(nic, _NIC)} for nic in node.nics],
             }
             for node in cluster.nodes
         ],
@@ -151,5 +154,5 @@ _GPU = ("name", "pci", "nvlinks", "clique")
 _NIC = ("numa", "pci", "guid", "active", "gbit_s", "layer", "switches")
 
 
-def _known(device: Gpu | Nic, names: tuple[str, ...]) -> dict[str, Any]:
+def _list_known_facts(device: Gpu | Nic, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(device, name)) is not None}

@@ -1,12 +1,62 @@
-"""sysfs under any root: what Linux tells of NUMA nodes and PCI devices. What is not there, or not readable, is None."""
+"""sysfs under any root: what Linux tells of NUMA nodes and PCI devices, and how far two PCI devices are apart.
+
+What is not there, or not readable, is None.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cluster.pci import PciPath, pci_path
+_COMPONENT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+PciPath = tuple[str, ...]
+"""Host bridge, the bridges below it, the device: ("pci0000:00", "0000:00:01.0", "0000:01:00.0"); empty: not known."""
+
+
+def parse_pci_path(components: Iterable[str]) -> PciPath:
+    """The PCI part of a sysfs path: what is below a PCI device, as virtio2/net/eth0, does not count."""
+    return tuple(it for it in components if _COMPONENT.fullmatch(it))
+
+
+def get_pci_address(path: PciPath) -> str | None:
+    """The device's own address, 0000:07:00.0; None of a path without a device."""
+    return path[-1] if len(path) > 1 else None
+
+
+def normalise_pci_address(text: str) -> str | None:
+    """0000:07:00.0 of 00000000:07:00.0, as NVML writes it, and of 07:00.0; None of what is no address."""
+    match = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", text.strip().lower())
+    if match is None:
+        return None
+    domain, bus, device = (int(it or "0", 16) for it in match.group(1, 2, 3))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
+
+
+def classify_pci_distance(a: PciPath, b: PciPath, numa_a: int | None = None, numa_b: int | None = None) -> str:
+    """The worst hop between two devices, in NVIDIA's words.
+
+    PIX: one PCIe switch; PXB: several; PHB: their host bridge; NODE: two host bridges of one NUMA node; SYS: beyond it,
+    or not known. Legend of `nvidia-smi topo -m`. A switch is two components of a path, its port upstream and one
+    downstream, so two devices on one switch have a longest common prefix that ends two before each.
+    """
+    common = _common(a, b)
+    if common == 0:
+        return "NODE" if numa_a is not None and numa_a == numa_b else "SYS"
+    if common == 1:
+        return "PHB"
+    return "PIX" if max(len(a), len(b)) - common <= 2 else "PXB"
+
+
+def _common(a: PciPath, b: PciPath) -> int:
+    count = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -20,7 +70,7 @@ class NumaNode:
     """Bytes."""
 
 
-def text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
     """The content of a file of sysfs, stripped; some files of devices that are down answer with an error."""
     try:
         return path.read_bytes().decode("utf-8", "replace").strip()
@@ -28,61 +78,63 @@ def text(path: Path) -> str | None:
         return None
 
 
-def number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
     """A file that holds one whole number."""
-    content = text(path)
+    content = read_text(path)
     return int(content) if content and re.fullmatch(r"-?[0-9]{1,18}", content) else None
 
 
-def entries(directory: Path) -> list[Path]:
+def list_entries(directory: Path) -> list[Path]:
     """What a directory holds, sorted as a person would: mlx5_10 after mlx5_9."""
     try:
-        return sorted(directory.iterdir(), key=lambda it: natural(it.name))
+        return sorted(directory.iterdir(), key=lambda it: natural_key(it.name))
     except OSError:
         return []
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """A sort key that takes numbers in names as numbers."""
     return [(int(it), "") if it.isdecimal() else (-1, it) for it in re.split(r"([0-9]{1,18})", name) if it]
 
 
-def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
     """The NUMA nodes of the machine, whatever part of it this process may use."""
-    found = [it for it in entries(root / "sys/devices/system/node") if re.fullmatch(r"node[0-9]{1,9}", it.name)]
-    return tuple(NumaNode(int(it.name[4:]), text(it / "cpulist") or "", _memory(it / "meminfo")) for it in found)
+    found = [it for it in list_entries(root / "sys/devices/system/node") if re.fullmatch(r"node[0-9]{1,9}", it.name)]
+    return tuple(
+        NumaNode(int(it.name[4:]), read_text(it / "cpulist") or "", _read_memory(it / "meminfo")) for it in found
+    )
 
 
-def _memory(path: Path) -> int | None:
-    match = re.search(r"MemTotal:\s*([0-9]+) kB", text(path) or "")
+def _read_memory(path: Path) -> int | None:
+    match = re.search(r"MemTotal:\s*([0-9]+) kB", read_text(path) or "")
     return int(match[1]) * 1024 if match else None
 
 
-def path_of(device: Path) -> PciPath:
+def find_pci_path(device: Path) -> PciPath:
     """The PCI path of a device by where sysfs keeps it; empty if it is on no PCI bus."""
     try:
-        return pci_path(device.resolve().parts)
+        return parse_pci_path(device.resolve().parts)
     except (OSError, RuntimeError):
         return ()
 
 
-def path_of_address(address: str, root: Path = Path("/")) -> PciPath:
+def find_pci_path_of_address(address: str, root: Path = Path("/")) -> PciPath:
     """The same by the PCI address: 0000:07:00.0."""
     link = root / "sys/bus/pci/devices" / address
-    return path_of(link) if link.exists() else ()
+    return find_pci_path(link) if link.exists() else ()
 
 
-def numa_of_address(address: str, root: Path = Path("/")) -> int | None:
+def find_numa_of_address(address: str, root: Path = Path("/")) -> int | None:
     """The NUMA node of a PCI device; None for -1, which firmware of many virtual machines says."""
-    return numa_of(root / "sys/bus/pci/devices" / address)
+    return find_numa_node(root / "sys/bus/pci/devices" / address)
 
 
-def numa_of(device: Path) -> int | None:
+def find_numa_node(device: Path) -> int | None:
     """The NUMA node of a device's directory."""
-    found = number(device / "numa_node")
+    found = read_number(device / "numa_node")
     return found if found is not None and found >= 0 else None
 
 
-def host_name(root: Path = Path("/")) -> str:
+def read_host_name(root: Path = Path("/")) -> str:
     """What the kernel calls this host; `localhost` where it does not say."""
-    return text(root / "proc/sys/kernel/hostname") or "localhost"
+    return read_text(root / "proc/sys/kernel/hostname") or "localhost"

@@ -9,10 +9,10 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from hpc_train.config.degrees import wanted
+from hpc_train.config.overrides import did_you_mean
+from hpc_train.config.parallel import requested_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.suggest import did_you_mean
 from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 
@@ -35,7 +35,7 @@ _UNCOMPRESSED = {
 """Of checkpoint, what compression does not go with, and why."""
 
 
-def check(config: RunConfig) -> RunConfig:
+def check_config(config: RunConfig) -> RunConfig:
     """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
     _check_fields(config, "")
     _check_length(config)
@@ -46,7 +46,7 @@ def check(config: RunConfig) -> RunConfig:
     _check_plan(config)
     _check_compression(config)
     _check_sharing(config)
-    wanted(config.parallel)
+    requested_degrees(config.parallel)
     _check_fixed(config)
     return config
 

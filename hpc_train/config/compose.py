@@ -1,31 +1,34 @@
-"""compose: from overrides to a checked, read-only RunConfig. The only place where Hydra composes a run."""
+"""compose: from overrides to a checked, read-only RunConfig. The only place where Hydra composes a run.
+
+Whatever Hydra, OmegaConf or YAML raises becomes one line: which override or which file, which key, what to do.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config import suggest
-from hpc_train.config.check import check
-from hpc_train.config.explain import COMPOSITION_ERRORS, explain
-from hpc_train.config.given import given
-from hpc_train.config.hybrid import fill_hybrid
-from hpc_train.config.options import SCHEMAS, option_files
-from hpc_train.config.overridden import check_overrides
+from hpc_train.config import overrides as suggest
+from hpc_train.config.check import check_config
+from hpc_train.config.groups import GROUPS, SCHEMAS, option_files
+from hpc_train.config.overrides import check_overrides, explicit_settings, suggest_names
 from hpc_train.config.run import RunConfig
-from hpc_train.config.schema import seal
-from hpc_train.config.secrets import refusing_secrets
-from hpc_train.config.store import register
+from hpc_train.config.schema import seal_config
+from hpc_train.config.secret_variables import refuse_secret_variables
 from hpc_train.errors import UserError
 
 
@@ -35,34 +38,34 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
     config_dir: a folder laid out as conf/, whose options are added to the shipped ones.
     Raises UserError, in one line, for anything in the overrides or the files that is wrong.
     """
-    return typed(composed(list(overrides), config_dir), overrides, config_dir)
+    return make_typed(compose_unchecked(list(overrides), config_dir), overrides, config_dir)
 
 
-def from_container(container: dict[str, Any]) -> RunConfig:
+def config_from_dict(container: dict[str, Any]) -> RunConfig:
     """The run that `to_container` wrote, checked and read-only: no file of conf/ is read again."""
     kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
     schema = OmegaConf.structured(RunConfig)
     chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
-    return typed(OmegaConf.merge(schema, chosen, container), (), None)  # type: ignore[arg-type]
+    return make_typed(OmegaConf.merge(schema, chosen, container), (), None)  # type: ignore[arg-type]
 
 
-def to_container(config: RunConfig) -> dict[str, Any]:
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain dictionaries, lists and scalars, for YAML or JSON."""
     plain = asdict(config)
     if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
-        with refusing_secrets():
+        with refuse_secret_variables():
             resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
         assert isinstance(resolved, dict)
         return resolved  # type: ignore[return-value]
     return plain
 
 
-def to_yaml(config: RunConfig) -> str:
+def config_to_yaml(config: RunConfig) -> str:
     """The config as a YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_container(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
-def options(group: str, config_dir: str | None = None) -> list[str]:
+def list_options(group: str, config_dir: str | None = None) -> list[str]:
     """Names that `group=` accepts, the shipped ones and those of config_dir."""
     return list(option_files(group, config_dir))
 
@@ -73,13 +76,13 @@ def _hydra() -> initialize_config_module:
     return initialize_config_module("hpc_train.conf", version_base="1.3")
 
 
-def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
+def compose_unchecked(overrides: list[str], config_dir: str | None) -> DictConfig:
     """The same before its types and ranges are checked. Raises UserError, in one line."""
     extra = _search_path(config_dir)
     groups, values = suggest.split_groups(_parsed(overrides))
-    if wrong := suggest.wrong_choice(groups, partial(options, config_dir=config_dir)):
+    if wrong := suggest.find_wrong_choice(groups, partial(list_options, config_dir=config_dir)):
         raise UserError(wrong)
-    with _hydra(), refusing_secrets():
+    with _hydra(), refuse_secret_variables():
         try:
             return hydra_compose("config", overrides=[*extra, *overrides])
         except COMPOSITION_ERRORS as error:
@@ -87,7 +90,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    parsed, wrong = suggest.parse(overrides)
+    parsed, wrong = suggest.parse_overrides(overrides)
     if wrong:
         raise UserError(wrong)
     return parsed
@@ -110,28 +113,174 @@ def _diagnose(
         lines = [item.input_line for item in groups if item.input_line]
         base = hydra_compose("config", overrides=[*extra, *lines])
     except COMPOSITION_ERRORS as broken:
-        return explain(broken, groups, config_dir)
-    return suggest.wrong_key(values, base) or explain(error, values, config_dir)
+        return explain_error(broken, groups, config_dir)
+    return suggest.find_wrong_key(values, base) or explain_error(error, values, config_dir)
 
 
-def typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
+def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
     """From what `composed` gave to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
-        with refusing_secrets():
+        with refuse_secret_variables():
             config = OmegaConf.to_object(plain)
     except OmegaConfBaseException as error:
-        raise UserError(explain(error, _parsed(overrides), config_dir)) from error
+        raise UserError(explain_error(error, _parsed(overrides), config_dir)) from error
     assert isinstance(config, RunConfig)
-    return checked(config, overrides, config_dir)
+    return check_and_seal(config, overrides, config_dir)
 
 
-def checked(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
+def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
     """The same config, checked, with what it leaves to the cluster filled in, and sealed. Raises UserError."""
-    if wrong := suggest.unknown_field(config):
+    if wrong := suggest.find_unknown_field(config):
         raise UserError(wrong)
-    check(config)
+    check_config(config)
     check_overrides(config, overrides, config_dir)
     if config.parallel.auto and config.parallel.fixed is None:
-        config.parallel.fixed = given(config, overrides)
-    fill_hybrid(config)
-    return seal(config)
+        config.parallel.fixed = explicit_settings(config, overrides)
+    fill_hybrid_sharding(config)
+    return seal_config(config)
+
+
+def fill_hybrid_sharding(config: RunConfig) -> None:
+    """Where a zero strategy leaves dp_replicate open (-1) and dp_shard out, write the number of dp_shard into `config`.
+
+    It is the ranks of one NVLink domain, or of one node where there is no NVLink, divided by tp x cp. Raises UserError
+    where these do not divide or leave nothing to shard over.
+    """
+    parallel = config.parallel
+    if parallel.strategy == "ddp" or parallel.dp_replicate != -1 or parallel.dp_shard is not None:
+        return
+    ranks, place = _fast_neighbours(config)
+    if ranks is None:  # all ranks are on this machine: one copy
+        parallel.dp_replicate, parallel.dp_shard = 1, -1
+        return
+    inner = parallel.tp * parallel.cp
+    if inner < 1 or ranks % inner or ranks == inner:
+        raise UserError(
+            f"parallel.dp_replicate=-1: one copy of the model in {place} of {ranks} ranks needs a dp_shard of "
+            f"{ranks} / (tp {parallel.tp} x cp {parallel.cp}), which is no whole number above 1; give parallel.dp_shard"
+        )
+    parallel.dp_shard = ranks // inner
+
+
+def _fast_neighbours(config: RunConfig) -> tuple[int | None, str]:
+    """(ranks that reach each other fast, what holds them); None: all."""
+    node = config.cluster.node
+    if node.nvlink_domain_gpus:
+        return node.nvlink_domain_gpus * config.cluster.ranks_per_node // max(node.gpus, 1), "an NVLink domain"
+    return (None, "") if config.launch.kind == "local" else (config.cluster.ranks_per_node, "a node")
+
+
+@cache  # registering takes a tenth of a second
+def register() -> None:
+    """Put the dataclasses into Hydra's ConfigStore; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    store.store("run_schema", RunConfig)
+    for group, types in SCHEMAS.items():
+        for name, kind in types.items():
+            store.store(name, kind, group=group)
+
+
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+"""What composing raises for a wrong override or a wrong file."""
+
+_REASONS = (
+    (r"could not be converted to Float", "must be a number"),
+    (r"could not be converted to Integer", "must be a whole number"),
+    (r"is not a valid bool|could not be converted to Boolean", "must be true or false"),
+    (r"Cannot convert '\w+' to string", "must be text"),
+    (r"is not Optional", "cannot be null"),
+    (r"is not a ListConfig, list or tuple", "must be a list, such as [a,b]"),
+    (r"is not a subclass of (?!str|int|float|bool)\w+|Cannot assign .* to ", "settings (key: value) belong here"),
+    (r"list index out of range", "the list has no such index"),
+    (r"not a valid type|is incompatible with type hint|not supported", "must be a number, text, true, false or null"),
+)
+"""OmegaConf's words, and ours."""
+
+
+def explain_error(error: BaseException, overrides: Sequence[Override], config_dir: str | None) -> str:
+    """One line for an error of COMPOSITION_ERRORS; `overrides` are those that may be to blame."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: is not YAML: {error.problem}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_not_text(config_dir)}: is not a text file (UTF-8); write it anew"
+    if isinstance(error, MissingConfigException):
+        return _missing(error, overrides)
+    cause = _cause(error)
+    key, reason = (_key(cause), _reason(cause)) if cause else ("", _first_line_of(error))
+    file = re.match(r"In '([\w/.-]+)': ", str(error))
+    if file is not None and file[1] != "config":
+        return _in_file(file[1], key, reason)
+    return _of_override(key, reason, overrides)
+
+
+def _cause(error: BaseException) -> OmegaConfBaseException | None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _key(cause: OmegaConfBaseException) -> str:
+    """Dotted, as an override has it: optim.betas[1] is optim.betas.1."""
+    return re.sub(r"\[(\w+)\]", r".\1", str(getattr(cause, "full_key", None) or ""))
+
+
+def _reason(cause: OmegaConfBaseException) -> str:
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line_of(cause))
+    if "missing mandatory value" in text:
+        return "has no value; give it one"
+    if re.match(r"Key '.*' (not in|is not in struct)", text):
+        return _no_key(cause)
+    return next((words for pattern, words in _REASONS if re.search(pattern, text)), text)
+
+
+def _no_key(cause: OmegaConfBaseException) -> str:
+    name, kind = str(cause.key), cause.object_type
+    if kind is None or not is_dataclass(kind):
+        return f"no key '{name}' yet; write +{_key(cause)}=<value> to add it"
+    bases = {base: group for group, kinds in SCHEMAS.items() for base in next(iter(kinds.values())).__bases__}
+    if kind in bases:
+        return f"no key '{name}'; begin the file with defaults: [{' | '.join(SCHEMAS[bases[kind]])}, _self_]"
+    return f"no key '{name}'; {suggest_names(name, (item.name for item in fields(kind)))}"
+
+
+def _in_file(file: str, key: str, reason: str) -> str:
+    if file.startswith("experiment/") and key.split(".")[0] == "experiment":
+        return f"{file}.yaml: must begin with the line '# @package _global_'"
+    return f"{file}.yaml: {f'{key}: ' if key else ''}{reason}"
+
+
+def _of_override(key: str, reason: str, overrides: Sequence[Override]) -> str:
+    for item in reversed(overrides):
+        mine = item.key_or_group.replace("/", ".")
+        if key == mine or (key and key.startswith(f"{mine}.")):
+            where = "" if key == mine or mine not in GROUPS else f"{key}: "
+            return f"{item.input_line}: {where}{reason}"
+    return f"{key}: {reason}" if key else reason
+
+
+def _missing(error: MissingConfigException, overrides: Sequence[Override]) -> str:
+    """A defaults list names what does not exist: that of a file, or of an experiment, which Hydra calls 'config'."""
+    named = re.match(r"In '([\w/.-]+)'", str(error))
+    wanted = error.missing_cfg_file or _first_line_of(error)
+    experiment = next((item.input_line for item in overrides if item.key_or_group == "experiment"), None)
+    where = f"{named[1]}.yaml" if named and named[1] != "config" else experiment or "config.yaml"
+    names: Any = [name for name in error.options or () if name not in SCHEMAS.get(wanted.split("/")[0], {})]
+    hint = f"; {suggest_names(wanted.split('/')[-1], names)}" if names else ""
+    return f"{where}: its defaults name {wanted}, which does not exist{hint}"
+
+
+def _not_text(config_dir: str | None) -> str:
+    for file in sorted(Path(config_dir or ".").rglob("*.yaml")):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return str(file)
+        except OSError:
+            continue
+    return f"--config-dir {config_dir}: a file of it"
+
+
+def _first_line_of(error: BaseException) -> str:
+    return " ".join((str(error).splitlines() or [type(error).__name__])[0].split())

@@ -1,17 +1,128 @@
-"""conf/parallel: how a model is spread over ranks. Mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+"""conf/parallel: how a model is spread over ranks. Mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp.
+
+One dataclass for each technique (a default means off, or the plain way), ParallelConfig of all of them, and the degrees
+of every axis for a given world size: the one place where -1 is filled in.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict, dataclass
+
 from hpc_train.config.schema import schema, setting
-from hpc_train.config.techniques import (
-    CompressionConfig,
-    ContextConfig,
-    OffloadConfig,
-    PipelineConfig,
-    RecomputeConfig,
-    ServerConfig,
-    TensorConfig,
+from hpc_train.errors import UserError
+
+SCHEDULES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
 )
+
+
+@schema
+class TensorConfig:
+    """Tensor parallelism, where tp > 1 (Shoeybi et al. 2019, arXiv:1909.08053)."""
+
+    sequence: bool = True
+    """Split the positions too between the layers that are split (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    vocabulary: bool = True
+    """Split the embedding, the output layer and the loss by vocabulary, so that no rank ever has all logits."""
+    asynchronous: bool = False
+    """Overlap the gather and the scatter of activations with the matrix products, a chunk at a time."""
+
+
+@schema
+class PipelineConfig:
+    """Pipeline parallelism, where pp > 1."""
+
+    schedule: str = "1f1b"
+    """naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or a file .csv,
+    of which the run keeps a copy."""
+    virtual_stages: int | None = setting(default=None, ge=1)
+    """Stages a rank; None: 1, or 2 for the schedules that need more."""
+    costs: list[float] | None = None
+    """Relative time of each block, in order, with that of the embedding before and of the head after them; None:
+    their FLOPs. A run that resumes uses what it measured before if `resplit` is on."""
+    resplit: bool = False
+    """Measure the blocks in the first steps (stage_times.json in the run directory), and split by that at a resume."""
+    timeline: bool = False
+    """Record when each rank did what in the first steps, in timeline/ of the run directory, for chrome://tracing."""
+
+
+@schema
+class ContextConfig:
+    """Context parallelism, where cp > 1."""
+
+    method: str = setting(default="ring", choices=("ring", "ulysses"))
+    """ring: keys and values go round (Liu et al. 2023, arXiv:2310.01889). ulysses: heads are exchanged for positions
+    (Jacobs et al. 2023, arXiv:2309.14509)."""
+    balanced: bool = True
+    """ring: give each rank a part of the beginning and of the end of the sequence, so that causal work is even."""
+
+
+@schema
+class RecomputeConfig:
+    """Activation recomputation and offload."""
+
+    mode: str = setting(default="none", choices=("none", "selective", "full"))
+    """full: keep only the inputs of a block. selective: keep also the results of `keep`."""
+    every: int = setting(default=1, ge=1)
+    """Recompute every k-th block only, from the first one of each stage."""
+    keep: list[str] = setting(default=["mm", "attention"])
+    """selective: operators whose results are kept; mm, attention, or the name of an ATen operator."""
+    offload: bool = False
+    """GPUs: move what blocks keep for backward to CPU memory meanwhile; with mode none or full."""
+
+
+@schema
+class OffloadConfig:
+    """Where the sharded state of the zero strategies lives between its uses."""
+
+    optimizer: str = setting(default="none", choices=("none", "cpu", "file"))
+    """cpu: optimizer state and its update in CPU memory. file: in a file, read and written a part at a time."""
+    parameters: str = setting(default="none", choices=("none", "cpu", "file"))
+    """cpu, file: the sharded parameters live there and are fetched to be gathered. The CPU updates them then, and the
+    optimizer's state is in CPU memory too, unless `optimizer` says file."""
+    dir: str | None = None
+    """Folder of the files, on a disk of the node; None: the temporary directory."""
+
+
+@schema
+class CompressionConfig:
+    """Gradient compression of ddp."""
+
+    method: str = setting(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
+    """powersgd (Vogels et al. 2019, arXiv:1905.13727), topk (Stich et al. 2018, arXiv:1809.07599): see feedback."""
+    rank: int = setting(default=4, ge=1)
+    """powersgd: rank of the approximation."""
+    ratio: float = setting(default=0.01, gt=0, le=1)
+    """topk: share of the entries that is sent."""
+    warmup_steps: int = setting(default=0, ge=0)
+    """powersgd, topk: steps at the beginning, and after each resume, that are reduced in full."""
+    feedback: bool = True
+    """powersgd, topk: add to a step's gradients what earlier ones did not send; off, they converge worse."""
+
+
+@schema
+class ServerConfig:
+    """Parameter servers in place of a reduction (Li et al. 2014), over MPI one-sided communication."""
+
+    mode: str = setting(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
+    """peer: no servers; each rank averages its parameters with its neighbours' (Lian et al. 2017, arXiv:1705.09056)."""
+    servers: int = setting(default=1, ge=1)
+    """Ranks, spread over the nodes, that hold the parameters, each a share of them, besides working."""
+    replicas: int = setting(default=1, ge=1)
+    """Copies of each share, on different ranks; workers read from the nearest."""
+    staleness: int = setting(default=4, ge=0)
+    """asynchronous: updates by which the slowest worker may be behind the fastest (Ho et al. 2013)."""
+    hybrid: bool = False
+    """Workers of a node reduce among themselves first, and one of them talks to the servers."""
+
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -62,3 +173,83 @@ class ParallelConfig:
     offload: OffloadConfig = setting(default=OffloadConfig)
     compression: CompressionConfig = setting(default=CompressionConfig)
     server: ServerConfig = setting(default=ServerConfig)
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Resolved degrees; their product is the world size."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """One size an axis, in the order of AXES."""
+        return tuple(asdict(self).values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items())
+
+
+def requested_degrees(config: ParallelConfig) -> dict[str, int]:
+    """The degrees as asked for, with the strategy's defaults filled in; at most one is -1.
+
+    Raises UserError for a degree of 0 and for more than one -1.
+    """
+    sharded = config.strategy != "ddp"
+    default = {"dp_replicate": 1 if sharded else -1, "dp_shard": -1 if sharded else 1}
+    given = {axis: getattr(config, axis) for axis in AXES}
+    if -1 in given.values():  # what is left of the world is already asked for
+        default = {"dp_replicate": 1, "dp_shard": 1}
+    degrees = {axis: default[axis] if value is None else value for axis, value in given.items()}
+    for axis, value in degrees.items():
+        if value == 0:
+            raise UserError(f"parallel.{axis}=0: a degree is at least 1, or -1 for what is left of the world")
+    open_axes = [f"parallel.{axis}=-1" for axis, value in degrees.items() if value == -1]
+    if len(open_axes) > 1:
+        raise UserError(f"{' and '.join(open_axes)}: only one degree can be what is left of the world")
+    return degrees
+
+
+def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
+    """Fill in -1 so that the degrees multiply to `world`.
+
+    Raises UserError with the equation when they cannot, and for parallel=auto, which plan, train and submit decide.
+    """
+    if config.auto:
+        raise UserError(
+            "parallel=auto: is decided by `hpc-train plan`, `train` and `submit`; give here the degrees `plan` tells"
+        )
+    degrees = requested_degrees(config)
+    fixed = math.prod(value for value in degrees.values() if value != -1)
+    equation = " x ".join(f"{axis} {'?' if value == -1 else value}" for axis, value in degrees.items())
+    if -1 not in degrees.values():
+        if fixed != world:
+            raise UserError(
+                f"parallel: {equation} = {fixed}, but the world has {world} ranks; "
+                f"set one of them to -1 to take what is left"
+            )
+    elif world % fixed:
+        raise UserError(f"parallel: {equation} = {world} has no solution: {world} ranks do not divide by {fixed}")
+    return Degrees(**{axis: world // fixed if value == -1 else value for axis, value in degrees.items()})
+
+
+def smallest_world(config: ParallelConfig) -> int:
+    """The fewest ranks that the degrees as asked for can run on."""
+    return math.prod(value for value in requested_degrees(config).values() if value != -1)

@@ -15,10 +15,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from hpc_train.config.options import GROUPS, SCHEMAS, default_options, option_files
+from hpc_train.config.groups import GROUPS, SCHEMAS, default_options, option_files
+from hpc_train.config.overrides import suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.suggest import close
 from hpc_train.errors import UserError
 
 _CONTAINER_TYPES = (list, dict, tuple)
@@ -59,7 +59,9 @@ def describe_key(key: str) -> list[KeyReference]:
     if not found:
         short = [item.key for item in known if item.key.rpartition(".")[2] == key.rpartition(".")[2]]
         names = dict.fromkeys(short or [item.key for item in known])
-        raise UserError(f"{key}: no such key; {close(key, names) if len(names) > 1 else f'did you mean {short[0]!r}?'}")
+        raise UserError(
+            f"{key}: no such key; {suggest_names(key, names) if len(names) > 1 else f'did you mean {short[0]!r}?'}"
+        )
     return found
 
 

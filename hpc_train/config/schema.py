@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
-SEALED = "_sealed"
+SEALED_ATTRIBUTE = "_sealed"
 """Attribute of a config that `seal` has made read-only."""
 
 
@@ -64,7 +64,7 @@ def schema(cls: type[T]) -> type[T]:
     made = dataclass(cls)
 
     def guarded(self: Any, name: str, value: Any) -> None:
-        if getattr(self, SEALED, False):
+        if getattr(self, SEALED_ATTRIBUTE, False):
             raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name} is read-only")
         object.__setattr__(self, name, value)
 
@@ -72,11 +72,11 @@ def schema(cls: type[T]) -> type[T]:
     return made
 
 
-def seal(config: T) -> T:
+def seal_config(config: T) -> T:
     """Make a config and all configs inside it read-only; returns it."""
     for item in fields(config):  # type: ignore[arg-type]
         value = getattr(config, item.name)
         if is_dataclass(value) and not isinstance(value, type):
-            seal(value)
-    object.__setattr__(config, SEALED, True)
+            seal_config(value)
+    object.__setattr__(config, SEALED_ATTRIBUTE, True)
     return config

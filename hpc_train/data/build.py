@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hpc_train.config.data import TokenDataConfig
-from hpc_train.data.content import check_text_files
-from hpc_train.data.corpus import Piece, SourceFile, batches, find_files
-from hpc_train.data.store import VERSION, Tokens, TokenStore
+from hpc_train.config.model import TokenDataConfig
+from hpc_train.data.text_files import SourceFile, TextPiece, check_text_files, find_source_files, iterate_batches
+from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, Tokens, TokenStore, write_store
 from hpc_train.data.tokenizer import BYTE_VOCAB, SEPARATOR, ByteTokenizer, Tokenizer, train_bpe
-from hpc_train.data.writer import Block, Header, write_store
 from hpc_train.errors import UserError
 
 BPE_TRAINING_BYTES = 1 << 28
@@ -24,7 +22,7 @@ BPE_TRAINING_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StoreRecipe:
     """What determines a store's content, but for the content of the files themselves."""
 
     sources: tuple[str, ...]
@@ -40,7 +38,7 @@ class Recipe:
             )
 
 
-def build(
+def build_store(
     sources: Sequence[str],
     suffixes: Sequence[str],
     tokenizer: str,
@@ -59,12 +57,12 @@ def build(
         raise UserError(f"{out} exists: give another name, or --overwrite")
     if out.exists():
         TokenStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
-    recipe = Recipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size)
-    _build(recipe, find_files(sources, suffixes), out)
+    recipe = StoreRecipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size)
+    _write_tokens(recipe, find_source_files(sources, suffixes), out)
     return TokenStore.open(out)
 
 
-def ensure(config: TokenDataConfig) -> Path:
+def ensure_store(config: TokenDataConfig) -> Path:
     """The store of a configuration: its path, or the cached store of its sources, which is built if it is not there.
 
     The cached name is a hash of all that determines the content, files by path, size and time of change. Processes
@@ -72,58 +70,58 @@ def ensure(config: TokenDataConfig) -> Path:
     """
     if config.path is not None:
         return Path(config.path).expanduser()
-    recipe, files = _of(config)
-    path = _place(config, recipe, files)
+    recipe, files = _recipe_and_files(config)
+    path = _locate(config, recipe, files)
     if not path.exists():
-        _build(recipe, files, path)
+        _write_tokens(recipe, files, path)
     return path
 
 
-def store_path(config: TokenDataConfig) -> Path:
+def locate_store(config: TokenDataConfig) -> Path:
     """Where `ensure` has the store; nothing is built."""
-    return Path(config.path).expanduser() if config.path is not None else _place(config, *_of(config))
+    return Path(config.path).expanduser() if config.path is not None else _locate(config, *_recipe_and_files(config))
 
 
-def _of(config: TokenDataConfig) -> tuple[Recipe, list[SourceFile]]:
-    recipe = Recipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
-    return recipe, find_files(recipe.sources, recipe.suffixes)
+def _recipe_and_files(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]]:
+    recipe = StoreRecipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
+    return recipe, find_source_files(recipe.sources, recipe.suffixes)
 
 
-def _place(config: TokenDataConfig, recipe: Recipe, files: Sequence[SourceFile]) -> Path:
-    name = f"{recipe.tokenizer}-{recipe.vocab_size}-{_identity(recipe, files)}.h5"
+def _locate(config: TokenDataConfig, recipe: StoreRecipe, files: Sequence[SourceFile]) -> Path:
+    name = f"{recipe.tokenizer}-{recipe.vocab_size}-{_hash_recipe(recipe, files)}.h5"
     return Path(config.cache).expanduser() / name
 
 
-def _identity(recipe: Recipe, files: Sequence[SourceFile]) -> str:
+def _hash_recipe(recipe: StoreRecipe, files: Sequence[SourceFile]) -> str:
     facts = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
 
 
-def _build(recipe: Recipe, files: Sequence[SourceFile], out: Path) -> None:
+def _write_tokens(recipe: StoreRecipe, files: Sequence[SourceFile], out: Path) -> None:
     check_text_files(files)
-    tokenizer = _tokenizer(recipe, files)
+    tokenizer = _make_tokenizer(recipe, files)
     source = {
         "sources": recipe.sources,
         "suffixes": recipe.suffixes,
         "files": len(files),
         "bytes": sum(file.size for file in files),
     }
-    header = Header(tokenizer.vocab_size, tokenizer.name, tokenizer.to_json(), json.dumps(source))
-    write_store(out, (_block(tokenizer, batch) for batch in batches(files)), header)
+    header = StoreHeader(tokenizer.vocab_size, tokenizer.name, tokenizer.to_json(), json.dumps(source))
+    write_store(out, (_make_block(tokenizer, batch) for batch in iterate_batches(files)), header)
 
 
-def _tokenizer(recipe: Recipe, files: Sequence[SourceFile]) -> Tokenizer:
+def _make_tokenizer(recipe: StoreRecipe, files: Sequence[SourceFile]) -> Tokenizer:
     if recipe.tokenizer == "byte":
         return ByteTokenizer()
     stride = max(1, sum(file.size for file in files) // BPE_TRAINING_BYTES)
-    return train_bpe(_texts(islice(batches(files), 0, None, stride)), recipe.vocab_size)
+    return train_bpe(_iterate_texts(islice(iterate_batches(files), 0, None, stride)), recipe.vocab_size)
 
 
-def _texts(parts: Iterable[list[Piece]]) -> Iterator[list[bytes]]:
+def _iterate_texts(parts: Iterable[list[TextPiece]]) -> Iterator[list[bytes]]:
     return ([piece.text for piece in part] for part in parts)
 
 
-def _block(tokenizer: Tokenizer, batch: Sequence[Piece]) -> Block:
+def _make_block(tokenizer: Tokenizer, batch: Sequence[TextPiece]) -> TokenBlock:
     """The tokens of a batch, a separator after each document that ends in it."""
     parts: list[Tokens] = []
     starts: list[int] = []
@@ -134,4 +132,4 @@ def _block(tokenizer: Tokenizer, batch: Sequence[Piece]) -> Block:
             starts.append(length)
         parts += [tokens, separator] if piece.last else [tokens]
         length += len(tokens) + piece.last
-    return Block(np.concatenate(parts), np.array(starts, np.int64))
+    return TokenBlock(np.concatenate(parts), np.array(starts, np.int64))

@@ -11,11 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpc_train.config.data import DataConfig, ImageDataConfig, TokenDataConfig
-from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.data.build import ensure
-from hpc_train.data.store import Tokens, TokenStore
-from hpc_train.data.unigram import unigram_entropy
+from hpc_train.config.model import (
+    DataConfig,
+    ImageDataConfig,
+    ModelConfig,
+    TokenDataConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
+from hpc_train.data.build import ensure_store
+from hpc_train.data.token_store import Tokens, TokenStore, compute_unigram_entropy
 from hpc_train.errors import UserError
 
 Split = Literal["train", "validation"]
@@ -59,16 +64,16 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
     if split == "validation" and config.validation_fraction == 0:
         raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
     if isinstance(config, TokenDataConfig):
-        return open_tokens(config, sequence_length, split)
+        return open_token_dataset(config, sequence_length, split)
     if isinstance(config, ImageDataConfig):
-        return open_images(config, split)
+        return open_image_dataset(config, split)
     raise UserError(f"data.kind={config.kind} is not known: tokens or images")
 
 
-def open_tokens(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset:
+def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset:
     """The token data set of a configuration: `TokenStore` and where the split begins and ends in it."""
-    store = TokenStore.open(ensure(config))
-    boundary = _boundary(len(store.tokens), config.validation_fraction)
+    store = TokenStore.open(ensure_store(config))
+    boundary = _find_boundary(len(store.tokens), config.validation_fraction)
     begin, end = (0, boundary) if split == "train" else (boundary, len(store.tokens))
     if end - begin <= sequence_length:
         raise UserError(
@@ -78,7 +83,7 @@ def open_tokens(config: TokenDataConfig, sequence_length: int, split: Split) -> 
     return TokenDataset(config.name, store, sequence_length, begin, end, boundary)
 
 
-def check_model(model: ModelConfig, data: Dataset) -> None:
+def check_model_fits_data(model: ModelConfig, data: Dataset) -> None:
     """A UserError if the shape of a model that we know cannot take this data; a user's own model is not judged."""
     if isinstance(model, TransformerConfig):
         _check_transformer(model, data)
@@ -120,7 +125,7 @@ class TokenDataset:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        return unigram_entropy(self.store, self.boundary)
+        return compute_unigram_entropy(self.store, self.boundary)
 
     @cached_property
     def _rows(self) -> Tokens:
@@ -162,12 +167,12 @@ class ImageDataset:
         return None
 
 
-def open_images(config: ImageDataConfig, split: Split) -> ImageDataset:
+def open_image_dataset(config: ImageDataConfig, split: Split) -> ImageDataset:
     """The handwritten digits that ship with scikit-learn (Alpaydin and Kaynak 1998, UCI optdigits, test part)."""
     if config.name != "digits":
         raise UserError(f"data.name={config.name} is not an image data set here: digits")
     pixels, labels = _load_digits()
-    boundary = _boundary(len(pixels), config.validation_fraction)
+    boundary = _find_boundary(len(pixels), config.validation_fraction)
     part = slice(boundary) if split == "train" else slice(boundary, None)
     if not len(labels[part]):
         raise UserError(
@@ -179,7 +184,7 @@ def open_images(config: ImageDataConfig, split: Split) -> ImageDataset:
     return ImageDataset(config.name, tensor, torch.from_numpy(labels[part].astype(np.int64)), classes=10)
 
 
-def _boundary(length: int, validation_fraction: float) -> int:
+def _find_boundary(length: int, validation_fraction: float) -> int:
     return length - round(length * validation_fraction)
 
 

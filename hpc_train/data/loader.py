@@ -10,10 +10,10 @@ from types import TracebackType
 
 import torch
 
-from hpc_train.api import MicroBatch, StepBatch
 from hpc_train.data.datasets import Dataset
-from hpc_train.data.order import samples
+from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
+from hpc_train.interfaces import MicroBatch, StepBatch
 
 
 class Loader:
@@ -29,7 +29,7 @@ class Loader:
         self.seed = seed
         self.global_batch = global_batch
         self.micro_batch = micro_batch
-        self.share = share(global_batch, dp_size)
+        self.share = compute_share(global_batch, dp_size)
         self.offset = dp_index * self.share
         # Pinning happens on the thread, and would otherwise make a context on GPU 0 in every rank of a node.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -68,7 +68,7 @@ class Loader:
         return self._thread.submit(self._assemble, start)
 
     def _assemble(self, start: int) -> list[MicroBatch]:
-        indices = samples(self.seed, len(self.dataset), start + self.offset, self.share)
+        indices = order_samples(self.seed, len(self.dataset), start + self.offset, self.share)
         inputs, targets = self.dataset.get(indices)
         if self._device is not None:
             torch.cuda.set_device(self._device)
@@ -77,7 +77,7 @@ class Loader:
         return [MicroBatch(inputs[cut], targets[cut]) for cut in cuts]
 
 
-def share(global_batch: int, dp_size: int) -> int:
+def compute_share(global_batch: int, dp_size: int) -> int:
     """Samples of one of `dp_size` equal shares of a step; a UserError where there is a remainder."""
     if global_batch % dp_size == 0:
         return global_batch // dp_size

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpc_train.data.store import Tokens, TokenStore, token_dtype
+from hpc_train.data.token_store import Tokens, TokenStore, token_dtype
 from hpc_train.errors import UserError
 
 SEPARATOR = 0
@@ -69,7 +69,7 @@ class BpeTokenizer:
         return int(self.model.get_vocab_size())
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        encoded = self.model.encode_batch_fast([_text(text) for text in texts], add_special_tokens=False)
+        encoded = self.model.encode_batch_fast([_decode_text(text) for text in texts], add_special_tokens=False)
         dtype = token_dtype(self.vocab_size)
         return [np.array(one.ids, dtype) for one in encoded]
 
@@ -85,7 +85,7 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
 
     The 256 bytes and the separator come first, so fewer than 257 entries are a UserError.
     """
-    package = _tokenizers()
+    package = _import_tokenizers()
     if vocab_size <= BYTE_VOCAB:
         raise UserError(
             f"vocab_size {vocab_size} is too small for the bpe tokenizer, which starts from {BYTE_VOCAB} bytes and a "
@@ -100,9 +100,9 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(([_text(text) for text in texts] for texts in batches), trainer)
+    model.train_from_iterator(([_decode_text(text) for text in texts] for texts in batches), trainer)
     assert model.token_to_id(_END_OF_TEXT) == SEPARATOR
-    return _bpe(model)
+    return _make_bpe(model)
 
 
 def load_tokenizer(store: TokenStore) -> Tokenizer:
@@ -110,20 +110,20 @@ def load_tokenizer(store: TokenStore) -> Tokenizer:
     if store.tokenizer == "byte":
         return ByteTokenizer()
     if store.tokenizer == "bpe":
-        return _bpe(_tokenizers().Tokenizer.from_str(store.tokenizer_json))
+        return _make_bpe(_import_tokenizers().Tokenizer.from_str(store.tokenizer_json))
     raise UserError(f"{store.path} was built with the tokenizer {store.tokenizer!r}, not known here: byte, bpe")
 
 
-def _bpe(model: Any) -> BpeTokenizer:
+def _make_bpe(model: Any) -> BpeTokenizer:
     model.encode_special_tokens = True  # in text they are text; not part of the JSON, so set again after loading
     return BpeTokenizer(model)
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def _tokenizers() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:

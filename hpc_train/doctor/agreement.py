@@ -1,82 +1,175 @@
-"""Whether the ranks of a job are alike and see the same job: functions over their reports."""
+"""Whether the ranks of a job are alike and see the same job: what each rank reports, and checks over all reports."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hpc_train.doctor.finding import Finding, bad, merged, ok, short, warn
-from hpc_train.doctor.report import Report
+from hpc_train import __version__
+from hpc_train.cluster.spec import Node
+from hpc_train.config.compose import config_to_yaml
+from hpc_train.config.run import RunConfig
+from hpc_train.doctor.findings import Finding, fail_check, join_first, merge_findings, pass_check, warn_check
+from hpc_train.interfaces import Task
+from hpc_train.runtime.host_info import compare_with_mpi, compare_with_slurm, read_mpi_view
 
 
-def agreement(reports: Sequence[Report], launcher: str, needs_mpi: bool) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class RankReport:
+    """One rank."""
+
+    rank: int
+    host: str
+    versions: dict[str, str]
+    """Of Python, torch and hpc_train."""
+    config: str
+    """Hash of the configuration that it was started with."""
+    interface: str
+    """Network interface that it opens sockets on; empty where there is none."""
+    address: str
+    gpus: int
+    """That torch sees."""
+    slurm: str | None = None
+    """One line where Slurm counts other ranks than the launcher."""
+    mpi: str | None = None
+    """One line where MPI does."""
+    findings: list[Finding] = field(default_factory=list)
+    """Of its node, from the first rank there."""
+    nvlinks: list[int] = field(default_factory=list)
+    """Of each GPU of its node, from the first rank there."""
+    rates: list[float] = field(default_factory=list)
+    """Gbit/s of each port of its node that is up, from the first rank there."""
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """What a rank measured while all others did the same."""
+
+    product: float
+    """Seconds of a matrix product."""
+    copy: float
+    """Seconds of a copy in the device's memory."""
+    device: str
+    """cpu or cuda."""
+
+
+def make_report(
+    task: Task,
+    config: RunConfig,
+    env: Mapping[str, str],
+    network: tuple[str, str],
+    findings: list[Finding],
+    node: Node | None,
+) -> RankReport:
+    """This process's. network: (address, interface). findings, node: of the first rank of a node."""
+    import torch
+
+    return RankReport(
+        rank=task.process,
+        host=task.host,
+        versions={"Python": platform.python_version(), "torch": torch.__version__, "hpc_train": __version__},
+        config=hashlib.sha256(config_to_yaml(config).encode()).hexdigest()[:12],
+        address=network[0],
+        interface=network[1],
+        gpus=torch.cuda.device_count(),
+        slurm=compare_with_slurm(task, env),
+        mpi=describe_mpi_view(task, env),
+        findings=findings,
+        nvlinks=[gpu.nvlinks or 0 for gpu in node.gpus] if node else [],
+        rates=[nic.gbit_s for nic in node.nics if nic.active and nic.gbit_s] if node else [],
+    )
+
+
+def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
+    """How MPI would see this process, if not as the launcher does. Asked of MPI only where it was told anything.
+
+    Elsewhere each process would be alone to it, and some libraries abort rather than say so.
+    """
+    told = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
+    if told and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
+        view = read_mpi_view()
+        return None if view is None else compare_with_mpi(task, view)
+    if "SLURM_STEP_ID" in env and task.processes > 1:
+        return "srun told MPI nothing (--mpi=none): to MPI every rank is 0 of 1; where MPI is used, srun --mpi=pmix"
+    return None
+
+
+def check_agreement(reports: Sequence[RankReport], launcher: str, needs_mpi: bool) -> Iterator[Finding]:
     """Every check of this file. reports: by rank."""
     hosts = list(dict.fromkeys(report.host for report in reports))
-    yield ok("job", f"{len(reports)} ranks on {len(hosts)} nodes, started by {launcher}")
-    yield contiguous([report.host for report in reports])
-    yield slurm(reports)
-    yield mpi(reports, needs_mpi)
-    yield versions(reports)
-    yield same("config", {str(report.rank): report.config for report in reports})
-    yield network(reports)
-    yield from devices(reports)
-    yield from merged([(report.host, report.findings) for report in reports if report.findings])
+    yield pass_check("job", f"{len(reports)} ranks on {len(hosts)} nodes, started by {launcher}")
+    yield check_contiguous([report.host for report in reports])
+    yield check_slurm_view(reports)
+    yield check_mpi_view(reports, needs_mpi)
+    yield check_versions(reports)
+    yield check_same("config", {str(report.rank): report.config for report in reports})
+    yield check_network(reports)
+    yield from check_devices(reports)
+    yield from merge_findings([(report.host, report.findings) for report in reports if report.findings])
 
 
-def contiguous(hosts: Sequence[str]) -> Finding:
+def check_contiguous(hosts: Sequence[str]) -> Finding:
     """The ranks of a node follow one another, and all nodes have equally many. hosts: of each rank."""
     counts = Counter(hosts)
     runs = 1 + sum(before != after for before, after in pairwise(hosts))
     if runs > len(counts):
         advice = "neighbouring ranks should share a node: srun -m block, mpirun --map-by slot (or core), no host twice"
-        return warn("order", f"ranks jump between nodes {runs - 1} times, over {len(counts)} nodes", advice)
+        return warn_check("order", f"ranks jump between nodes {runs - 1} times, over {len(counts)} nodes", advice)
     if len(set(counts.values())) > 1:
         few, many = min(counts.values()), max(counts.values())
-        text = f"some nodes have {few} ranks, others {many}: {short([host for host in counts if counts[host] == few])}"
-        return warn("order", text, "axes then straddle nodes unevenly: ask for equal tasks with --ntasks-per-node")
-    return ok("order", f"the {next(iter(counts.values()))} ranks of each node follow one another")
+        text = (
+            f"some nodes have {few} ranks, others {many}: "
+            f"{join_first([host for host in counts if counts[host] == few])}"
+        )
+        return warn_check(
+            "order", text, "axes then straddle nodes unevenly: ask for equal tasks with --ntasks-per-node"
+        )
+    return pass_check("order", f"the {next(iter(counts.values()))} ranks of each node follow one another")
 
 
-def slurm(reports: Sequence[Report]) -> Finding:
+def check_slurm_view(reports: Sequence[RankReport]) -> Finding:
     """Slurm counts the same ranks."""
     lines = [report.slurm for report in reports if report.slurm]
     if lines:
-        return bad("slurm view", lines[0], "two launchers inside one another: keep one")
-    return ok("slurm view", "as the launcher's, or no Slurm step")
+        return fail_check("slurm view", lines[0], "two launchers inside one another: keep one")
+    return pass_check("slurm view", "as the launcher's, or no Slurm step")
 
 
-def mpi(reports: Sequence[Report], needed: bool) -> Finding:
+def check_mpi_view(reports: Sequence[RankReport], needed: bool) -> Finding:
     """MPI sees the same ranks. needed: the run's configuration uses MPI."""
     lines = [report.mpi for report in reports if report.mpi]
     if not lines:
-        return ok("mpi view", "as the launcher's, or MPI does not start here")
+        return pass_check("mpi view", "as the launcher's, or MPI does not start here")
     advice = "parallel=server and parallel.reduce_with=mpi need it; nothing else does"
-    return bad("mpi view", lines[0], advice) if needed else warn("mpi view", lines[0], advice)
+    return fail_check("mpi view", lines[0], advice) if needed else warn_check("mpi view", lines[0], advice)
 
 
-def versions(reports: Sequence[Report]) -> Finding:
+def check_versions(reports: Sequence[RankReport]) -> Finding:
     """The same Python, torch and hpc_train everywhere."""
     for name in reports[0].versions:
-        found = same(name, {f"{report.host}:{report.rank}": report.versions[name] for report in reports})
+        found = check_same(name, {f"{report.host}:{report.rank}": report.versions[name] for report in reports})
         if found.status != "ok":
             return found
-    return ok("versions", ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()))
+    return pass_check("versions", ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()))
 
 
-def same(name: str, values: Mapping[str, str]) -> Finding:
+def check_same(name: str, values: Mapping[str, str]) -> Finding:
     """One value on all ranks."""
     counts = Counter(values.values())
     usual = counts.most_common(1)[0][0]
     odd = [f"{rank} has {value}" for rank, value in values.items() if value != usual]
     if not odd:
-        return ok(name, f"{usual} on all ranks")
+        return pass_check(name, f"{usual} on all ranks")
     advice = "start every rank from the same environment and with the same overrides; a stale module or PATH on a node?"
-    return bad(name, f"{usual} on {counts[usual]} of {len(values)} ranks, but {short(odd)}", advice)
+    return fail_check(name, f"{usual} on {counts[usual]} of {len(values)} ranks, but {join_first(odd)}", advice)
 
 
-def network(reports: Sequence[Report]) -> Finding:
+def check_network(reports: Sequence[RankReport]) -> Finding:
     """Every node is on an interface that others can reach, and on the same one."""
     hosts = {report.host: report for report in reports}
     lost = [host for host, it in hosts.items() if not it.address or _is_loopback(it.address)]
@@ -84,33 +177,37 @@ def network(reports: Sequence[Report]) -> Finding:
     text = ", ".join(f"{name or 'none'} on {count} nodes" for name, count in names.most_common(4))
     advice = "name the network of the job with cluster.fabric.interface, such as ib0 or hsn0"
     if len(hosts) > 1 and lost:
-        return bad("network", f"{text}; others cannot reach {short(lost)}", advice)
+        return fail_check("network", f"{text}; others cannot reach {join_first(lost)}", advice)
     if len(names) > 1:
-        return warn("network", text, f"fine if they are one network; else {advice}")
-    return ok("network", text)
+        return warn_check("network", text, f"fine if they are one network; else {advice}")
+    return pass_check("network", text)
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def devices(reports: Sequence[Report]) -> Iterator[Finding]:
+def check_devices(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """All nodes show torch equally many GPUs, and have as many NVLinks and as fast ports as the others."""
-    yield _like_most("gpus of ranks", {report.host: str(report.gpus) for report in reports}, "GPUs that torch sees")
+    yield _check_like_most(
+        "gpus of ranks", {report.host: str(report.gpus) for report in reports}, "GPUs that torch sees"
+    )
     firsts = [report for report in reports if report.findings]
     links = {report.host: ",".join(map(str, sorted(report.nvlinks))) for report in firsts}
     if any(links.values()):
-        yield _like_most("nvlinks of nodes", links, "NVLinks of each GPU")
+        yield _check_like_most("nvlinks of nodes", links, "NVLinks of each GPU")
     rates = {report.host: ",".join(f"{rate:g}" for rate in sorted(report.rates)) for report in firsts}
     if any(rates.values()):
-        yield _like_most("nics of nodes", rates, "Gbit/s of each port that is up")
+        yield _check_like_most("nics of nodes", rates, "Gbit/s of each port that is up")
 
 
-def _like_most(name: str, values: Mapping[str, str], what: str) -> Finding:
+def _check_like_most(name: str, values: Mapping[str, str], what: str) -> Finding:
     counts = Counter(values.values())
     usual = counts.most_common(1)[0][0]
     odd = [f"{host} has {value or 'none'}" for host, value in values.items() if value != usual]
     if odd:
-        text = f"{what}: {usual or 'none'} on most nodes, but {short(odd)}"
-        return bad(name, text, "the slowest node sets the pace: leave it out (launch.exclude) and have it looked at")
-    return ok(name, f"{what}: {usual or 'none'} on each of {len(values)} nodes")
+        text = f"{what}: {usual or 'none'} on most nodes, but {join_first(odd)}"
+        return fail_check(
+            name, text, "the slowest node sets the pace: leave it out (launch.exclude) and have it looked at"
+        )
+    return pass_check(name, f"{what}: {usual or 'none'} on each of {len(values)} nodes")

@@ -11,25 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_train.api import Task
-from hpc_train.cluster.machine import this_node
-from hpc_train.collectives import all_gather_values
-from hpc_train.config.degrees import AXES, Degrees, resolve
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.cluster.this_machine import describe_this_node
+from hpc_train.config.parallel import AXES, Degrees, ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.doctor.agreement import agreement
-from hpc_train.doctor.command import node_findings
-from hpc_train.doctor.finding import Finding, bad, exit_code
-from hpc_train.doctor.measure import axis_reductions, own_speed
-from hpc_train.doctor.report import Report, Speed, own_report
-from hpc_train.doctor.speeds import reductions, speeds
+from hpc_train.doctor.agreement import RankReport, RankSpeed, check_agreement, make_report
+from hpc_train.doctor.findings import Finding, fail_check, findings_exit_code
+from hpc_train.doctor.machine import check_machine
+from hpc_train.doctor.speeds import check_reductions, check_speeds, measure_reductions, measure_speed
 from hpc_train.errors import UserError
-from hpc_train.messages import Codec
-from hpc_train.parallel.support.server import needs_mpi
-from hpc_train.placement.environment import apply, socket_settings
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.network import own_address
-from hpc_train.runtime.start import join, shut_down
+from hpc_train.interfaces import Task
+from hpc_train.messages import Codec, all_gather_values
+from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
+from hpc_train.runtime.identity import ProcessIdentity, find_own_address
+from hpc_train.runtime.start import join, leave_process_group
 
 TIMEOUT = timedelta(minutes=2)
 """For ranks to meet, and for each of their exchanges: who comes later has failed."""
@@ -37,61 +32,66 @@ TIMEOUT = timedelta(minutes=2)
 T = TypeVar("T")
 
 
-def examine(config: RunConfig, me: Identity, env: Mapping[str, str]) -> tuple[list[Finding] | None, int]:
+def check_job(config: RunConfig, me: ProcessIdentity, env: Mapping[str, str]) -> tuple[list[Finding] | None, int]:
     """(what was found, on rank 0 and on a rank that cannot meet the others, else None; exit code, the same for all)."""
     per_node = -(-me.processes // me.nodes)
-    mine = node_findings(config, env, me.host, me.nodes, per_node) if me.local == 0 else []
+    mine = check_machine(config, env, me.host, me.nodes, per_node) if me.local == 0 else []
     try:
-        network = own_address(me.host, me.nodes, config.cluster.fabric.interface)
-        task = _meet(config, env, network[1])
+        network = find_own_address(me.host, me.nodes, config.cluster.fabric.interface)
+        task = _join_job(config, env, network[1])
     except (UserError, RuntimeError) as error:
         why = " ".join(str(error).split())[:300]
         advice = "can this node reach that of rank 0? see interface, and the output of the other ranks"
-        return [*mine, bad("job", f"process {me.process} on {me.host} does not meet the others: {why}", advice)], 1
-    node = this_node().nodes[0] if me.local == 0 else None
+        return [
+            *mine,
+            fail_check("job", f"process {me.process} on {me.host} does not meet the others: {why}", advice),
+        ], 1
+    node = describe_this_node().nodes[0] if me.local == 0 else None
     try:
-        return _together(config, task, own_report(task, config, env, network, mine, node))
+        return _check_together(config, task, make_report(task, config, env, network, mine, node))
     finally:
-        shut_down()
+        leave_process_group()
 
 
-def _meet(config: RunConfig, env: Mapping[str, str], interface: str) -> Task:
+def _join_job(config: RunConfig, env: Mapping[str, str], interface: str) -> Task:
     task = join(env, config.cluster.fabric.interface, TIMEOUT)
-    apply(socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None), os.environ)
-    _start(task, "gloo")
+    apply_settings(
+        choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None), os.environ
+    )
+    _init_process_group(task, "gloo")
     return task
 
 
-def _start(task: Task, backend: str) -> None:
+def _init_process_group(task: Task, backend: str) -> None:
     """The process group, in the launcher's order; by gloo first, which works where nothing else does."""
     assert task.store is not None
     store = dist.PrefixStore(f"doctor/{backend}", task.store)
     dist.init_process_group(backend, store=store, rank=task.process, world_size=task.processes, timeout=TIMEOUT)
 
 
-def _together(config: RunConfig, task: Task, mine: Report) -> tuple[list[Finding] | None, int]:
-    reports = everybody(mine)
-    findings = list(agreement(reports, task.launcher, needs_mpi(config) is not None))
-    device = _device(reports, task)
+def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[list[Finding] | None, int]:
+    reports = gather_from_all(mine)
+    findings = list(check_agreement(reports, task.launcher, needs_mpi(config) is not None))
+    device = _device_of_rank(reports, task)
     if device.type == "cuda":
-        shut_down()
-        _start(task, "cpu:gloo,cuda:nccl")
-    findings += speeds(reports, everybody(own_speed(device)))
-    degrees, wrong = _degrees(config, task.processes)
+        leave_process_group()
+        _init_process_group(task, "cpu:gloo,cuda:nccl")
+    findings += check_speeds(reports, gather_from_all(measure_speed(device)))
+    degrees, wrong = _resolve_degrees(config, task.processes)
     findings += wrong
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
     hosts = [report.host for report in reports]
-    findings += reductions(axis_reductions(config, degrees, hosts, mesh, device))
-    code = max(everybody(exit_code(findings)))
+    findings += check_reductions(measure_reductions(config, degrees, hosts, mesh, device))
+    code = max(gather_from_all(findings_exit_code(findings)))
     return (findings if task.process == 0 else None), code
 
 
-def everybody(mine: T) -> list[T]:
+def gather_from_all(mine: T) -> list[T]:
     """What each rank has, by rank."""
-    return all_gather_values(mine, codec=Codec((Report, Finding, Speed)))
+    return all_gather_values(mine, codec=Codec((RankReport, Finding, RankSpeed)))
 
 
-def _device(reports: list[Report], task: Task) -> torch.device:
+def _device_of_rank(reports: list[RankReport], task: Task) -> torch.device:
     """This rank's GPU where all ranks have one, else the CPU."""
     if not all(report.gpus for report in reports):
         return torch.device("cpu")
@@ -100,10 +100,10 @@ def _device(reports: list[Report], task: Task) -> torch.device:
     return device
 
 
-def _degrees(config: RunConfig, ranks: int) -> tuple[Degrees, list[Finding]]:
+def _resolve_degrees(config: RunConfig, ranks: int) -> tuple[Degrees, list[Finding]]:
     """Those of the configuration; one axis of all ranks where they do not fit the job."""
     try:
-        return resolve(config.parallel, ranks), []
+        return resolve_degrees(config.parallel, ranks), []
     except UserError as error:
         advice = "give the degrees of the run that this job is for, or none"
-        return resolve(ParallelConfig(), ranks), [bad("parallel", str(error), advice)]
+        return resolve_degrees(ParallelConfig(), ranks), [fail_check("parallel", str(error), advice)]

@@ -1,49 +1,62 @@
-"""Python, torch, mpi4py and h5py: what is installed and what it can do."""
+"""Checks of the software here: Python, torch, MPI, HDF5, the cluster's programs, and environment variables.
+
+Each check is a function from what it looks at to a Finding; the generators at the top of each part run all of
+them.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from types import ModuleType
 
-from hpc_train.doctor.finding import Finding, bad, ok, warn
-from hpc_train.doctor.tools import Run, run
+from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
+from hpc_train.errors import UserError
+from hpc_train.placement.communication_environment import find_harmful_variables
+from hpc_train.runtime.identity import find_own_address, list_interfaces
 
-LEAST, BELOW = (2, 11), (2, 14)
+MIN_TORCH, BELOW_TORCH = (2, 11), (2, 14)
 """Of torch: what pyproject.toml asks for."""
 
 
-def software() -> Iterator[Finding]:
+def check_software() -> Iterator[Finding]:
     """Every check of this file."""
     import torch
 
-    yield python(sys.version_info[:3])
-    yield torch_build(torch.__version__, torch.version.cuda, torch.version.hip)
-    yield mpi(find_spec("mpi4py") is not None, run)
-    yield hdf5(importlib.import_module)
+    yield check_python(sys.version_info[:3])
+    yield check_torch(torch.__version__, torch.version.cuda, torch.version.hip)
+    yield check_mpi(find_spec("mpi4py") is not None, run_command)
+    yield check_hdf5(importlib.import_module)
 
 
-def python(version: tuple[int, int, int]) -> Finding:
+def check_python(version: tuple[int, int, int]) -> Finding:
     """From 3.11 on."""
     text = f"Python {'.'.join(map(str, version))}, {platform.machine()}"
-    return ok("python", text) if version >= (3, 11) else bad("python", text, "hpc_train needs Python 3.11 or newer")
+    return (
+        pass_check("python", text)
+        if version >= (3, 11)
+        else fail_check("python", text, "hpc_train needs Python 3.11 or newer")
+    )
 
 
-def torch_build(version: str, cuda: str | None, hip: str | None) -> Finding:
+def check_torch(version: str, cuda: str | None, hip: str | None) -> Finding:
     """The version, and what it computes on."""
     kind = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     text = f"torch {version}, {kind}"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    if LEAST <= numbers < BELOW:
-        return ok("torch", text)
-    wanted = f">={'.'.join(map(str, LEAST))},<{'.'.join(map(str, BELOW))}"
-    return warn("torch", text, f"hpc_train is tested with torch{wanted}: pip install 'torch{wanted}'")
+    if MIN_TORCH <= numbers < BELOW_TORCH:
+        return pass_check("torch", text)
+    wanted = f">={'.'.join(map(str, MIN_TORCH))},<{'.'.join(map(str, BELOW_TORCH))}"
+    return warn_check("torch", text, f"hpc_train is tested with torch{wanted}: pip install 'torch{wanted}'")
 
 
-_MPI = """
+_MPI_PROGRAM = """
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -51,25 +64,147 @@ print(mpi4py.__version__, "over", MPI.Get_library_version().split("\\n")[0].spli
 """
 
 
-def mpi(installed: bool, ask: Run) -> Finding:
+def check_mpi(installed: bool, ask: RunCommand) -> Finding:
     """mpi4py is optional; one that does not load its library is broken.
 
     Asked in a process of its own: a library of the wrong kind may end it, and MPI starts once only in this one.
     """
     if not installed:
-        return ok("mpi", "mpi4py is not installed; needed for parallel=server and parallel.reduce_with=mpi only")
-    code, said = ask([sys.executable, "-c", _MPI])
+        return pass_check(
+            "mpi", "mpi4py is not installed; needed for parallel=server and parallel.reduce_with=mpi only"
+        )
+    code, said = ask([sys.executable, "-c", _MPI_PROGRAM])
     if code == 0:
-        return ok("mpi", f"mpi4py {said}")
+        return pass_check("mpi", f"mpi4py {said}")
     advice = "load the module of the MPI that mpi4py was built with, or: pip install --no-binary mpi4py mpi4py"
-    return bad("mpi", f"mpi4py does not load its MPI library: {said[-160:]}", advice)
+    return fail_check("mpi", f"mpi4py does not load its MPI library: {said[-160:]}", advice)
 
 
-def hdf5(load: Callable[[str], ModuleType]) -> Finding:
+def check_hdf5(load: Callable[[str], ModuleType]) -> Finding:
     """h5py, and whether its HDF5 is parallel, which is not needed: every rank writes its own file."""
     try:
         h5py = load("h5py")
     except ImportError as error:
-        return bad("hdf5", f"h5py does not load: {' '.join(str(error).split())[:120]}", "pip install h5py")
+        return fail_check("hdf5", f"h5py does not load: {' '.join(str(error).split())[:120]}", "pip install h5py")
     parallel = "parallel" if h5py.get_config().mpi else "serial, which is all that is needed"
-    return ok("hdf5", f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {parallel}")
+    return pass_check("hdf5", f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {parallel}")
+
+
+SLURM_PROGRAMS = ("sbatch", "srun", "squeue", "sinfo", "sacct", "scontrol")
+_TIMEOUT_SECONDS = 20.0
+
+FindProgram = Callable[[str], str | None]
+RunCommand = Callable[[list[str]], tuple[int, str]]
+"""A command -> its exit code and what it said, in one text."""
+
+
+def check_tools(env: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Every check of this file."""
+    env = os.environ if env is None else env
+    yield check_slurm_client(shutil.which)
+    if shutil.which("scontrol"):
+        yield check_controller(run_command)
+    yield check_lustre(shutil.which)
+    yield check_modules(env)
+
+
+def run_command(command: list[str]) -> tuple[int, str]:
+    """Run a command that may hang; 124 where it did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_TIMEOUT_SECONDS:.0f} s"
+    except OSError as error:
+        return 127, error.strerror or "cannot be run"
+    return done.returncode, " ".join((done.stderr + done.stdout).split())
+
+
+def check_slurm_client(which: FindProgram) -> Finding:
+    """What `hpc-train submit` and `status` call."""
+    there = [name for name in SLURM_PROGRAMS if which(name)]
+    missing = [name for name in SLURM_PROGRAMS if name not in there]
+    if not there:
+        return pass_check("slurm", "no Slurm here; launch=local runs on this machine")
+    if missing:
+        advice = "submit and status need them all: add Slurm's bin folder to PATH, or load its module"
+        return warn_check("slurm", f"{', '.join(there)}, but no {', '.join(missing)}", advice)
+    return pass_check("slurm", ", ".join(there))
+
+
+def check_controller(ask: RunCommand) -> Finding:
+    """Whether slurmctld answers."""
+    code, said = ask(["scontrol", "ping"])
+    if code == 0 and " is UP" in said:
+        return pass_check("slurmctld", said[:120])
+    advice = "jobs cannot be submitted now: look at `scontrol ping` and munge, or ask the site"
+    return warn_check("slurmctld", f"does not answer: {said[:120]}", advice)
+
+
+def check_lustre(which: FindProgram) -> Finding:
+    """lfs, which lays out checkpoints on Lustre."""
+    if which("lfs"):
+        return pass_check("lfs", "Lustre's lfs is here")
+    return pass_check("lfs", "no lfs: checkpoints on Lustre, if there are, get the folder's own striping")
+
+
+def check_modules(env: Mapping[str, str]) -> Finding:
+    """Environment modules, and what is loaded."""
+    kind = "Lmod" if "LMOD_VERSION" in env else "environment modules" if "MODULESHOME" in env else None
+    if kind is None:
+        return pass_check("modules", "no environment modules")
+    loaded = env.get("LOADEDMODULES", "").replace(":", ", ") or "none"
+    return pass_check("modules", f"{kind}; loaded: {loaded}")
+
+
+def check_environment(
+    env: Mapping[str, str], host: str, nodes: int, wanted: str | None, local: int
+) -> Iterator[Finding]:
+    """Every check of this file. wanted: cluster.fabric.interface. local: ranks of this node."""
+    yield check_interface(host, nodes, wanted)
+    yield from check_chosen_interface(env, list_interfaces())
+    yield from check_harmful_variables(env, local)
+    yield from check_threads(env, local)
+
+
+def check_interface(host: str, nodes: int, wanted: str | None) -> Finding:
+    """The one that ranks will open sockets on."""
+    try:
+        address, name = find_own_address(host, nodes, wanted)
+    except UserError as error:
+        return fail_check("interface", str(error), "see `ip -4 address` for what this host has")
+    return pass_check(
+        "interface", f"{name}, {address}" + ("" if wanted or nodes > 1 else " (one node needs no network)")
+    )
+
+
+def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> Iterator[Finding]:
+    """A user's own choice always stays, and must be there. have: interface -> IPv4 address."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = env.get(name, "")
+        wanted = [part for part in value.lstrip("=").split(",") if part]
+        if not wanted or value.startswith("^"):
+            continue
+        exact = name.startswith("GLOO") or value.startswith("=")
+        matches = [known for known in have if any(known == it if exact else known.startswith(it) for it in wanted)]
+        if not matches:
+            text = f"{name}={value}: this host has {', '.join(sorted(have))}"
+            yield fail_check("environment", text, f"unset {name}, or name the network with cluster.fabric.interface")
+
+
+def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Finding]:
+    """Variables from an old script or another machine."""
+    found = find_harmful_variables(env, local)
+    for it in found:
+        yield warn_check("environment", f"{it.name}={it.value} is set", it.why)
+    if not found:
+        yield pass_check("environment", "no variable that is known to do harm")
+
+
+def check_threads(env: Mapping[str, str], local: int) -> Iterator[Finding]:
+    """OMP_NUM_THREADS: unset, every rank of a node would start a thread for each core."""
+    value = env.get("OMP_NUM_THREADS", "")
+    if value and not value.split(",")[0].isdecimal():
+        yield fail_check("threads", f"OMP_NUM_THREADS={value} is no number", "unset it, or set launch.threads")
+    elif not value and local > 1:
+        text = f"OMP_NUM_THREADS is not set for {local} ranks of a node"
+        yield pass_check("threads", f"{text}; `train` shares the node's cores out, other programs may not")

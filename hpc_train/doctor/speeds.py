@@ -1,23 +1,119 @@
-"""Whether one rank is slower than its like, and whether the network does what it was measured to do."""
+"""Short measurements that all ranks make at the same time: slow ranks, and a network below its calibration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 
-from hpc_train.doctor.finding import Finding, bad, ok, short, warn
-from hpc_train.doctor.outliers import slow
-from hpc_train.doctor.report import Report, Speed
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-MUCH = 0.3
+from hpc_train.bench.collectives.definitions import bus_factor
+from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, groups_of_rank
+from hpc_train.config.parallel import AXES, Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.doctor.agreement import RankReport, RankSpeed
+from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
+from hpc_train.errors import UserError
+from hpc_train.messages import all_gather_values
+from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.fabric_from_config import build_fabric
+from hpc_train.traffic.axes import Flow
+
+_REPEATS = 5
+_MATRIX = {"cuda": 8192, "cpu": 512}
+"""Rows and columns: large enough that a GPU is busy for milliseconds, small enough for a CPU."""
+_COPIED = {"cuda": 1 << 30, "cpu": 1 << 25}
+"""Bytes."""
+_REDUCED = {"cuda": 1 << 26, "cpu": 1 << 22}
+"""Bytes."""
+
+
+def measure_speed(device: torch.device) -> RankSpeed:
+    """This rank's, after all have come here."""
+    dist.barrier()
+    size, dtype = _MATRIX[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    product = time_calls(lambda: torch.mm(a, b), device)
+    source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return RankSpeed(product, time_calls(lambda: target.copy_(source), device), device.type)
+
+
+def time_calls(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the median of a few after one that does not count."""
+    taken = []
+    for _ in range(_REPEATS + 1):
+        _synchronize(device)
+        begin = time.perf_counter()
+        work()
+        _synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_reductions(
+    config: RunConfig, degrees: Degrees, hosts: Sequence[str], mesh: DeviceMesh, device: torch.device
+) -> list[AxisReduction]:
+    """An all-reduce on every axis of the mesh. hosts: of every rank. Every rank calls it, and gets the same."""
+    found = []
+    buffer = torch.zeros(_REDUCED[device.type], dtype=torch.uint8, device=device)
+    for axis in [group.axis for group in groups_of_rank(degrees, dist.get_rank())]:
+        everywhere = all_gather_values(
+            _measure_reduction(None if axis == WORLD_AXIS else mesh[axis].get_group(), buffer)
+        )
+        slowest = max(seconds for seconds, _ in everywhere)
+        why = next((reason for _, reason in everywhere if reason), "")
+        ranks = degrees.world if axis == WORLD_AXIS else getattr(degrees, axis)
+        bus = buffer.nbytes / slowest * bus_factor("all_reduce", ranks) if slowest else 0.0
+        predicted = None if why else predict_seconds(config, degrees, hosts, axis, buffer.nbytes, device.type)
+        found.append(AxisReduction(axis, ranks, buffer.nbytes, slowest, bus, predicted, why))
+    return found
+
+
+def _measure_reduction(group: dist.ProcessGroup | None, buffer: torch.Tensor) -> tuple[float, str]:
+    """(seconds of this rank, why it failed)."""
+    try:
+        return time_calls(lambda: dist.all_reduce(buffer, group=group), buffer.device), ""
+    except RuntimeError as error:
+        return 0.0, f"rank {dist.get_rank()}: {' '.join(str(error).split())[:200]}"
+
+
+def predict_seconds(
+    config: RunConfig, degrees: Degrees, hosts: Sequence[str], axis: str, size: int, device: str
+) -> float | None:
+    """Seconds by the model that ranks are placed by; None where the cluster is not calibrated or nodes are unequal."""
+    nodes = list(dict.fromkeys(hosts))
+    each = len(hosts) // len(nodes)
+    if config.cluster.calibration is None or list(hosts) != [node for node in nodes for _ in range(each)]:
+        return None
+    axes = tuple(name for name in AXES if getattr(degrees, name) > 1) if axis == WORLD_AXIS else (axis,)
+    flow = Flow(axes, "all_reduce", size, 1, "probe")
+    try:
+        fabric = build_fabric(config, nodes, each)
+        told = estimate_cost(fabric, asdict(degrees), [flow], backend="nccl" if device == "cuda" else "gloo").total
+    except UserError:
+        return None
+    return told if math.isfinite(told) and told > 0 else None
+
+
+BROKEN_SHARE = 0.3
 """A GPU that is slower by this share is broken; CPUs are shared with others, so they never are."""
-POOR = 0.5
+POOR_SHARE = 0.5
 """Of the predicted bandwidth; less is worth a look."""
 
 
 @dataclass(frozen=True)
-class Reduction:
+class AxisReduction:
     """An all-reduce over the groups of one axis, all of them at once."""
 
     axis: str
@@ -34,46 +130,70 @@ class Reduction:
     """Why it did not work."""
 
 
-def speeds(reports: Sequence[Report], measured: Sequence[Speed]) -> Iterator[Finding]:
+def check_speeds(reports: Sequence[RankReport], measured: Sequence[RankSpeed]) -> Iterator[Finding]:
     """Matrix products and copies. measured: by rank, as reports are."""
     names = [f"rank {report.rank} on {report.host}" for report in reports]
     if len({speed.device for speed in measured}) > 1:
-        yield bad("speed", "some ranks compute on GPUs, others on CPUs", "see the finding about GPUs")
+        yield fail_check("speed", "some ranks compute on GPUs, others on CPUs", "see the finding about GPUs")
         return
     gpus = measured[0].device == "cuda"
-    yield outliers("matrix product", names, [speed.product for speed in measured], gpus)
-    yield outliers("memory copy", names, [speed.copy for speed in measured], gpus)
+    yield check_outliers("matrix product", names, [speed.product for speed in measured], gpus)
+    yield check_outliers("memory copy", names, [speed.copy for speed in measured], gpus)
 
 
-def outliers(name: str, names: Sequence[str], seconds: Sequence[float], firm: bool) -> Finding:
+def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], firm: bool) -> Finding:
     """firm: nothing else runs on the devices, so that a large difference is a defect."""
-    found = slow(seconds)
+    found = find_slow(seconds)
     middle = median(seconds)
     if not found:
-        return ok(name, f"{1e3 * middle:.3g} ms on most ranks, {1e3 * max(seconds):.3g} on the slowest")
+        return pass_check(name, f"{1e3 * middle:.3g} ms on most ranks, {1e3 * max(seconds):.3g} on the slowest")
     odd = [f"{names[index]} {seconds[index] / middle:.2f} x" for index in found]
-    text = f"{1e3 * middle:.3g} ms on most ranks, but slower: {short(odd)}"
-    if firm and max(seconds) > middle * (1 + MUCH):
-        return bad(name, text, "leave these nodes out (launch.exclude); clocks, heat or a failing memory module?")
-    return warn(name, text, "every step waits for the slowest: is anything else running there?")
+    text = f"{1e3 * middle:.3g} ms on most ranks, but slower: {join_first(odd)}"
+    if firm and max(seconds) > middle * (1 + BROKEN_SHARE):
+        return fail_check(
+            name, text, "leave these nodes out (launch.exclude); clocks, heat or a failing memory module?"
+        )
+    return warn_check(name, text, "every step waits for the slowest: is anything else running there?")
 
 
-def reductions(measured: Sequence[Reduction]) -> Iterator[Finding]:
+def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:
     """Beside the prediction, where there is one."""
     for it in measured:
         name = f"all-reduce {it.axis}"
         if it.failed:
-            yield bad(name, it.failed, "NCCL_DEBUG=INFO says more; compare `hpc-train bench collectives`")
+            yield fail_check(name, it.failed, "NCCL_DEBUG=INFO says more; compare `hpc-train bench collectives`")
             continue
         text = f"{it.bytes / 2**20:g} MiB over {it.ranks} ranks: {1e3 * it.seconds:.3g} ms, {it.bus / 1e9:.3g} GB/s"
         if it.predicted is None:
-            yield ok(
+            yield pass_check(
                 name, f"{text}; nothing to compare with before `hpc-train bench collectives` (cluster.calibration)"
             )
-        elif it.seconds > it.predicted / POOR:
+        elif it.seconds > it.predicted / POOR_SHARE:
             text = f"{text}, {it.seconds / it.predicted:.1f} x the predicted {1e3 * it.predicted:.3g} ms"
-            yield warn(
+            yield warn_check(
                 name, text, "a slow link, a wrong interface, or other jobs on the same switches; see nics, network"
             )
         else:
-            yield ok(name, f"{text}, predicted {1e3 * it.predicted:.3g} ms")
+            yield pass_check(name, f"{text}, predicted {1e3 * it.predicted:.3g} ms")
+
+
+OUTLIER_SCORE = 3.5
+"""Of the modified z-score, beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
+MIN_DIFFERENCE = 0.10
+"""Share of the median below which a difference does not matter, however steady the others are."""
+
+
+def find_slow(seconds: Sequence[float], least: float = MIN_DIFFERENCE) -> list[int]:
+    """Indices of the times that are longer than the others': 0.6745 (x - median) / MAD > 3.5, and 10 % at least.
+
+    MAD is the median of the absolute deviations. Of fewer than three, nobody can say which is odd: none.
+    """
+    if len(seconds) < 3:
+        return []
+    middle = median(seconds)
+    spread = median(abs(value - middle) for value in seconds)
+    return [
+        index
+        for index, value in enumerate(seconds)
+        if value > middle * (1 + least) and 0.6745 * (value - middle) > OUTLIER_SCORE * spread
+    ]

@@ -1,42 +1,49 @@
-"""`hpc-train cancel RUN`: what waits never starts, what runs saves and ends, and nothing is requeued.
+"""Cancel runs: what waits never starts, what runs saves and ends, and nothing is requeued.
 
-scancel by itself gives the ranks KillWait (30 s by default) to save. Here they are told as before a time limit, have
-the time that they need, and the batch script, which finds the marker of the cancellation, ends the job in place of a
-requeue.
+scancel by itself gives the ranks KillWait (30 s by default) to save. Here they are told as before a time limit
+and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job instead of requeueing
+it. A rank that hangs never reaches the end of its step, where stop requests are checked, and its peers wait for
+it: after the time limit the ranks are asked for their stacks, so that those that do not answer can be named, and
+then killed. If even that does not end them, their job or controller is killed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Ask, ask
-from hpc_train.launch.escalation import end_what_hangs, jobs_of, scancel, steps_of
-from hpc_train.launch.state.attempts import cancel_marker
-from hpc_train.launch.state.decide import decide
-from hpc_train.launch.state.facts import Facts, gather
-from hpc_train.launch.state.points import Point, find, points_of
-from hpc_train.launch.state.states import State, Status
-from hpc_train.launch.sweep import ledger
-from hpc_train.training.records import add_event
+from hpc_train.launch.rank_stacks import STACK_SIGNAL, collect_stacks, describe_stacks
+from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
+from hpc_train.launch.state.attempts import AttemptStart, cancel_marker_path
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import RunFacts, gather_facts
+from hpc_train.launch.state.run_lookup import RunPoint, find_points, points_of_sweep
+from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_state
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.regular_files import read_text
+from hpc_train.runtime.processes import is_process_alive
+from hpc_train.training.run_records import append_event
 
-_NAMED = 4
+_MAX_NAMED = 4
 """From so many on they are counted."""
 
 
 @dataclass(frozen=True)
-class _Open:
+class _OpenRun:
     """A run that has not ended."""
 
-    facts: Facts
-    status: Status
+    facts: RunFacts
+    status: RunStatus
 
     @property
     def waits_here(self) -> bool:
@@ -45,7 +52,7 @@ class _Open:
 
     def jobs(self, running: bool) -> list[str]:
         """Its jobs that run, or those that wait."""
-        return jobs_of(self.facts, running)
+        return jobs_in_state(self.facts, running)
 
 
 def cancel_command(run: str, yes: bool, now: bool, wait: bool = True) -> int:
@@ -54,31 +61,31 @@ def cancel_command(run: str, yes: bool, now: bool, wait: bool = True) -> int:
     now: without a save. wait: until it has ended; what has not after launch.cancel_seconds is ended, and the ranks that
     did not answer are named. Raises UserError, one line, if it runs where it cannot be reached from here.
     """
-    points = find(run, ask)
-    seen = _look(points)
+    points = find_points(run, run_client)
+    seen = _find_open_runs(points)
     still = [it for it in seen if not it.status.state.ended]
     if not still:
-        print(f"nothing to cancel: {_counted(seen)}")
+        print(f"nothing to cancel: {_count_states(seen)}")
         return 0
-    if not yes and sys.stdin.isatty() and not _agreed(still):
+    if not yes and sys.stdin.isatty() and not _ask_user(still):
         print("left as it is")
         return 1
     shared = frozenset[Path]()
     if jobs := [it for it in still if it.facts.jobs]:
-        late, shared = _cancel_jobs(jobs, now, ask)
-        if begun := [it for it in _look(late) if it.jobs(running=True)]:
-            _cancel_jobs(begun, now, ask)
-    _cancel_here([it for it in still if not it.facts.jobs], now)
+        late, shared = _cancel_jobs(jobs, now, run_client)
+        if begun := [it for it in _find_open_runs(late) if it.jobs(running=True)]:
+            _cancel_jobs(begun, now, run_client)
+    _cancel_without_slurm([it for it in still if not it.facts.jobs], now)
     if now or not wait:
         return 0
-    return end_what_hangs([it.facts.point for it in still], shared, ask)
+    return wait_and_kill([it.facts.point for it in still], shared, run_client)
 
 
-def _look(points: Sequence[Point]) -> list[_Open]:
-    return [_Open(facts, decide(facts)) for facts in gather(points, ask)]
+def _find_open_runs(points: Sequence[RunPoint]) -> list[_OpenRun]:
+    return [_OpenRun(facts, decide_state(facts)) for facts in gather_facts(points, run_client)]
 
 
-def _cancel_here(runs: Sequence[_Open], now: bool) -> None:
+def _cancel_without_slurm(runs: Sequence[_OpenRun], now: bool) -> None:
     """Runs without Slurm. Who is told to stop all of a sweep tells those of its points that run."""
     pools = {it.facts.point.placed.process for it in runs if it.waits_here and it.facts.point.placed}
     if not pools:
@@ -96,17 +103,17 @@ def _cancel_here(runs: Sequence[_Open], now: bool) -> None:
             _cancel_local(it, now)
 
 
-def _counted(runs: Sequence[_Open]) -> str:
-    if len(runs) < _NAMED:
+def _count_states(runs: Sequence[_OpenRun]) -> str:
+    if len(runs) < _MAX_NAMED:
         return ", ".join(f"{it.status.point} is {it.status.state}" for it in runs)
     return ", ".join(f"{count} are {state}" for state, count in Counter(it.status.state for it in runs).most_common())
 
 
-def _agreed(still: Sequence[_Open]) -> bool:
-    return input(f"{_counted(still)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
+def _ask_user(still: Sequence[_OpenRun]) -> bool:
+    return input(f"{_count_states(still)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> tuple[list[Point], frozenset[Path]]:
+def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[list[RunPoint], frozenset[Path]]:
     """First those that wait, so that none of them starts in the place of one that ends.
 
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
@@ -114,29 +121,29 @@ def _cancel_jobs(runs: Sequence[_Open], now: bool, ask: Ask) -> tuple[list[Point
     for it in runs:
         if it.facts.silent is not None:
             raise UserError(f"{it.status.point}: {it.facts.silent}; try again")
-    shared = _shared(runs, ask)
-    _leave_word(runs, shared, now)
+    shared = _runs_with_shared_jobs(runs, ask)
+    _mark_cancelled(runs, shared, now)
     alone = [it for it in runs if it not in shared]
     waiting = list(dict.fromkeys(job for it in alone for job in it.jobs(running=False)))
     running = list(dict.fromkeys(job for it in alone for job in it.jobs(running=True)))
-    steps = [step for it in shared for step in steps_of(it.facts, ask)]
+    steps = [step for it in shared for step in find_job_steps(it.facts, ask)]
     if now:
-        scancel([], waiting + running + steps, ask)
+        cancel_jobs([], waiting + running + steps, ask)
     else:
-        scancel(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
+        cancel_jobs(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
         # With a filter, one element that waits stands for all of its array that do (Slurm 22.05). One that begins at
         # this moment is told by SIGTERM, and has KillWait to save.
-        scancel([], [job for job in waiting if "_" in job], ask)
-        scancel(["--signal=USR2"], running + steps, ask)
-    _tell(waiting, [*running, *steps], now)
+        cancel_jobs([], [job for job in waiting if "_" in job], ask)
+        cancel_jobs(["--signal=USR2"], running + steps, ask)
+    _print_cancelled(waiting, [*running, *steps], now)
     for it in shared:
         print(f"{it.status.point}: {'will not begin' if it.status.state.waiting else 'asked to save and end'}")
     waited = [it.facts.point for it in alone if it.status.state.waiting]
     return waited, frozenset(it.facts.point.run for it in shared)
 
 
-def _tell(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
-    if len(waiting) < _NAMED:
+def _print_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
+    if len(waiting) < _MAX_NAMED:
         for job in waiting:
             print(f"job {job}: cancelled")
     else:
@@ -145,7 +152,7 @@ def _tell(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
         print(f"job {job}: {'cancelled' if now else 'asked to save and end'}")
 
 
-def _shared(runs: Sequence[_Open], ask: Ask) -> list[_Open]:
+def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_OpenRun]:
     """Points whose job has others, too, that are to go on."""
     packed = [it for it in runs if it.facts.point.packed]
     if not packed:
@@ -156,14 +163,14 @@ def _shared(runs: Sequence[_Open], ask: Ask) -> list[_Open]:
     others = [
         point
         for sweep in sweeps.values()
-        for point in points_of(sweep)
+        for point in points_of_sweep(sweep)
         if point.run not in mine and point.placed and point.placed.job in jobs
     ]
-    going_on = {job for facts in gather(others, ask) if not decide(facts).state.ended for job in facts.jobs}
+    going_on = {job for facts in gather_facts(others, ask) if not decide_state(facts).state.ended for job in facts.jobs}
     return [it for it in packed if going_on & set(it.facts.jobs)]
 
 
-def _leave_word(runs: Sequence[_Open], shared: Sequence[_Open], now: bool) -> None:
+def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: bool) -> None:
     """For the batch script, which does not requeue then, and for `status`. What has not begun has no run directory."""
     waiting: dict[Path, dict[str, str]] = {}
     for it in runs:
@@ -175,22 +182,22 @@ def _leave_word(runs: Sequence[_Open], shared: Sequence[_Open], now: bool) -> No
             (point.run / "logs").mkdir(mode=0o700, parents=True)
             point.run.chmod(0o700)
         for job in it.facts.jobs:
-            cancel_marker(point.run, job).touch(0o600)
+            cancel_marker_path(point.run, job).touch(0o600)
         attempt = -1 if it.status.attempt is None else it.status.attempt
         for job in it.facts.jobs:
-            add_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
+            append_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
     for path, points in waiting.items():
-        ledger.append(path, "cancel", points=points)
+        sweep_directory.append_event(path, "cancel", points=points)
 
 
-def _cancel_local(it: _Open, now: bool) -> None:
+def _cancel_local(it: _OpenRun, now: bool) -> None:
     """The controller of the local pool passes the signal on; by other launchers, one rank that knows is enough."""
     newest = it.facts.newest
     begun = newest.begun if newest else None
     if newest is None or begun is None or not it.facts.alive:
         why = it.status.reason or "nobody knows who runs it"
         raise UserError(f"{it.status.point}: {why}; nothing was cancelled")
-    add_event(it.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
+    append_event(it.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
     with suppress(ProcessLookupError):
         if not now:
             os.kill(begun.process, signal.SIGUSR2)
@@ -199,3 +206,167 @@ def _cancel_local(it: _Open, now: bool) -> None:
         else:
             os.kill(begun.process, signal.SIGKILL)
     print(f"{it.status.point}: {'killed' if now else 'asked to save and end'} (process {begun.process})")
+
+
+_DEFAULT_SECONDS = 120
+"""Default for runs frozen before launch.cancel_seconds existed, or whose job.json cannot be read."""
+_ANSWER_SECONDS = {True: 6.0, False: 3.0}
+"""Seconds to wait for the ranks' stacks, by whether it is a Slurm job (True) or local (False)."""
+_GRACE_SECONDS = {True: 45.0, False: 5.0}
+"""Seconds from then until the batch script (Slurm sends TERM, then KILL after KillWait) or controller must end."""
+_MAX_JOBS_PER_CALL = 200
+_ALREADY_ENDED = ("already completing", "already completed", "Invalid job id", "not running")
+_EXIT_INTERRUPTED = 130
+
+
+def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunClient) -> int:
+    """Wait for these points, which were asked to save and end; kill those that do not end in time.
+
+    shared: runs whose job goes on for other points, so only their own job step is ended. Returns the exit code. Ctrl-C
+    stops waiting; the points stay asked to end.
+    """
+    started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
+    backoff, ended = Backoff(0.2, 4.0), set[Path]()
+    _print_progress(f"waiting up to {max(limits.values())} s for the end (Ctrl-C: stop waiting; it stays asked)")
+    try:
+        while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
+            waited = time.monotonic() - started
+            late = [it for it in still if waited >= limits[it.point.run] and it.point.run not in ended]
+            for facts in late:
+                ended.add(facts.point.run)
+                _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask)
+            if all(it.point.run in ended for it in still):
+                return _kill_jobs_and_controllers(still, shared, ask)
+            next_end = min(limits[it.point.run] for it in still if it.point.run not in ended)
+            time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
+    except KeyboardInterrupt:
+        _print_progress(
+            "no longer waiting; it stays asked to save and end. A rank that hangs needs `hpc-train cancel --now`"
+        )
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def read_cancel_seconds(point: RunPoint) -> int:
+    """Return launch.cancel_seconds of a run as it was frozen."""
+    try:
+        launch = json.loads(read_text(point.run / "job.json"))["config"]["launch"]
+        return int(launch.get("cancel_seconds") or launch["signal_seconds"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _DEFAULT_SECONDS
+
+
+def jobs_in_state(facts: RunFacts, running: bool) -> list[str]:
+    """Return a run's running jobs, or its waiting ones."""
+    states = {record.job_id: from_slurm_state(record.state) for record in facts.records}
+    return [job for job in facts.jobs if job in states and (states[job] is State.RUNNING) == running]
+
+
+def find_job_steps(facts: RunFacts, ask: RunClient) -> list[str]:
+    """Return the job step of a point that runs beside others; it has the point's name."""
+    jobs = jobs_in_state(facts, running=True)
+    if not jobs:
+        return []
+    said = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
+    found = (line.strip().partition("|") for line in said.out.splitlines())
+    return [step for step, _, name in found if name == facts.point.name]
+
+
+def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> None:
+    """Cancel these jobs. Raises UserError, unless they have already ended."""
+    for first in range(0, len(jobs), _MAX_JOBS_PER_CALL):
+        said = ask(["scancel", *options, *jobs[first : first + _MAX_JOBS_PER_CALL]])
+        if said.code and not any(word in said.err for word in _ALREADY_ENDED):
+            raise UserError(f"scancel: {said.reason}")
+
+
+def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClient) -> None:
+    """Name the ranks that hang, then kill all ranks."""
+    if facts.silent is not None:
+        raise UserError(f"{facts.point.name}: {facts.silent}; it is asked to save and end; try again")
+    newest = facts.newest
+    if newest is None or newest.begun is None:
+        return  # waiting for its turn in a local sweep: see _end_for_good
+    if facts.jobs:
+        ids = find_job_steps(facts, ask) if shared else jobs_in_state(facts, running=True)
+        send: Callable[[signal.Signals], None] = partial(_signal_jobs, ids, ask)
+    else:
+        send = partial(_signal_ranks, newest.begun)
+    stacks = collect_stacks(
+        facts.point.run / "logs" / str(newest.number), partial(send, STACK_SIGNAL), _ANSWER_SECONDS[bool(facts.jobs)]
+    )
+    why = f"it did not end within {waited} s and was ended: {describe_stacks(stacks) or 'no rank left a log'}"
+    job = {"job_id": facts.jobs[-1]} if facts.jobs else {}
+    append_event(facts.point.run / "events.jsonl", "cancel", newest.number, now=True, why=why, **job)
+    print(f"{facts.point.name}: {why}", flush=True)
+    send(signal.SIGKILL)
+
+
+def _signal_jobs(ids: Sequence[str], ask: RunClient, number: signal.Signals) -> None:
+    """Send a signal to the ranks, not to the batch script."""
+    cancel_jobs([f"--signal={number.name.removeprefix('SIG')}"], ids, ask)
+
+
+def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
+    """Send a signal to the children of the local controller.
+
+    For other launchers only the recorded process is known, and it need not answer.
+    """
+    if begun.launcher == "local":
+        processes = _child_processes(begun.process)
+    else:
+        processes = [begun.process] if number == signal.SIGKILL else []
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _child_processes(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _kill_jobs_and_controllers(still: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient) -> int:
+    """Wait briefly for batch scripts and controllers, then end them too; returns the exit code."""
+    points = [it.point for it in still]
+    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(it.jobs)] for it in still)
+    while still and time.monotonic() < deadline:
+        time.sleep(0.2 if not any(it.jobs for it in still) else 1.0)
+        still = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
+    for facts in still:
+        if facts.jobs:
+            _kill_job(facts, facts.point.run in shared, ask)
+        else:
+            _kill_local_processes(facts)
+    return 0
+
+
+def _kill_job(facts: RunFacts, shared: bool, ask: RunClient) -> None:
+    """End the whole job: its batch script may be gone, or hang on a file system."""
+    if not shared:
+        for job in facts.jobs:
+            cancel_marker_path(facts.point.run, job).touch(0o600)
+        cancel_jobs([], list(facts.jobs), ask)
+        print(f"job {facts.jobs[-1]}: cancelled; Slurm ends it when its nodes answer", flush=True)
+
+
+def _kill_local_processes(facts: RunFacts) -> None:
+    """End the controller and its session, or the process that runs the sweep."""
+    begun, pool = (facts.newest.begun if facts.newest else None), facts.point.placed
+    if begun is not None and is_process_alive(begun.process, begun.started, begun.machine):
+        with suppress(ProcessLookupError):
+            if begun.launcher == "local":
+                os.killpg(begun.process, signal.SIGKILL)
+            else:
+                os.kill(begun.process, signal.SIGKILL)
+    elif pool is not None and is_process_alive(pool.process, pool.started, pool.machine):
+        with suppress(ProcessLookupError):
+            os.kill(pool.process, signal.SIGKILL)
+
+
+def _print_progress(line: str) -> None:
+    print(f"hpc-train: {line}", file=sys.stderr, flush=True)

@@ -1,27 +1,32 @@
-"""Which task of an attempt failed first, and how: its own word, else what those who watched it saw."""
+"""Find the task of an attempt that failed first, and how: by its own report, else by what those who watched it saw.
+
+A rank that gave up waiting is a consequence; the rank it waited for is the cause. A batch script runs this module
+when its ranks did not end well (`python -m`), to record the failure and to explain it in the job's log.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import EXIT_REQUEUE
-from hpc_train.launch.ranks import entries
-from hpc_train.launch.state.reading import read_text
-from hpc_train.launch.timeouts import describe_timeout, silent_ranks, stopped_waiting
-from hpc_train.training.failure import Failure, first_failure
+from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
+from hpc_train.regular_files import read_text
+from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
 
-EXITS = "exits.json"
+EXIT_CODES = "exits.json"
 """In an attempt's log directory, by the local pool: [[task, exit code], ...] in the order of their ends."""
 SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """With which of its tasks on a node this is said tells nothing: Slurm says it of all that end then."""
 _DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
-_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+_DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
 
 
@@ -43,7 +48,7 @@ class FirstError:
     @property
     def line(self) -> str:
         """All in one line: of a traceback the exception."""
-        said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception(self.traceback)])
+        said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
         return f"{said} ({self.besides})" if self.besides else said
 
     def brief(self, log: Path) -> str:
@@ -55,49 +60,49 @@ class FirstError:
         return "\n".join([*lines, f"  the whole traceback: {log}"])
 
 
-def _exception(traceback: str) -> list[str]:
+def _exception_line(traceback: str) -> list[str]:
     """The line below the last frame; what libraries write after it may be anything."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     frame = max((index for index, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     return [line for line in lines[frame + 1 :] if not line[0].isspace()][:1] or lines[-1:]
 
 
-def first_error(logs: Path) -> FirstError | None:
+def find_first_error(logs: Path) -> FirstError | None:
     """The first failure of the attempt whose log directory this is; None if nobody left a trace of one.
 
     Only the local pool sees the order in which tasks end; srun does not tell it, so there a task that was ended from
     outside counts only if all others merely lost a peer.
     """
-    failure = first_failure(logs)
-    if failure is not None and stopped_waiting(failure.message) and (silent := silent_ranks(logs)):
+    failure = read_first_failure(logs)
+    if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
-    dead = _seen_by_the_pool(logs, failure)
+    dead = _find_in_exit_codes(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
-        dead = _seen_by_srun(logs)
+        dead = _find_in_srun_errors(logs)
     if dead is not None or failure is None:
         return dead
-    besides = "Out Of Memory" if _OUT_OF_MEMORY.search(_srun_errors(logs)) else ""
+    besides = "Out Of Memory" if _OUT_OF_MEMORY.search(_read_srun_errors(logs)) else ""
     trace = "" if failure.user_error else failure.traceback
     return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), besides)
 
 
-def explain(logs: Path) -> str | None:
+def explain_failure(logs: Path) -> str | None:
     """Why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
-    if not (logs / EXITS).exists():
+    if not (logs / EXIT_CODES).exists():
         return "the process that held the ranks was killed; the ranks were told to save and stop"
-    error = first_error(logs)
+    error = find_first_error(logs)
     return error.brief(logs / f"task-{error.task}.log") if error else None
 
 
-def _is_silent(logs: Path, task: int | str) -> bool:
+def _left_no_report(logs: Path, task: int | str) -> bool:
     return not (logs / f"task-{task}.failure.json").exists()
 
 
-def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
-    text = read_text(logs / EXITS)
+def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError | None:
+    text = read_tail_text(logs / EXIT_CODES)
     exits: list[tuple[int, int]] = json.loads(text) if text else []
-    silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _is_silent(logs, task)]
-    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY), None)
+    silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _left_no_report(logs, task)]
+    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY_SIGNALS), None)
     if dead is None and (failure is not None or not silent):
         return None
     task, code = dead or silent[0]
@@ -105,28 +110,105 @@ def _seen_by_the_pool(logs: Path, failure: Failure | None) -> FirstError | None:
     return FirstError(task, f"task {task} {how}; its log: {logs / f'task-{task}.log'}")
 
 
-def _seen_by_srun(logs: Path) -> FirstError | None:
+def _find_in_srun_errors(logs: Path) -> FirstError | None:
     """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
-    text = _srun_errors(logs)
+    text = _read_srun_errors(logs)
     for line in _SRUN_LINE.finditer(text):
         task = re.split("[,-]", line["tasks"])[0]
-        if line["how"].startswith(_DEADLY_WORDS) and _is_silent(logs, task):
+        if line["how"].startswith(_DEADLY_WORDS) and _left_no_report(logs, task):
             how = f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
             return FirstError(int(task), how, line["host"])
     memory = _OUT_OF_MEMORY.search(text)
-    return _without_memory(logs, memory["host"]) if memory else None
+    return _find_out_of_memory(logs, memory["host"]) if memory else None
 
 
-def _srun_errors(logs: Path) -> str:
-    return read_text(logs / SRUN_ERRORS)
+def _read_srun_errors(logs: Path) -> str:
+    return read_tail_text(logs / SRUN_ERRORS)
 
 
-def _without_memory(logs: Path, host: str) -> FirstError | None:
+def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
     """The task of this node that left no word; without a rank map, of any."""
     short = host.partition(".")[0]
-    elsewhere = {int(it["process"]) for it in entries(logs) if str(it.get("host")).partition(".")[0] != short}
+    elsewhere = {int(it["process"]) for it in read_rank_entries(logs) if str(it.get("host")).partition(".")[0] != short}
     there = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
-    silent = sorted(task for task in there if _is_silent(logs, task))
+    silent = sorted(task for task in there if _left_no_report(logs, task))
     if not silent:
         return None
     return FirstError(silent[0], f"task {silent[0]} on {host} was ended from outside: Out Of Memory", host)
+
+
+_STOPPED_WAITING = re.compile(
+    r"application timeout caused pair closure|timed out waiting \d+ ?ms for (recv|send)|collective operation timeout"
+    r"|wait timeout after \d+ ?ms|timed out after \d+ ?m?s(econds)? waiting for|socket ?timeout",
+    re.IGNORECASE,
+)
+"""Messages of gloo, NCCL's watchdog, and torch's stores."""
+_MAX_RANKS_SHOWN = 6
+
+
+def is_timeout(message: str) -> bool:
+    """Whether an error says that its rank gave up waiting for another rank."""
+    return _STOPPED_WAITING.search(message) is not None
+
+
+def ranks_without_report(logs: Path) -> list[int]:
+    """Return the tasks of an attempt that reported no error; [] if its rank map cannot be read."""
+    tasks = sorted(int(entry["process"]) for entry in read_rank_entries(logs) if "process" in entry)
+    return [task for task in tasks if not (logs / f"task-{task}.failure.json").exists()]
+
+
+def describe_timeout(logs: Path, silent: Sequence[int]) -> str:
+    """Say in one line who gave up waiting, for whom, and after how long. silent: tasks without an error."""
+    known = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
+    waited = [task for task in sorted(known) if task not in silent]
+    which = "which reported nothing: it hangs" if len(silent) == 1 else "which reported nothing: one of them hangs"
+    return (
+        f"{_name_ranks(waited, known, hosts=False)} stopped waiting{_format_time_limit(logs)} for "
+        f"{_name_ranks(silent, known, hosts=True)}, {which}, or is far slower than the others"
+    )
+
+
+def _name_ranks(tasks: Sequence[int], known: dict[int, dict[str, object]], hosts: bool) -> str:
+    names = []
+    for task in tasks[:_MAX_RANKS_SHOWN]:
+        host = str(known[task].get("host", "")).partition(".")[0]
+        names.append(f"{known[task].get('rank', task)}" + (f" (task {task} on {host})" if hosts else ""))
+    more = f" and {len(tasks) - _MAX_RANKS_SHOWN} more" if len(tasks) > _MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(tasks) > 1 else ''} {', '.join(names)}{more}"
+
+
+def _format_time_limit(logs: Path) -> str:
+    try:
+        seconds = json.loads(read_text(logs.parents[1] / "job.json"))["config"]["launch"]["timeout_seconds"]
+        return f" after launch.timeout_seconds={int(seconds)}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
+    """Append a requeue or a failure event and print the first failure.
+
+    code: srun's exit code. requeue: why the job is requeued; empty if it is not.
+    """
+    run = Path(run_dir)
+    logs = run / "logs" / attempt
+    if requeue:
+        append_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code), why=requeue)
+        print(f"requeued: {requeue}", flush=True)
+    elif int(code) != EXIT_REQUEUE:
+        error = find_first_error(logs)
+        why = error.text if error else _explain_by_batch_script(logs, code)
+        line = error.line if error else why
+        append_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=line)
+        print(f"hpc-train: {why}", flush=True)
+    return 0
+
+
+def _explain_by_batch_script(logs: Path, code: str) -> str:
+    """What the batch script knows itself, where no rank left a word."""
+    result = read_attempt(logs).result
+    return result.why if result and result.why else f"the ranks exited with {code} and left no reason; see {logs}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:5]))

@@ -1,28 +1,39 @@
-"""`hpc-train submit`: freeze the run, hand it to Slurm, return at once."""
+"""Submit one run to Slurm: freeze it, hand it to sbatch, return at once.
+
+A submission is a transaction: it leaves its whole directory or nothing, it holds a lock on that directory, and it
+refuses a directory in which a job still waits or runs. `--after RUN` becomes a dependency on the jobs of other
+runs.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import answered, ask
-from hpc_train.launch.code.snapshot import snapshot
-from hpc_train.launch.code.users import tidy
-from hpc_train.launch.dependencies import jobs_to_wait_for
-from hpc_train.launch.partitions import check_partition
-from hpc_train.launch.precheck import check_cluster_files
-from hpc_train.launch.request import Request, make_request, nodes_of
-from hpc_train.launch.slurm import render, submit
-from hpc_train.launch.train import check_run, freeze, planned
-from hpc_train.launch.whole import refuse_open, submission
-from hpc_train.training.folder import RunFolder, open_folder
-from hpc_train.training.records import add_event
+from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
+from hpc_train.launch.slurm import slurm_cli
+from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
+from hpc_train.launch.slurm.sbatch import render_script, submit_job
+from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, run_client
+from hpc_train.launch.snapshot.code_snapshot import remove_unused_snapshots, snapshot_code
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import gather_facts
+from hpc_train.launch.state.run_lookup import RunPoint, find_points, is_job_id, is_run_directory
+from hpc_train.launch.state.state_names import State, from_slurm_state
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.regular_files import read_text
+from hpc_train.training.run_directory import RunDirectory, check_owner, locate_run_directory, write_private_file
+from hpc_train.training.run_records import append_event
 
 
-def with_slurm(overrides: Sequence[str]) -> list[str]:
+def default_to_slurm(overrides: Sequence[str]) -> list[str]:
     """`submit` means Slurm: its groups are chosen where the user chose none."""
     chosen = {text.split("=")[0] for text in overrides}
     return [f"{group}=slurm" for group in ("cluster", "launch") if group not in chosen] + list(overrides)
@@ -41,42 +52,197 @@ def submit_command(
             f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train` to run here"
         )
     nodes = config.cluster.nodes
-    config, why = planned(config, nodes * config.cluster.ranks_per_node if nodes else None)
-    ranks = nodes_of(config) * config.cluster.ranks_per_node
-    folder = open_folder(config)
-    code = snapshot(config, folder.path)
-    request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
+    config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None)
+    ranks = node_count(config) * config.cluster.ranks_per_node
+    folder = locate_run_directory(config)
+    code = snapshot_code(config, folder.path)
+    request = make_request(config, folder, code).after(jobs_to_wait_for(after, run_client))
     if dry_run:
         check_run(config, ranks)
         check_cluster_files(config)
-        script = render(folder, request)
+        script = render_script(folder, request)
         print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
         return 0
-    check_partition(config, request, ask)
-    with answered(), submission(folder.path):
-        refuse_open(folder.path, ask)
+    check_partition(config, request, run_client)
+    with delay_signals(), submission_transaction(folder.path):
+        refuse_unfinished_job(folder.path, run_client)
         with code.kept_for(folder.path) if code else nullcontext():
-            freeze(config, ranks, folder, why, code)
-            jobs = submit(folder, request)
-            record(folder, request, jobs)
-    _tell(folder, request, jobs, as_json)
+            freeze_run(config, ranks, folder, why, code)
+            jobs = submit_job(folder, request)
+            record_submission(folder, request, jobs)
+    _print_submission(folder, request, jobs, as_json)
     if code:
-        tidy(code.path.parent)
+        remove_unused_snapshots(code.path.parent)
     return 0
 
 
-def record(folder: RunFolder, request: Request, jobs: Sequence[str]) -> None:
+def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str]) -> None:
     """The submission as an event of the run."""
     chain = {"job_ids": jobs} if len(jobs) > 1 else {}
     if request.code:
-        add_event(folder.events, "snapshot", -1, hash=request.code.hash, sources=request.code.sources)
-    add_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
+        append_event(folder.events, "snapshot", -1, hash=request.code.hash, sources=request.code.sources)
+    append_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
 
 
-def _tell(folder: RunFolder, request: Request, jobs: Sequence[str], as_json: bool) -> None:
+def _print_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str], as_json: bool) -> None:
     if as_json:
         chain = {"job_ids": jobs} if len(jobs) > 1 else {}
         print(json.dumps({"job_id": jobs[0], "run_dir": str(folder.path), "ranks": request.ranks, **chain}))
         return
     what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
     print(f"{what}: nodes {request.nodes} x ranks {request.ranks_per_node}, run directory {folder.path}")
+
+
+SUBMISSION_LOCK = ".lock"
+_FROZEN_FILES = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv"})
+
+
+@contextmanager
+def submission_transaction(path: Path) -> Iterator[None]:
+    """Make this run or sweep directory, or go on with one that there is; nobody else submits from it meanwhile.
+
+    What is raised inside takes back all that is new: it, those above it that were made for it, or what was added to it
+    and changed in what it was frozen with. Raises UserError for whatever the system refuses, such as a full disk.
+    """
+    check_owner(path)
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        with lock_submissions(path), _roll_back_on_error(path):
+            yield
+    except BaseException as error:
+        with suppress(OSError):
+            for folder in new:
+                folder.rmdir()  # those that are empty
+        if isinstance(error, OSError):
+            raise UserError(f"run_dir={path}: {error.strerror}; choose a directory that can be written") from error
+        raise
+
+
+@contextmanager
+def _roll_back_on_error(path: Path) -> Iterator[None]:
+    names = {entry.name for entry in path.iterdir()}
+    frozen = {name: read_text(path / name) for name in _FROZEN_FILES & names}
+    try:
+        yield
+    except BaseException:
+        for entry in path.iterdir():
+            if entry.name not in names:
+                _remove_entry(entry)
+        for name, text in frozen.items():
+            if read_text(path / name) != text:
+                write_private_file(path / name, text)
+        raise
+
+
+def _remove_entry(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_submissions(path: Path) -> Iterator[None]:
+    """Raises UserError while another command submits from this directory.
+
+    On file systems without locks nobody is refused.
+    """
+    lock = path / SUBMISSION_LOCK
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; nothing can be submitted from there") from None
+    try:
+        if not _take_lock(descriptor, lock):
+            raise UserError(f"{path}: another command submits from it right now; see `hpc-train status {path}`")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _take_lock(descriptor: int, lock: Path) -> bool:
+    """Whether the lock is ours, and still the file that others find."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_ino == lock.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+
+
+def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
+    """Raise UserError if a job of this run directory still waits or runs: it would read what is frozen there anew."""
+    if not is_run_directory(run):
+        return
+    facts = gather_facts([RunPoint(run.name, run)], ask)[0]
+    status = decide_state(facts)
+    if status.state.ended or not (status.state.waiting or status.state is State.RUNNING or facts.silent):
+        return
+    job = f"job {status.job_id} is" if status.job_id else "a run is"
+    why = f" ({status.reason})" if status.reason else ""
+    raise UserError(
+        f"run_dir={run}: {job} {status.state} there{why}; `hpc-train cancel {run}` ends it, or use a new run_dir"
+    )
+
+
+def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
+    """Job ids of these runs (run directories, sweep directories, job ids); those that are done need no waiting.
+
+    Raises UserError for a run that has ended badly: what waits for it would never start.
+    """
+    return [
+        job for name in runs for job in (_wait_for_job(name, ask) if is_job_id(name) else _wait_for_runs(name, ask))
+    ]
+
+
+def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
+    """Any job of Slurm's, whoever submitted it."""
+    said = ask(slurm_cli.scontrol_command(job_id))
+    records = slurm_cli.parse_scontrol(said.out)
+    if said.code or not records:
+        raise UserError(f"--after {job_id}: {said.reason}; give a run directory, or a job that Slurm knows")
+    states = {from_slurm_state(record.state) for record in records}
+    if bad := next((state for state in states if state.ended and state is not State.DONE), None):
+        raise UserError(f"--after {job_id}: it is {bad}; submit it again first")
+    return [] if states == {State.DONE} else [job_id]
+
+
+def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
+    jobs: list[str] = []
+    points = find_points(name, ask)
+    for facts in gather_facts(points, ask):
+        status = decide_state(facts)
+        if status.state is State.DONE:
+            continue
+        if status.state.ended or not facts.jobs:
+            why = f" ({status.reason})" if status.reason else ""
+            raise UserError(f"--after {name}: {facts.point.name} is {status.state}{why}; submit it again first")
+        if len(facts.jobs) > 1:
+            raise UserError(
+                f"--after {name}: a chain of jobs, of which those left over are cancelled when the run is done; "
+                "submit this one when it is"
+            )
+        jobs += facts.jobs
+    return _merge_elements(jobs, points)
+
+
+def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str]:
+    """Whole arrays in place of the elements of a sweep; but elements, where another one of theirs has failed and was
+    submitted again, so that the array will never have ended well.
+    """
+    sweeps = {point.sweep.path: point.sweep for point in points if point.sweep}
+    left = {
+        array
+        for sweep in sweeps.values()
+        for array in sweep_directory.superseded_arrays(sweep_directory.read_ledger(sweep.ledger))
+    }
+    if not sweeps:
+        return list(jobs)
+    arrays = [(job.partition("_")[0], job) for job in jobs]
+    return list(dict.fromkeys(job if array in left else array for array, job in arrays))

@@ -12,29 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
-from hpc_train.launch.precheck import check_agreement, check_files
-from hpc_train.launch.spec import JobSpec, make_spec
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.support.pipeline import from_file
-from hpc_train.parallel.support.server import needs_mpi
-from hpc_train.regular_files import TEXT, read_regular
-from hpc_train.runtime.identity import Identity, identify
-from hpc_train.runtime.stop import StopRequest
+from hpc_train.launch.freeze import describe_finished_run, freeze_run
+from hpc_train.launch.job_spec import JobSpec
+from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.runtime.identity import ProcessIdentity, identify_process
+from hpc_train.runtime.processes import StopRequest
 from hpc_train.terminal import for_stream
-from hpc_train.training.folder import RunFolder, check_owner, new_attempt, open_folder, prepare, write_private
-from hpc_train.training.records import read_metrics
+from hpc_train.training.run_directory import RunDirectory, check_owner, locate_run_directory, make_attempt
 
 if TYPE_CHECKING:
-    from hpc_train.api import Task
-    from hpc_train.launch.code.snapshot import Snapshot
+    from hpc_train.interfaces import Task
 
 
 def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
     """Train on this machine, or as one rank of the job that this process belongs to; returns the exit code."""
-    me = identify(os.environ)
+    me = identify_process(os.environ)
     config = compose(overrides, config_dir)
     if me is not None:
         return _as_rank(config, me, stop)
@@ -44,180 +39,79 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
 
 
 def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
-    from hpc_train.launch.local import local_ranks
+    from hpc_train.launch.local.rank_pool import local_rank_count
 
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
-    ranks = local_ranks(config)
-    folder = open_folder(config)
+    ranks = local_rank_count(config)
+    folder = locate_run_directory(config)
     check_owner(folder.path)
-    _refuse_a_second(folder)
-    freeze(config, ranks, folder)
-    return run_here(config, folder, ranks, stop)
+    _refuse_second_run(folder)
+    freeze_run(config, ranks, folder)
+    return run_local_ranks(config, folder, ranks, stop)
 
 
-def run_here(config: RunConfig, folder: RunFolder, ranks: int, stop: StopRequest) -> int:
+def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: StopRequest) -> int:
     """Run what is frozen in this folder by ranks of this machine, unless it is done; returns the exit code."""
-    from hpc_train.launch.failures import explain
-    from hpc_train.launch.local import start_pool, threads_of
-    from hpc_train.launch.state.attempts import mark_result
-    from hpc_train.launch.watch import KILLED, WarningPrinter, watch
+    from hpc_train.launch.failures import explain_failure
+    from hpc_train.launch.local.rank_pool import (
+        EXIT_KILLED,
+        WarningPrinter,
+        follow_ranks,
+        start_ranks,
+        threads_per_rank,
+    )
+    from hpc_train.launch.state.attempts import write_result_marker
 
     printer = WarningPrinter()
     with printer.listening():
-        done = finished(config, folder)
+        done = describe_finished_run(config, folder)
     if done:
         print(done)
         return EXIT_DONE
-    attempt = new_attempt(folder)
-    job = start_pool(folder, attempt, ranks, threads_of(config, ranks))
-    code = watch(job, folder, attempt, config.train.log_every, stop, printer)
-    mark_result(folder.logs(attempt), code)  # where the controller was killed it could not
-    if code == KILLED:
+    attempt = make_attempt(folder)
+    job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks))
+    code = follow_ranks(job, folder, attempt, config.train.log_every, stop, printer)
+    write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
+    if code == EXIT_KILLED:
         print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
     elif code not in (EXIT_DONE, EXIT_REQUEUE):
-        why = explain(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
+        why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
     return code
 
 
-def _refuse_a_second(folder: RunFolder) -> None:
+def _refuse_second_run(folder: RunDirectory) -> None:
     """Before anything in the run directory is changed. The ranks see to it for certain, also across machines.
 
     A job of Slurm that still waits there would run what is frozen now.
     """
     if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
-        from hpc_train.checkpoint.lock import refuse_if_locked
+        from hpc_train.checkpoint.storage.lock import refuse_if_locked
 
         refuse_if_locked(folder.checkpoints)
     if folder.submitit.is_dir():
-        from hpc_train.launch.clients import ask
-        from hpc_train.launch.whole import refuse_open
+        from hpc_train.launch.slurm.slurm_cli import run_client
+        from hpc_train.launch.submit import refuse_unfinished_job
 
-        refuse_open(folder.path, ask)
-
-
-def check_run(config: RunConfig, ranks: int) -> Degrees:
-    """Everything that can be checked before any rank starts; returns the degrees."""
-    from hpc_train.models.shape import check_shape
-
-    degrees = check_support(config, ranks)
-    check_shape(config.model)
-    check_agreement(config)
-    return degrees
-
-
-def freeze(
-    config: RunConfig,
-    ranks: int,
-    folder: RunFolder | None = None,
-    why: str | None = None,
-    code: Snapshot | None = None,
-) -> JobSpec:
-    """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
-
-    why: of `planned`, where that was asked before. code: the snapshot that the job runs.
-    """
-    config, told = planned(config, ranks)
-    why = why or told
-    degrees = check_run(config, ranks)
-    folder = folder or open_folder(config)
-    check_files(config, folder)
-    spec = make_spec(config, folder, ranks, asdict(degrees), store_of(config), code)
-    schedule = schedule_text(config)
-    prepare(folder, spec.run_config())
-    if schedule is not None:
-        write_private(folder.schedule, schedule)
-    if why is not None:
-        write_private(folder.plan, why)
-    spec.write(folder.job)
-    return spec
-
-
-def planned(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None]:
-    """(the run with parallel=auto decided, why at length); a run that says all itself stays, and there is no why.
-
-    ranks: of the job; None where the planner may say how many nodes it takes.
-    """
-    if not config.parallel.auto:
-        return config, None
-    from hpc_train.planner.auto import decide
-
-    decision = decide(config, ranks)
-    print(f"hpc-train: {decision.line}", file=sys.stderr)
-    return decision.config, decision.text
-
-
-def schedule_text(config: RunConfig) -> str | None:
-    """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
-    pipeline = config.parallel.pipeline
-    return _schedule_file(Path(pipeline.schedule).expanduser()) if from_file(pipeline) else None
+        refuse_unfinished_job(folder.path, run_client)
 
 
 def _schedule_file(path: Path) -> str:
     try:
-        return read_regular(path, TEXT, follow=True).decode("utf-8-sig")
+        return read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"parallel.pipeline.schedule={path}: {why}; give a file with a pipeline's order") from error
 
 
-def store_of(config: RunConfig, build: bool = True) -> Path | None:
-    """The token store that the run reads, built now if it must be: text that changes later changes nothing of the run.
-
-    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it. build: False
-    only says where it will be.
-    """
-    from hpc_train.config.data import TokenDataConfig
-
-    if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
-        return None
-    from hpc_train.data.build import ensure, store_path
-
-    return ensure(config.data) if build else store_path(config.data)
-
-
-def finished(config: RunConfig, folder: RunFolder) -> str | None:
-    """A line that says so if the run in this folder has all its steps; None if there is something left to do.
-
-    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged,
-    or has NaN in it, is for the ranks to notice.
-    """
-    wanted, saved = config.train.wanted_steps, folder.steps()
-    if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
-        return None
-    from hpc_train.checkpoint import committed, verify
-
-    newest = committed(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < wanted or verify(folder.checkpoints, newest) or not _is_good(folder, newest):
-        return None
-    return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
-
-
-def _is_good(folder: RunFolder, step: int) -> bool:
-    """Whether the last step is sound, and its evaluation was not skipped by a stop or has been made up for."""
-    from hpc_train.checkpoint.catalogue import locate
-    from hpc_train.checkpoint.manifest import read
-    from hpc_train.checkpoint.poison import poison_of
-
-    path = locate(folder.checkpoints, step)
-    manifest = read(path, step)
-    if poison_of(path, manifest) is not None:
-        return False
-    if not manifest.extra.get("owes_validation", False):
-        return True
-    told = read_metrics(folder.metrics)
-    return bool(told) and told[-1]["step"] == step and "validation_loss" in told[-1]
-
-
-def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
+def _as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest) -> int:
     """One rank of srun, torchrun or mpirun. Process 0 decides the run directory, the others take it from the store."""
     import logging
 
-    from hpc_train.launch.clients import slurm_job
-    from hpc_train.launch.imports import import_training
-    from hpc_train.launch.state.attempts import mark_begun, mark_result
-    from hpc_train.launch.task import leave
+    from hpc_train.launch.rank_entrypoint import exit_now, import_training
+    from hpc_train.launch.slurm.slurm_cli import current_job_id
+    from hpc_train.launch.state.attempts import write_attempt_marker, write_result_marker
 
     import_training()
 
@@ -238,38 +132,38 @@ def _as_rank(config: RunConfig, me: Identity, stop: StopRequest) -> int:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
         if me.process == 0:
-            mark_begun(logs, me.launcher, os.getpid(), slurm_job(os.environ))
+            write_attempt_marker(logs, me.launcher, os.getpid(), current_job_id(os.environ))
         code = run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
         if me.process == 0:
-            mark_result(logs, code)
+            write_result_marker(logs, code)
         return code
     except BaseException as error:
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
-        leave(_tell(error, me, logs))
+        exit_now(_report_failure(error, me, logs))
 
 
-def _tell(error: BaseException, me: Identity, logs: Path | None) -> int:
+def _report_failure(error: BaseException, me: ProcessIdentity, logs: Path | None) -> int:
     """Say why this rank ends, once for all ranks; returns its exit code.
 
     The whole traceback is in the log of the rank.
     """
-    from hpc_train.launch.state.attempts import mark_result
+    from hpc_train.launch.state.attempts import write_result_marker
 
-    if isinstance(error, _ToldElsewhere):
+    if isinstance(error, _ReportedByRank0):
         return EXIT_USER_ERROR
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     if logs is None:
-        print(_before_the_run(error), file=sys.stderr)
+        print(_format_early_error(error), file=sys.stderr)
         return code
-    first = _is_first(logs)
-    text = _record(error, me, logs)
-    mark_result(logs, code)
+    first = _is_first_report(logs)
+    text = _record_rank_failure(error, me, logs)
+    write_result_marker(logs, code)
     if first:
         print(f"hpc-train: {text}", file=sys.stderr)
     return code
 
 
-def _before_the_run(error: BaseException) -> str:
+def _format_early_error(error: BaseException) -> str:
     """Return what to print while no log can be written yet."""
     import traceback
 
@@ -278,7 +172,7 @@ def _before_the_run(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _is_first(logs: Path) -> bool:
+def _is_first_report(logs: Path) -> bool:
     """Whether no other rank of this attempt has reported its failure yet."""
     try:
         os.close(os.open(logs / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -287,10 +181,10 @@ def _is_first(logs: Path) -> bool:
     return True
 
 
-def _record(error: BaseException, me: Identity, logs: Path) -> str:
+def _record_rank_failure(error: BaseException, me: ProcessIdentity, logs: Path) -> str:
     """Record the failure, and its traceback in the rank's log; returns what to print."""
     from hpc_train.launch.failures import FirstError
-    from hpc_train.training.failure import record_failure
+    from hpc_train.training.run_records import record_failure
 
     failure = record_failure(logs, me.process, me.host, error)
     if failure.user_error:
@@ -303,30 +197,30 @@ def _record(error: BaseException, me: Identity, logs: Path) -> str:
     return found.brief(log)
 
 
-class _ToldElsewhere(Exception):
+class _ReportedByRank0(Exception):
     """Process 0 tells the user what is wrong."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class SharedSpec:
     """What process 0 tells the others: what to run, or that there is nothing to do."""
 
     spec: JobSpec | None
     attempt: int = 0
 
 
-def share_spec(config: RunConfig, task: Task) -> Answer:
+def share_spec(config: RunConfig, task: Task) -> SharedSpec:
     """Process 0 freezes the run; everybody gets its spec and attempt, or an exception where it could not."""
     assert task.store is not None
     if task.process != 0:
         text = task.store.get("spec").decode()
         if task.store.add("heard", 1) == task.processes - 1:
             task.store.set("all heard", "")
-        return _understood(json.loads(text))
+        return _parse_shared_spec(json.loads(text))
     error: UserError | None = None
     message: dict[str, Any] = {}
     try:
-        message = _decide(config, task.processes)
+        message = _freeze_on_rank_0(config, task.processes)
     except UserError as wrong:
         error, message = wrong, {"refused": True}
     task.store.set("spec", json.dumps(message))
@@ -334,18 +228,18 @@ def share_spec(config: RunConfig, task: Task) -> Answer:
         task.store.wait(["all heard"])  # the store ends with this process
     if error is not None:
         raise error
-    return _understood(message)
+    return _parse_shared_spec(message)
 
 
-def _decide(config: RunConfig, processes: int) -> dict[str, Any]:
-    spec = freeze(config, processes)
-    if done := finished(config, spec.folder()):
+def _freeze_on_rank_0(config: RunConfig, processes: int) -> dict[str, Any]:
+    spec = freeze_run(config, processes)
+    if done := describe_finished_run(config, spec.folder()):
         print(done)
         return {}
-    return {"spec": asdict(spec), "attempt": new_attempt(spec.folder())}
+    return {"spec": asdict(spec), "attempt": make_attempt(spec.folder())}
 
 
-def _understood(message: dict[str, Any]) -> Answer:
+def _parse_shared_spec(message: dict[str, Any]) -> SharedSpec:
     if "refused" in message:
-        raise _ToldElsewhere
-    return Answer(JobSpec(**message["spec"]), message["attempt"]) if message else Answer(None)
+        raise _ReportedByRank0
+    return SharedSpec(JobSpec(**message["spec"]), message["attempt"]) if message else SharedSpec(None)

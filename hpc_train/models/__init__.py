@@ -3,6 +3,6 @@
 Importing this package does not import torch.
 """
 
-from hpc_train.models.registry import build, register
+from hpc_train.models.registry import build_model, register
 
-__all__ = ["build", "register"]
+__all__ = ["build_model", "register"]

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hpc_train.compat import TorchDispatchMode, memory_number, tree_map_only
+from hpc_train._torch import TorchDispatchMode, memory_number, tree_map_only
 
-LARGE = 1 << 20
+LARGE_TENSOR_BYTES = 1 << 20
 """Size in bytes from which tensors are deferred; smaller ones, such as buffers that constructors read, are real."""
 
 
-class NotDeferrable(Exception):
+class NotDeferrableError(Exception):
     """Raised when a constructor does something that cannot be recorded; build the model normally."""
 
 
@@ -52,7 +52,7 @@ class _Operation:
 
 
 @dataclass
-class Record:
+class OperationRecord:
     """Operations on deferred memory, in order."""
 
     operations: list[_Operation] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Record:
         with torch.random.fork_rng([]), torch.no_grad():
             for index in self._needed(view.memory):
                 self._run(self.operations[index], made)
-        return _seen(made, view)
+        return _view_of(made, view)
 
     def _needed(self, memory: int) -> list[int]:
         """Return the operations that lead to a memory's values, in order."""
@@ -90,7 +90,8 @@ class Record:
 
     def _run(self, operation: _Operation, made: dict[int, Tensor]) -> None:
         args, kwargs = (
-            tree_map_only(_View, lambda view: _seen(made, view), given) for given in (operation.args, operation.kwargs)
+            tree_map_only(_View, lambda view: _view_of(made, view), given)
+            for given in (operation.args, operation.kwargs)
         )
         if operation.generator is not None:
             torch.set_rng_state(operation.generator)
@@ -101,19 +102,19 @@ class Record:
                 made[view.memory] = tensor
 
 
-def _seen(made: dict[int, Tensor], view: _View) -> Tensor:
+def _view_of(made: dict[int, Tensor], view: _View) -> Tensor:
     base = made[view.memory]
     if base.dtype != view.dtype:
-        raise NotDeferrable("memory seen as two types")
+        raise NotDeferrableError("memory seen as two types")
     return torch.as_strided(base, view.size, view.stride, view.offset)
 
 
-class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Put large tensors created inside this mode on the meta device, and record how to make them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record = Record()
+        self.record = OperationRecord()
 
     def is_deferred(self, tensor: object) -> bool:
         """Whether a tensor's values are still to be made."""
@@ -138,7 +139,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise NotDeferrable("a generator of its own")
+            raise NotDeferrableError("a generator of its own")
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
         given = _tensors((args, kwargs))
@@ -160,7 +161,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
         except (RuntimeError, TypeError, NotImplementedError):
             return func(*args, **kwargs)
-        if not isinstance(shaped, Tensor) or shaped.untyped_storage().nbytes() < LARGE:
+        if not isinstance(shaped, Tensor) or shaped.untyped_storage().nbytes() < LARGE_TENSOR_BYTES:
             return func(*args, **kwargs)
         return self._record(func, args, kwargs, [], shaped)
 
@@ -173,13 +174,13 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _tensors(out)
         if results and all(memory_number(result) in self.record.alive for result in results):
             return out
-        if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE for r in results):
+        if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE_TENSOR_BYTES for r in results):
             return func(*self._real(args), **self._real(kwargs))
         return self._record(func, args, kwargs, [], out)
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
         if any(not self.is_deferred(tensor) for tensor in written):
-            raise NotDeferrable(f"{func} writes what is deferred and what is not")
+            raise NotDeferrableError(f"{func} writes what is deferred and what is not")
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
@@ -191,7 +192,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.alive[memory_number(tensor)] = tensor
         reads = tuple(memory_number(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
         writes = tuple(memory_number(tensor) for tensor in (written or made))
-        outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _listed(out)) if made else ()
+        outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _as_tuple(out)) if made else ()
         self.record.add(_Operation(func, self._kept(args), self._kept(kwargs), reads, writes, outputs, state))
         return out
 
@@ -202,7 +203,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.is_deferred(x):
                 return self.view(x)
             if x.device.type != "cpu":
-                raise NotDeferrable("a tensor of another device")
+                raise NotDeferrableError("a tensor of another device")
             return x.detach().clone()
 
         return tree_map_only(Tensor, kept, tree)
@@ -224,7 +225,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
 
 
-def _listed(out: Any) -> tuple[Any, ...]:
+def _as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
@@ -249,10 +250,10 @@ def _is_pure(func: Any) -> bool:
     return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
 
 
-class Disguise(TorchFunctionMode):
+class CpuDisguise(TorchFunctionMode):
     """Make deferred tensors claim to be on the CPU: some code, torch.nn.init's too, skips meta tensors."""
 
-    def __init__(self, mode: Deferring) -> None:
+    def __init__(self, mode: DeferringMode) -> None:
         super().__init__()
         self._mode = mode
 
@@ -272,7 +273,7 @@ _ANSWERS = {
 class DeferredValues(MutableMapping[str, Tensor]):
     """Whole parameters by name, each made on request and not kept."""
 
-    def __init__(self, entries: dict[str, Tensor | _View], record: Record) -> None:
+    def __init__(self, entries: dict[str, Tensor | _View], record: OperationRecord) -> None:
         self._entries, self._record = entries, record
 
     def __getitem__(self, name: str) -> Tensor:
@@ -301,13 +302,13 @@ def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] 
 
     Returns None if the constructor does something that cannot be recorded, or fails; build the model normally then.
     """
-    mode = Deferring()
+    mode = DeferringMode()
     try:
-        with mode, Disguise(mode):
+        with mode, CpuDisguise(mode):
             model = make()
         if not isinstance(model, nn.Module):
             return None
-        _settle(model, mode)
+        _make_plain_tensors(model, mode)
         entries = {
             name: mode.view(parameter) if mode.is_deferred(parameter) else parameter.detach()
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -317,48 +318,48 @@ def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] 
     return model, DeferredValues(entries, mode.record)
 
 
-def _settle(model: nn.Module, mode: Deferring) -> None:
+def _make_plain_tensors(model: nn.Module, mode: DeferringMode) -> None:
     """Make deferred tensors that are not parameters. Raises NotDeferrable if memory is shared or held elsewhere."""
     parameters = dict(model.named_parameters())
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         if tensor.is_meta and not mode.is_deferred(tensor):
-            raise NotDeferrable(f"{name} is on the meta device by another way")
+            raise NotDeferrableError(f"{name} is on the meta device by another way")
     owners = {memory_number(parameter): parameter for parameter in parameters.values() if mode.is_deferred(parameter)}
     if any(owners.get(memory_number(parameter), parameter) is not parameter for parameter in parameters.values()):
-        raise NotDeferrable("parameters in the same memory")
+        raise NotDeferrableError("parameters in the same memory")
     real: dict[int, Tensor] = {}
     for module in model.modules():
-        _settle_module(module, mode, owners, real)
+        _make_plain_tensors_of(module, mode, owners, real)
     _check_unheld(mode, {id(parameter) for parameter in parameters.values()})
 
 
-def _settle_module(
-    module: nn.Module, mode: Deferring, owners: dict[int, nn.Parameter], real: dict[int, Tensor]
+def _make_plain_tensors_of(
+    module: nn.Module, mode: DeferringMode, owners: dict[int, nn.Parameter], real: dict[int, Tensor]
 ) -> None:
     """Make a module's deferred tensors that are not parameters.
 
     real: tensors made already, so that what modules share stays shared.
     """
-    plain = [] if isinstance(module, nn.RNNBase) else plain_tensors(module)  # it keeps a list of its parameters
+    plain = [] if isinstance(module, nn.RNNBase) else iterate_plain_tensors(module)  # it keeps a list of its parameters
     for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain]:
         if not mode.is_deferred(tensor):
             continue
         if getattr(module, name, None) is not tensor or memory_number(tensor) in owners:
-            raise NotDeferrable("a tensor in a container, or in the memory of a parameter")
+            raise NotDeferrableError("a tensor in a container, or in the memory of a parameter")
         if id(tensor) not in real:
             real[id(tensor)] = mode.make(tensor)
         setattr(module, name, real[id(tensor)])
 
 
-def _check_unheld(mode: Deferring, known: set[int]) -> None:
+def _check_unheld(mode: DeferringMode, known: set[int]) -> None:
     """Raise NotDeferrable if anything else holds a deferred tensor, and would find it without values."""
     known = known | {id(tensor) for tensor in mode.record.alive.values()}
     for held in gc.get_objects():
         if issubclass(type(held), Tensor) and id(held) not in known and mode.is_deferred(held):
-            raise NotDeferrable("a tensor that the model does not hold itself")
+            raise NotDeferrableError("a tensor that the model does not hold itself")
 
 
-def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (attribute, tensor) for a module's tensors that are not parameters or buffers, also in lists and dicts."""
     for name, value in list(vars(module).items()):
         if name in ("_parameters", "_buffers", "_modules"):

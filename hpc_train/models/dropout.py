@@ -1,26 +1,32 @@
 """Dropout whose mask depends only on what is dropped, so it is the same however a model is split over ranks.
 
-Each mask bit is a hash of (seed, step, sample, layer, position, channel), in the manner of the counter-based generators
-of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so the order of draws does not matter. It uses
-integer operations only, which give the same bits on a CPU and on a GPU, eager or compiled.
+Each mask bit is a hash of (seed, step, sample, layer, position, channel), in the manner of the counter-based
+generators of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so the order of draws does not matter.
+It uses integer operations only, which give the same bits on a CPU and on a GPU, eager or compiled.
+
+torch's fused attention takes no mask of weights. So attention with dropout computes scores in blocks of queries, and
+again in backward (Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4): what is kept is O(T), and peak memory is
+bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 Positions = Callable[[int, torch.device], Tensor]
 """Maps the number of positions in a tensor to their places in the sequence, int64."""
 
 
 @dataclass
-class Counter:
+class SampleCounter:
     """Samples in the current micro-batch. All layers share one; the training loop keeps it up to date."""
 
     rows: Tensor | None = None
@@ -28,14 +34,14 @@ class Counter:
 
     def begin(self, key: int, first: int, count: int, device: torch.device) -> None:
         """Start a micro-batch of so many samples; `first` is the global-batch index of its first sample."""
-        self.rows = mix(torch.arange(first, first + count, device=device) ^ key)
+        self.rows = mix_bits(torch.arange(first, first + count, device=device) ^ key)
 
 
 @dataclass
-class Site:
+class DropoutSite:
     """Where in a model, and on which ranks, a layer applies dropout."""
 
-    counter: Counter
+    counter: SampleCounter
     layer: Tensor
     """A scalar, int64: a hash of the layer's name in the whole model."""
     positions: Positions
@@ -43,17 +49,17 @@ class Site:
     """Index of this rank's part, if the heads are split into equal parts."""
 
 
-def step_key(seed: int, step: int) -> int:
+def make_step_key(seed: int, step: int) -> int:
     """Return the key of a step's random numbers: 64 bits, signed."""
-    return _hash(f"{seed}/{step}")
+    return _hash_text(f"{seed}/{step}")
 
 
-def layer_key(name: str) -> int:
+def make_layer_key(name: str) -> int:
     """Return the key of a layer of a model: 64 bits, signed."""
-    return _hash(name)
+    return _hash_text(name)
 
 
-def every_position(length: int, device: torch.device) -> Tensor:
+def list_positions(length: int, device: torch.device) -> Tensor:
     """Return the positions of sequences that are whole on this rank."""
     return torch.arange(length, device=device)
 
@@ -65,7 +71,7 @@ class Dropout(nn.Module):
     different positions zero different values. Elsewhere this is torch's dropout.
     """
 
-    site: Site | None = None
+    site: DropoutSite | None = None
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class Dropout(nn.Module):
         if self.site is None:
             return F.dropout(x, self.p)
         channels = x[0, 0].numel()
-        dropped = _compare(_token_hash(self.site, x.shape[1], x.device), _channel_hash(channels, x.device), self.p)
+        dropped = _compare(_hash_tokens(self.site, x.shape[1], x.device), _hash_channels(channels, x.device), self.p)
         return x.masked_fill(dropped.view(x.shape), 0.0) * (1 / (1 - self.p))
 
     def extra_repr(self) -> str:
@@ -86,21 +92,21 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
-def head_rows(site: Site, heads: int) -> Tensor:
+def hash_heads(site: DropoutSite, heads: int) -> Tensor:
     """Return (B, heads), int64: base hashes of the attention-weight masks; this rank's heads are contiguous."""
     head = torch.arange(heads, device=site.layer.device) + site.head_part * heads
-    return mix(_rows(site).unsqueeze(1) ^ head)
+    return mix_bits(_hash_samples(site).unsqueeze(1) ^ head)
 
 
-def dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
+def find_dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
     """Return which attention weights are zeroed: (B, heads, number of queries, number of keys), bool.
 
     rows: from head_rows. queries, keys: their positions.
     """
-    return _compare(_narrow(mix(rows.unsqueeze(2) ^ queries)), _narrow(mix(keys ^ _CHANNELS)), p)
+    return _compare(_upper_half(mix_bits(rows.unsqueeze(2) ^ queries)), _upper_half(mix_bits(keys ^ _CHANNELS)), p)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """Scramble int64 numbers with the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection.
 
     Numbers are combined by exclusive or: torch.compile may compute a product of indices in 32 bits.
@@ -114,24 +120,24 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # without the mask the sign bit would be shifted in from the left
 
 
-def _token_hash(site: Site, length: int, device: torch.device) -> Tensor:
+def _hash_tokens(site: DropoutSite, length: int, device: torch.device) -> Tensor:
     """Hash each token: (B, T), int32."""
     positions = site.positions(length, device)
-    return _narrow(mix(_rows(site).unsqueeze(1) ^ positions))
+    return _upper_half(mix_bits(_hash_samples(site).unsqueeze(1) ^ positions))
 
 
-def _rows(site: Site) -> Tensor:
+def _hash_samples(site: DropoutSite) -> Tensor:
     rows = site.counter.rows
     assert rows is not None, "dropout in training, and nobody has said which samples these are"
-    return mix(rows ^ site.layer)
+    return mix_bits(rows ^ site.layer)
 
 
-def _channel_hash(count: int, device: torch.device) -> Tensor:
+def _hash_channels(count: int, device: torch.device) -> Tensor:
     """Hash each channel: (count,), int32."""
-    return _narrow(mix(torch.arange(count, device=device) ^ _CHANNELS))
+    return _upper_half(mix_bits(torch.arange(count, device=device) ^ _CHANNELS))
 
 
-def _narrow(x: Tensor) -> Tensor:
+def _upper_half(x: Tensor) -> Tensor:
     """Return the upper half of int64 numbers, as int32."""
     return (x >> 32).to(torch.int32)
 
@@ -150,7 +156,7 @@ def _compare(rows: Tensor, columns: Tensor, p: float) -> Tensor:
     return bits < min(round(p * 2**31), 2**31 - 1)
 
 
-def _hash(text: str) -> int:
+def _hash_text(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -161,4 +167,92 @@ def _signed(value: int, bits: int = 64) -> int:
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _NARROW_FIRST, _NARROW_SECOND = 0x7FEB352D, _signed(0x846CA68B, 32)
 """Odd multipliers that scramble well: https://github.com/skeeto/hash-prospector (public domain)."""
-_CHANNELS = layer_key("channels")
+_CHANNELS = make_layer_key("channels")
+
+
+MAX_SCORES = 1 << 24
+"""Approximate number of scores in one block: 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class _AttentionOptions:
+    causal: bool
+    p: float
+
+
+def attend_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, causal: bool, site: DropoutSite, p: float
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(head_dim)) with a share `p` of its weights zeroed, times v; same shape as q.
+
+    q (B, heads, T, head_dim), k and v (B, kv_heads, S, head_dim), queries (T,) and keys (S,) their positions. causal: a
+    query sees only keys at its own or earlier positions.
+    """
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    keys = keys.clone() if keys is queries else keys  # torch.compile does not accept the same tensor twice
+    rows = hash_heads(site, q.shape[1]) if p > 0 else queries.new_empty(0)
+    out: Tensor = _DropoutAttention.apply(q, k, v, queries, keys, rows, _AttentionOptions(causal, p))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _DropoutAttention(torch.autograd.Function):
+    """q, k, v (B, heads, T or S, head_dim), queries (T,), keys (S,), rows (B, heads) as in dropped_weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        options: _AttentionOptions,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        for block in _split_queries(q, k):
+            weights, kept = _block_weights(q[:, :, block], k, queries[block], keys, rows, options)
+            out[:, :, block] = _apply_mask(weights, kept, options.p).to(v.dtype) @ v
+        ctx.save_for_backward(q, k, v, out, queries, keys, rows)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, queries, keys, rows = ctx.saved_tensors
+        options, scale, grad = ctx.options, q.shape[-1] ** -0.5, gradients[0]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for block in _split_queries(q, k):
+            weights, kept = _block_weights(q[:, :, block], k, queries[block], keys, rows, options)
+            above = grad[:, :, block]
+            dv += _apply_mask(weights, kept, options.p).to(v.dtype).mT @ above
+            into_weights = _apply_mask((above @ v.mT).to(wide), kept, options.p)
+            along = (above.to(wide) * out[:, :, block].to(wide)).sum(-1, keepdim=True)
+            into_scores = (weights * (into_weights - along)).to(q.dtype)
+            dq[:, :, block] = into_scores @ k * scale
+            dk += into_scores.mT @ q[:, :, block] * scale
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _split_queries(q: Tensor, k: Tensor) -> Iterator[slice]:
+    size = max(16, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return (slice(first, min(first + size, q.shape[2])) for first in range(0, q.shape[2], size))
+
+
+def _block_weights(
+    q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, options: _AttentionOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Return (weights of a block before dropout, in at least float32; mask of the dropped ones, or None)."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if options.causal:
+        scores = scores.masked_fill(keys > queries.unsqueeze(1), -torch.inf)
+    dropped = find_dropped_weights(rows, queries, keys, options.p) if options.p > 0 else None
+    return scores.softmax(-1), dropped
+
+
+def _apply_mask(x: Tensor, dropped: Tensor | None, p: float) -> Tensor:
+    return x if dropped is None else x.masked_fill(dropped, 0.0) * (1 / (1 - p))

@@ -65,7 +65,7 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Constants that old files hold."""
 
 
-def family(config: ModelConfig) -> str:
+def find_model_family(config: ModelConfig) -> str:
     """llama, gpt2 or vit: which of the library's models has this shape. UserError if none of the three has."""
     if isinstance(config, VisionTransformerConfig):
         return "vit"
@@ -86,12 +86,12 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
 
     A copy of a tied embedding under the name of the head is dropped. UserError for a name that the family lacks.
     """
-    kind, out = family(config), State()
+    kind, out = find_model_family(config), State()
     for name, tensor in state.items():
         if _BUFFERS.search(name):
             continue
-        module, leaf = _split(_full(name, kind))
-        ours = _renamed(module, _TABLES[kind])
+        module, leaf = _split_name(_full_name(name, kind))
+        ours = _rename_module(module, _TABLES[kind])
         if ours is None:
             raise UserError(f"{name}: no such weight in a {kind} model; is this a checkpoint of {config.name}?")
         tensor = tensor.t() if _is_conv1d(ours, leaf, kind) else tensor
@@ -105,29 +105,29 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """The library's state dict, as in its files, from ours: a tied head is not in it."""
-    kind = family(config)
+    kind = find_model_family(config)
     table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
     out = State()
-    for name, tensor in _fused(state).items() if kind == "gpt2" else state.items():
-        module, leaf = _split(name)
-        theirs = _renamed(module, table)
+    for name, tensor in _fuse_qkv(state).items() if kind == "gpt2" else state.items():
+        module, leaf = _split_name(name)
+        theirs = _rename_module(module, table)
         assert theirs is not None, f"{name}: not of this family"
         out[theirs + leaf] = tensor.t().contiguous() if _is_conv1d(module, leaf, kind) else tensor
     return out
 
 
-def _full(name: str, kind: str) -> str:
+def _full_name(name: str, kind: str) -> str:
     heads = ("lm_head", "classifier", _PREFIXES[kind])
     return name if name.startswith(heads) else _PREFIXES[kind] + name
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """(module, .weight or .bias), or (name, nothing) for a parameter that no module of its own holds."""
     module, _, last = name.rpartition(".")
     return (module, f".{last}") if last in ("weight", "bias") else (name, "")
 
 
-def _renamed(module: str, table: Mapping[str, str]) -> str | None:
+def _rename_module(module: str, table: Mapping[str, str]) -> str | None:
     numbers = re.findall(r"\.(\d+)(?=\.)", module)
     name = table.get(re.sub(r"\.\d+(?=\.)", ".#", module))
     return name.replace("#", numbers[0]) if name and numbers else name
@@ -141,7 +141,7 @@ def _is_tied(config: ModelConfig) -> bool:
     return isinstance(config, TransformerConfig) and config.tied_embeddings
 
 
-def _fused(state: Mapping[str, Tensor]) -> State:
+def _fuse_qkv(state: Mapping[str, Tensor]) -> State:
     """The state with each q, k and v put into one qkv, in that order."""
     out = State()
     for name, tensor in state.items():

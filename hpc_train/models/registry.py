@@ -32,9 +32,9 @@ def register(name: str) -> Callable[[F], F]:
 
     def remember(factory: F) -> F:
         known = _registered.get(name)
-        if known is not None and _identity(known) != _identity(factory):
+        if known is not None and _name_factory(known) != _name_factory(factory):
             raise UserError(
-                f"register({name!r}): used twice, by {_identity(known)} and {_identity(factory)}; rename one"
+                f"register({name!r}): used twice, by {_name_factory(known)} and {_name_factory(factory)}; rename one"
             )
         _registered[name] = factory
         return factory
@@ -42,7 +42,7 @@ def register(name: str) -> Callable[[F], F]:
     return remember
 
 
-def build(config: ModelConfig, seed: int = 0) -> nn.Module:
+def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
     """The module that `config` describes, on torch's default device (build under torch.device("meta") to defer memory).
 
     A transformer and a vision transformer get their values from `init.initialise` later. A custom module draws its own
@@ -54,28 +54,28 @@ def build(config: ModelConfig, seed: int = 0) -> nn.Module:
 
         return Transformer(config)
     if isinstance(config, VisionTransformerConfig):
-        from hpc_train.models.vit import VisionTransformer
+        from hpc_train.models.vision_transformer import VisionTransformer
 
         return VisionTransformer(config)
     if isinstance(config, CustomModelConfig):
-        return _custom(config, seed)
+        return _build_custom(config, seed)
     raise UserError(
         f"model.kind={config.kind}: no such kind; {_suggest(config.kind, ('transformer', 'vit', 'custom'))}"
     )
 
 
-def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
+def _build_custom(config: CustomModelConfig, seed: int) -> nn.Module:
     import torch
     from torch import nn
 
     if config.module is not None:
-        _import(config.module)
-    factory = _find(config)
+        _import_module(config.module)
+    factory = _find_factory(config)
     _check_arguments(factory, config)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        module = _call(factory, config)
+        module = _call_factory(factory, config)
     if not isinstance(module, nn.Module):
         raise UserError(
             f"model.name={config.name}: returned a {type(module).__name__}; it must return a torch.nn.Module"
@@ -83,9 +83,9 @@ def _custom(config: CustomModelConfig, seed: int) -> nn.Module:
     return module
 
 
-def _call(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
+def _call_factory(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
     """Call the user's function; if it raises, raise UserError with the place in their file."""
-    from hpc_train.user_frames import describe, place, user_frames
+    from hpc_train.user_frames import describe_error, format_frame, user_frames
 
     try:
         return factory(**config.args)
@@ -93,11 +93,11 @@ def _call(factory: Callable[..., Any], config: CustomModelConfig) -> Any:
         raise
     except Exception as error:
         frames = user_frames(error)
-        where = f"{place(frames[0])}: " if frames else ""
-        raise UserError(f"{where}{describe(error)} (model.name={config.name} cannot be built)") from error
+        where = f"{format_frame(frames[0])}: " if frames else ""
+        raise UserError(f"{where}{describe_error(error)} (model.name={config.name} cannot be built)") from error
 
 
-def _import(name: str) -> None:
+def _import_module(name: str) -> None:
     """Import the user's module, which may lie in the current folder: a console script does not look there by itself.
 
     Nor do batch jobs (python -P): they have a copy of that folder.
@@ -110,28 +110,28 @@ def _import(name: str) -> None:
     except UserError:
         raise
     except Exception as error:
-        from hpc_train.user_frames import place, user_frames
+        from hpc_train.user_frames import format_frame, user_frames
 
         frames = user_frames(error)
-        where = f"{place(frames[0])}: " if frames else ""
+        where = f"{format_frame(frames[0])}: " if frames else ""
         reason = where + " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"model.module={name}: cannot be imported ({reason}); it must be on PYTHONPATH or in {here}"
         ) from error
 
 
-def _find(config: CustomModelConfig) -> Callable[..., nn.Module]:
+def _find_factory(config: CustomModelConfig) -> Callable[..., nn.Module]:
     if config.name in _registered:
         return _registered[config.name]
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if config.name in installed:
-        return _load(installed[config.name])
+        return _load_entry_point(installed[config.name])
     names = sorted({*_registered, *installed})
     where = "" if config.module else "; set model.module to the Python module that registers it"
     raise UserError(f"model.name={config.name}: not a registered model; {_suggest(config.name, names)}{where}")
 
 
-def _load(point: EntryPoint) -> Callable[..., nn.Module]:
+def _load_entry_point(point: EntryPoint) -> Callable[..., nn.Module]:
     try:
         factory: Callable[..., nn.Module] = point.load()
     except Exception as error:
@@ -152,7 +152,7 @@ def _check_arguments(factory: Callable[..., Any], config: CustomModelConfig) -> 
         ) from error
 
 
-def _identity(factory: Callable[..., Any]) -> str:
+def _name_factory(factory: Callable[..., Any]) -> str:
     return f"{factory.__module__}.{factory.__qualname__}"
 
 

@@ -6,17 +6,17 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.errors import UserError
 
 
-def head_dim(config: TransformerConfig) -> int:
+def compute_head_dim(config: TransformerConfig) -> int:
     """Width of one attention head."""
     return config.head_dim or config.hidden // config.heads
 
 
-def kv_heads(config: TransformerConfig) -> int:
+def count_kv_heads(config: TransformerConfig) -> int:
     """Key and value heads."""
     return config.kv_heads or config.heads
 
 
-def vit_tokens(config: VisionTransformerConfig) -> int:
+def count_vit_tokens(config: VisionTransformerConfig) -> int:
     """Patches of an image, and the class token."""
     return (config.image_size // config.patch_size) ** 2 + 1
 
@@ -36,9 +36,10 @@ def check_transformer(config: TransformerConfig) -> None:
     if config.kv_heads is not None:
         why = "each key and value head serves equally many heads"
         _check_divides("kv_heads", config.kv_heads, "heads", config.heads, why)
-    if config.positions == "rotary" and head_dim(config) % 2:
+    if config.positions == "rotary" and compute_head_dim(config) % 2:
         raise UserError(
-            f"model.head_dim={head_dim(config)}: must be even, as model.positions=rotary turns pairs of channels"
+            f"model.head_dim={compute_head_dim(config)}: must be even, as "
+            f"model.positions=rotary turns pairs of channels"
         )
 
 
@@ -54,7 +55,7 @@ def _check_divides(part: str, divisor: int, key: str, value: int, why: str) -> N
         raise UserError(f"model.{part}={divisor}: does not divide model.{key}={value}; {why}")
 
 
-def parameter_count(config: ModelConfig) -> int | None:
+def count_parameters(config: ModelConfig) -> int | None:
     """Parameters of the model, a tied embedding counted once; None for a custom model, whose shape only it knows."""
     if isinstance(config, TransformerConfig):
         return _transformer_parameters(config)
@@ -74,7 +75,7 @@ def _attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> 
 
 def _block(config: TransformerConfig, bias: bool) -> int:
     """Parameters of the linear layers of one block."""
-    attention = _attention(config.hidden, config.heads, kv_heads(config), head_dim(config), bias)
+    attention = _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
     branches = 2 if config.activation == "swiglu" else 1
     widen = branches * _linear(config.hidden, config.feed_forward, bias)
     return attention + widen + _linear(config.feed_forward, config.hidden, bias)
@@ -97,12 +98,12 @@ def _vit_block(config: VisionTransformerConfig, bias: bool) -> int:
 def _vit_parameters(config: VisionTransformerConfig) -> int:
     norm = 2 * config.hidden
     patches = _linear(config.channels * config.patch_size**2, config.hidden, True)
-    tokens = config.hidden * (vit_tokens(config) + 1)
+    tokens = config.hidden * (count_vit_tokens(config) + 1)
     head = _linear(config.hidden, config.classes, True)
     return patches + tokens + config.layers * (_vit_block(config, True) + 2 * norm) + norm + head
 
 
-def flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
+def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
     """Model FLOPs of forward and backward for one target: what MFU is computed from, recomputation not counted.
 
     Transformer, a token of a sequence of T = sequence_length (Chowdhery et al. 2022, arXiv:2204.02311, appendix B,
@@ -120,14 +121,14 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
     """
     if isinstance(config, TransformerConfig):
         weights = config.layers * _block(config, bias=False) + config.vocab_size * config.hidden
-        return 6.0 * weights + 6.0 * config.layers * config.heads * head_dim(config) * sequence_length
+        return 6.0 * weights + 6.0 * config.layers * config.heads * compute_head_dim(config) * sequence_length
     if isinstance(config, VisionTransformerConfig):
         return _vit_flops(config)
     return None
 
 
 def _vit_flops(config: VisionTransformerConfig) -> float:
-    tokens = vit_tokens(config)
+    tokens = count_vit_tokens(config)
     blocks = tokens * config.layers * (6.0 * _vit_block(config, bias=False) + 12.0 * config.hidden * tokens)
     patches = (tokens - 1) * config.channels * config.patch_size**2 * config.hidden
     return blocks + 6.0 * (patches + config.hidden * config.classes)

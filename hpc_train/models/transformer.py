@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
-from hpc_train.models.attention import Attention
-from hpc_train.models.block import Block, block_names, ends, held_blocks, matching
 from hpc_train.models.dropout import Dropout
-from hpc_train.models.feed_forward import feed_forward
-from hpc_train.models.init import Normal, gpt2_rule
-from hpc_train.models.loss import cross_entropy_sum
-from hpc_train.models.rotary import rotary_table
+from hpc_train.models.initial_values import Normal, gpt2_init_rule
+from hpc_train.models.layers import (
+    Attention,
+    Block,
+    cross_entropy_sum,
+    find_stage_ends,
+    list_block_names,
+    make_feed_forward,
+    make_rotary_table,
+    make_stage_blocks,
+    match_tensor_plan,
+)
 
-PLAN = {
+TENSOR_PLAN = {
     "embed": "vocab",
     "positions": "seq",
     "layers.*.attention_norm": "seq",
@@ -55,20 +61,20 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, names: list[str] | None = None) -> None:
         super().__init__()
         shape.check_transformer(config)
-        held = block_names(config.layers) if names is None else names
+        held = list_block_names(config.layers) if names is None else names
         self.config = config
-        self.is_first, self.is_last = ends(held, config.layers)
+        self.is_first, self.is_last = find_stage_ends(held, config.layers)
         if self.is_first or (self.is_last and config.tied_embeddings):
             self.embed = nn.Embedding(config.vocab_size, config.hidden)
         if self.is_first and config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, config.hidden)
         self.dropout = Dropout(config.dropout)
-        self.layers = held_blocks(held, partial(_block, config))
+        self.layers = make_stage_blocks(held, partial(_make_block, config))
         if self.is_last:
-            self.norm = _norm(config)
+            self.norm = _make_norm(config)
             tied, sizes = config.tied_embeddings, (config.hidden, config.vocab_size)
             self.head = TiedHead() if tied else nn.Linear(*sizes, bias=False)
-        self.plan = matching(PLAN, self)
+        self.plan = match_tensor_plan(TENSOR_PLAN, self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x: tokens (B, T), int64, or in a stage that is not the first hidden states (B, T, hidden).
@@ -82,7 +88,7 @@ class Transformer(nn.Module):
             x = self._embedded(x, positions)
         table = None
         if self.config.positions == "rotary":
-            table = rotary_table(self.config, shape.head_dim(self.config), positions, x.dtype)
+            table = make_rotary_table(self.config, shape.compute_head_dim(self.config), positions, x.dtype)
         for layer in self.layers.values():
             x = layer(x, table)
         return self._logits(x) if self.is_last else x
@@ -114,24 +120,24 @@ class Transformer(nn.Module):
 
     def init_rule(self, name: str) -> Normal:
         """GPT-2's."""
-        return gpt2_rule(name, self.config.init_std, self.config.layers)
+        return gpt2_init_rule(name, self.config.init_std, self.config.layers)
 
 
-def _norm(config: TransformerConfig) -> nn.Module:
+def _make_norm(config: TransformerConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
-def _block(config: TransformerConfig) -> Block:
+def _make_block(config: TransformerConfig) -> Block:
     attention = Attention(
         config.hidden,
         config.heads,
-        shape.kv_heads(config),
-        shape.head_dim(config),
+        shape.count_kv_heads(config),
+        shape.compute_head_dim(config),
         bias=config.bias,
         causal=True,
         dropout=config.dropout,
     )
-    wide = feed_forward(config.hidden, config.feed_forward, config.activation, bias=config.bias)
-    return Block(attention, wide, partial(_norm, config), config.dropout)
+    wide = make_feed_forward(config.hidden, config.feed_forward, config.activation, bias=config.bias)
+    return Block(attention, wide, partial(_make_norm, config), config.dropout)

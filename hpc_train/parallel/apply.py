@@ -9,43 +9,45 @@ from functools import partial
 import torch
 from torch import nn
 
-from hpc_train.api import Engine, Model, World
-from hpc_train.config.degrees import Degrees, resolve
+from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import Engine, Model, World
 from hpc_train.models.deferred import DeferredValues
-from hpc_train.parallel import batch_norm, dropout
-from hpc_train.parallel.aliases import check_aliases
+from hpc_train.parallel import dropout
 from hpc_train.parallel.context import context_parallel
-from hpc_train.parallel.ddp import replicate
-from hpc_train.parallel.engines.plain import PlainEngine
-from hpc_train.parallel.engines.server import serve
+from hpc_train.parallel.data_parallel import batch_norm, ddp, fully_shard
+from hpc_train.parallel.engines.plain_engine import PlainEngine
+from hpc_train.parallel.engines.server_engine import build_server_engine
 from hpc_train.parallel.materialise import (
-    Values,
+    ParameterValues,
     adopt_buffers,
     detach_values,
-    is_meta,
+    is_on_meta,
     is_rehearsal,
-    materialise,
-    values_of,
+    materialise_parameters,
+    remake_buffers,
+    select_stage_values,
 )
-from hpc_train.parallel.memory import activation_offload, compiled, recompute
-from hpc_train.parallel.memory.blocks import named_blocks
-from hpc_train.parallel.meta_buffers import remake_buffers
-from hpc_train.parallel.precision import check_device, keep_parameters
-from hpc_train.parallel.scaling import loss_scale
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.support.data import sharded
+from hpc_train.parallel.memory import activation_offload, compilation, parameter_offload, recompute
+from hpc_train.parallel.memory.parameter_offload import FileMemory
+from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.precision import cast_parameters, check_precision_device, make_loss_scale
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.tensor import tensor_parallel
-from hpc_train.parallel.updates import Updates
-from hpc_train.parallel.user_model import calling, check_interface, name_of
-from hpc_train.parallel.zero import offload, shard
-from hpc_train.parallel.zero.offload_file import FileMemory
+from hpc_train.parallel.user_model import (
+    check_aliases,
+    check_interface,
+    explain_first_call,
+    get_named_blocks,
+    name_model,
+)
+from hpc_train.traffic.sharding import uses_fully_shard
 
 log = logging.getLogger(__name__)
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-Say = Callable[[str], None]
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+Report = Callable[[str], None]
 Pass = Callable[[nn.Module, RunConfig, World], str | None]
 """Changes a part of the model in place; returns what it did and on which mesh axis, or None where it is off.
 
@@ -53,24 +55,24 @@ Raises UserError where it was asked for and matches nothing.
 """
 
 PASSES: tuple[Pass, ...] = (
-    batch_norm.apply,
-    dropout.apply,
-    tensor_parallel.apply,
-    context_parallel.apply,
-    recompute.apply,
-    compiled.apply,
-    activation_offload.apply,
-    shard.apply,
+    batch_norm.synchronise_batch_norm,
+    dropout.place_dropout,
+    tensor_parallel.apply_tensor_parallel,
+    context_parallel.apply_context_parallel,
+    recompute.recompute_activations,
+    compilation.compile_blocks,
+    activation_offload.offload_activations,
+    fully_shard.shard_parameters,
 )
 """In this order: what splits parameters and activations, what wraps blocks, and last what shards over data."""
 
 
 def build(
     model: nn.Module,
-    make_optimizer: MakeOptimizer,
+    make_optimizer: OptimizerFactory,
     config: RunConfig,
     world: World,
-    say: Say = log.info,
+    say: Report = log.info,
     values: DeferredValues | None = None,
 ) -> Engine:
     """The engine that trains `model` on this world.
@@ -83,46 +85,48 @@ def build(
     """
     degrees = check_support(config, world.size)
     check_model(model, config, degrees)
-    files = offload.open_files(config)
-    make_optimizer = offload.placing(make_optimizer, config, world, files)
-    check_device(config.precision, world.device)
+    files = parameter_offload.open_offload_files(config)
+    make_optimizer = parameter_offload.offload_optimizer(make_optimizer, config, world, files)
+    check_precision_device(config.precision, world.device)
     if not is_rehearsal():
         remade = remake_buffers(model, config.train.seed)
         if remade:
             say(f"buffers: {len(remade)} on the meta device written by their modules' resets ({remade[0]} ...)")
-        check_aliases(model, splits(config, degrees), world.device)
-    part = keep_parameters(model, config.precision)
+        check_aliases(model, splits_parameters(config, degrees), world.device)
+    part = cast_parameters(model, config.precision)
     say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
     if degrees.pp > 1:
-        from hpc_train.parallel.pipeline.build import build as build_stages  # its part of torch takes most of a second
+        from hpc_train.parallel.pipeline.build import (
+            build_pipeline_engine as build_stages,  # its part of torch takes most of a second
+        )
 
         return build_stages(
-            part, make_optimizer, partial(prepare, files=files, made=values), config, world, degrees, say
+            part, make_optimizer, partial(prepare_part, files=files, made=values), config, world, degrees, say
         )
-    prepare(part, model, config, world, say, files, values)
+    prepare_part(part, model, config, world, say, files, values)
     if config.parallel.server.mode != "none":
-        engine, said = serve(part, make_optimizer, config, world)
+        engine, said = build_server_engine(part, make_optimizer, config, world)
         say(said)
         return engine
-    if sharded(config, degrees):
+    if uses_fully_shard(config, degrees):
         return PlainEngine(part, part, _updates(part, make_optimizer, config, world), config, world)
-    wrapped, hook = replicate.replicate(part, config.parallel, world)
-    ways = replicate.ways(config.parallel)
+    wrapped, hook = ddp.wrap_ddp(part, config.parallel, world)
+    ways = ddp.describe_options(config.parallel)
     where = [f"dp_replicate={degrees.dp_replicate}", *([f"cp={degrees.cp}"] if degrees.cp > 1 else [])]
     say(f"{type(wrapped).__name__}: {', '.join([*where, *ways])}")
     return PlainEngine(part, wrapped, _updates(part, make_optimizer, config, world), config, world, hook)
 
 
-def _updates(part: nn.Module, make_optimizer: MakeOptimizer, config: RunConfig, world: World) -> Updates:
-    return Updates([part], make_optimizer(part), world, scaling=loss_scale(config.precision))
+def _updates(part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World) -> OptimizerUpdates:
+    return OptimizerUpdates([part], make_optimizer(part), world, scaling=make_loss_scale(config.precision))
 
 
-def prepare(
+def prepare_part(
     part: nn.Module,
     model: nn.Module,
     config: RunConfig,
     world: World,
-    say: Say,
+    say: Report,
     files: FileMemory | None = None,
     made: DeferredValues | None = None,
 ) -> None:
@@ -131,29 +135,29 @@ def prepare(
     Parameters that are split over ranks are split before they are moved, so no device ever holds all of them: a model
     with values gives them up first, and each rank takes the part it holds.
     """
-    values: Values = {}
+    values: ParameterValues = {}
     if part is not model:
-        values = {} if is_rehearsal() else values_of(part, model, made)
+        values = {} if is_rehearsal() else select_stage_values(part, model, made)
         if not is_rehearsal():
             adopt_buffers(part, model)
     elif made is not None:
         values = made.subset(name for name, _ in part.named_parameters())
-    elif not is_meta(part):
-        if splits(config, resolve(config.parallel, world.size)):
+    elif not is_on_meta(part):
+        if splits_parameters(config, resolve_degrees(config.parallel, world.size)):
             values = detach_values(part)
         else:
             part.to(world.device)
     for change in PASSES:
         if (said := change(part, config, world)) is not None:
             say(said)
-    materialise(part, values, config.train.seed, offload.home(config, world))
-    if (said := offload.settle(part, config, world, files)) is not None:
+    materialise_parameters(part, values, config.train.seed, parameter_offload.get_parameter_home(config, world))
+    if (said := parameter_offload.settle_parameters(part, config, world, files)) is not None:
         say(said)
 
 
-def splits(config: RunConfig, degrees: Degrees) -> bool:
+def splits_parameters(config: RunConfig, degrees: Degrees) -> bool:
     """Whether ranks hold only parts of parameters."""
-    return sharded(config, degrees) or degrees.tp > 1 or degrees.pp > 1
+    return uses_fully_shard(config, degrees) or degrees.tp > 1 or degrees.pp > 1
 
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
@@ -162,10 +166,10 @@ def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars and sharded(config, degrees):
+    if scalars and uses_fully_shard(config, degrees):
         raise UserError(f"model: {scalars[0]} is a scalar, which zero3 cannot shard; give it shape (1,) or use ddp")
-    with calling(f"in {name_of(model)}.blocks()"):
-        named_blocks(model)
+    with explain_first_call(f"in {name_model(model)}.blocks()"):
+        get_named_blocks(model)
     for axis in ("pp", "cp", "tp"):
         if getattr(degrees, axis) > 1 and not isinstance(model, Model):
             raise UserError(

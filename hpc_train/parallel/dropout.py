@@ -8,25 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hpc_train.api import Model, StepBatch, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.models.dropout import Counter, Dropout, Site, layer_key, step_key
-from hpc_train.parallel.axes import degree, index
-from hpc_train.parallel.context.positions import Share, share
-from hpc_train.parallel.tensor.plan import read_plan
+from hpc_train.interfaces import Model, StepBatch, World
+from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, make_layer_key, make_step_key
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_axis_index, get_sequence_share
+from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
 
 _TORCH = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 """torch's dropout layers, which draw from the rank's own generator in the order the rank computes."""
 
 
-def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+def place_dropout(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """Run before any other pass: tell every dropout layer its name, and which part of its input this rank has.
 
     Raises UserError if torch's own layers would draw the same mask for different tokens.
     """
-    if degree(world, "tp") > 1 or degree(world, "cp") > 1:
+    if get_axis_degree(world, "tp") > 1 or get_axis_degree(world, "cp") > 1:
         _refuse_torch(part)
     layers = {
         name: module
@@ -35,19 +34,19 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     }
     if not layers:
         return None
-    counter, heads = Counter(), _heads_split(part, config, world)
+    counter, heads = SampleCounter(), _heads_split(part, config, world)
     for name, module in layers.items():
         places = _places(part, config, world, split=isinstance(module, Dropout))
-        layer = torch.tensor(layer_key(name), device=world.device)
-        module.site = Site(counter, layer, places, heads.get(name, 0))
+        layer = torch.tensor(make_layer_key(name), device=world.device)
+        module.site = DropoutSite(counter, layer, places, heads.get(name, 0))
     return f"dropout: {len(layers)} layers, masks by sample and position"
 
 
 @dataclass(frozen=True)
-class Places:
+class DropoutPositions:
     """models.dropout.Positions for a rank that holds a share of a sequence and, over tp, a part of that share."""
 
-    share: Share
+    share: SequenceShare
     part: int
     parts: int
 
@@ -61,28 +60,28 @@ class Places:
         return torch.where(mine < half, mine + rank * half, mine + (2 * ranks - 2 - rank) * half)
 
 
-def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> Places:
+def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> DropoutPositions:
     """Return the positions this rank holds.
 
     split: for activations between layers, whose positions tp may split; otherwise for what attention sees.
     """
-    tp = degree(world, "tp")
+    tp = get_axis_degree(world, "tp")
     if not split or tp == 1 or not config.parallel.tensor.sequence or "seq" not in getattr(part, "plan", {}).values():
-        return Places(share(config, world), 0, 1)
-    return Places(share(config, world), index(world, "tp"), tp)
+        return DropoutPositions(get_sequence_share(config, world), 0, 1)
+    return DropoutPositions(get_sequence_share(config, world), get_axis_index(world, "tp"), tp)
 
 
 def _heads_split(part: nn.Module, config: RunConfig, world: World) -> dict[str, int]:
     """Map the name of each attention to the index of the equal part of its heads that this rank computes."""
-    tp, cp = degree(world, "tp"), degree(world, "cp")
+    tp, cp = get_axis_degree(world, "tp"), get_axis_degree(world, "cp")
     over_cp = cp if config.parallel.context.method == "ulysses" else 1
-    plan = read_plan(part, whole=degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
+    plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
     parents = {name.rpartition(".")[0] for name, how in plan.items() if how == "col"}
     found = {}
     for name, module in part.named_modules():
         if isinstance(module, ScaledDotProduct):
-            mine = index(world, "tp") if name.rpartition(".")[0] in parents else 0
-            found[name] = mine * over_cp + (index(world, "cp") if over_cp > 1 else 0)
+            mine = get_axis_index(world, "tp") if name.rpartition(".")[0] in parents else 0
+            found[name] = mine * over_cp + (get_axis_index(world, "cp") if over_cp > 1 else 0)
     return found
 
 
@@ -102,7 +101,9 @@ class StepMasks:
 
     def __init__(self, parts: Iterable[nn.Module], config: RunConfig, world: World) -> None:
         sites = [module.site for part in parts for module in part.modules() if hasattr(module, "site")]
-        self._counters = list({id(site.counter): site.counter for site in sites if isinstance(site, Site)}.values())
+        self._counters = list(
+            {id(site.counter): site.counter for site in sites if isinstance(site, DropoutSite)}.values()
+        )
         self._seed, self._world = config.train.seed, world
         self._key = 0
         self._starts: list[int] = []
@@ -114,7 +115,7 @@ class StepMasks:
             return
         rows = [len(micro.targets) for micro in batch.micro]
         first = self._world.dp_index * sum(rows) if batch.first is None else batch.first
-        self._key = step_key(self._seed, batch.step)
+        self._key = make_step_key(self._seed, batch.step)
         self._starts = [first + sum(rows[:index]) for index in range(len(rows))]
         self._counts = [max(rows)] * len(rows) if filled else rows
 

@@ -1,37 +1,130 @@
-"""The summed loss of any model: its own `loss_sum`, or cross entropy for a bare module and for split logits."""
+"""The loss of a micro-batch as a sum over its targets, and its sum over ranks.
+
+Any model: its own `loss_sum`, or cross entropy of the logits that a bare module returns. Logits that tensor parallelism
+has split by vocabulary have a cross entropy of their own, so that no rank ever holds all logits of a token. The number
+of targets of the global batch is reduced while the first forward runs; the engine divides by it once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hpc_train.models.loss import cross_entropy_sum
+from hpc_train._torch import check_on_device, shard_offset
+from hpc_train.interfaces import IGNORED_TARGET, StepBatch, World
+from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.models.transformer import Transformer
-from hpc_train.models.vit import VisionTransformer
-from hpc_train.parallel.tensor.vocab_loss import split_cross_entropy_sum
+from hpc_train.models.vision_transformer import VisionTransformer
+from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.user_model import check_loss, check_output
 
 
-def loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
+def compute_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
     """Sum of the loss over the targets that count. A bare module's output is taken as logits (..., classes).
 
     A DTensor is taken as logits that are split over their last dimension.
     """
     if isinstance(out, DTensor):
-        return split_cross_entropy_sum(out, target)
+        return sum_split_cross_entropy(out, target)
     own = getattr(model, "loss_sum", cross_entropy_sum)
     result: Tensor = own(out, target)
     return result
 
 
-def first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
+def compute_first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
     """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
     if isinstance(out, DTensor) or isinstance(model, (Transformer, VisionTransformer)):
-        return loss_sum(model, out, target)
+        return compute_loss_sum(model, out, target)
     own = callable(getattr(model, "loss_sum", None))
     if not own:
         check_output(model, out, target)
-    loss = loss_sum(model, out, target)
+    loss = compute_loss_sum(model, out, target)
     if own:
         check_loss(model, loss)
     return loss
+
+
+def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
+    """Cross entropy in nats, summed over the targets that count: a scalar in at least float32, the same on each rank.
+
+    logits: (..., vocab), split over its last dimension on a mesh of one axis. target: (...), int64, whole.
+    Each rank adds up what its part of the vocabulary contributes to the normaliser and to the logit of the target
+    (Shoeybi et al. 2019, arXiv:1909.08053, section 3): two all-reduces of one and two numbers a token.
+    """
+    local, first = logits.to_local().flatten(0, -2), shard_offset(logits)[-1]
+    place = torch.where(target == IGNORED_TARGET, 0, target)
+    check_on_device(((place >= 0) & (place < logits.shape[-1])).all(), "a target is not in the vocabulary")
+    group = logits.device_mesh.get_group()
+    loss: Tensor = _SplitCrossEntropy.apply(local, target.flatten(), first, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        """logits: (tokens, own part of the vocabulary, which begins at `first`); target: (tokens,)."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        peak = wide.amax(-1)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        shifted = wide - peak.unsqueeze(-1)
+        mine = (target >= first) & (target < first + wide.shape[-1])
+        classes = (target - first).clamp(0, wide.shape[-1] - 1).unsqueeze(-1)
+        chosen = shifted.gather(-1, classes).squeeze(-1) * mine
+        exponentials = shifted.exp_()
+        sums = torch.stack((exponentials.sum(-1), chosen))
+        dist.all_reduce(sums, group=group)
+        normaliser, chosen = sums
+        counts = target != IGNORED_TARGET
+        ctx.save_for_backward(exponentials.div_(normaliser.unsqueeze(-1)), classes, mine, counts)
+        ctx.dtype = logits.dtype
+        return torch.where(counts, normaliser.log() - chosen, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, classes, mine, counts = ctx.saved_tensors
+        found = probabilities * (gradient * counts).unsqueeze(-1)
+        found.scatter_add_(-1, classes, -(gradient * mine).unsqueeze(-1))
+        return found.to(ctx.dtype), None, None, None
+
+
+@dataclass
+class StepTotals:
+    """Sums that do not depend on the model, reduced while the first forward runs."""
+
+    values: Tensor
+    work: dist.Work | None
+    shared: int
+    """Ranks that have the same samples."""
+
+    @classmethod
+    def start(cls, batch: StepBatch, world: World) -> StepTotals:
+        """Begin to count the global batch's targets, and the ranks that were asked to stop."""
+        count = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in batch.micro)
+        values = torch.tensor([count, int(batch.stop)], dtype=torch.int64)
+        return cls(values, start_sum(values, world), world.size // world.dp_size)
+
+    def wait(self) -> tuple[int, bool]:
+        """(targets that count, whether any rank was asked to stop)."""
+        if self.work is not None:
+            self.work.wait()
+        tokens, stops = self.values.tolist()
+        return int(tokens) // self.shared, stops > 0
+
+
+def start_sum(values: Tensor, world: World) -> dist.Work | None:
+    """Begin to add up `values`, in place, over all ranks."""
+    return dist.all_reduce(values, async_op=True) if world.size > 1 else None
+
+
+def start_loss_sum(loss: Tensor, world: World) -> dist.Work | None:
+    """Begin to add up each rank's loss of its own tokens, in place; the ranks of one tp group have the same ones."""
+    if get_axis_index(world, "tp") > 0:
+        loss.zero_()
+    return start_sum(loss, world)

@@ -1,20 +1,28 @@
-"""Number formats: what parameters are kept in, computed in and reduced in."""
+"""Number formats: what parameters are kept in, computed in and reduced in, and the loss scale of fp16.
+
+Dynamic loss scaling is that of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. The scale is the same on every
+rank and is saved with the model.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard, World
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
+def cast_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
     """Keep parameters in float64 for fp64, else in float32: low precision is for computing only.
 
     Complex buffers, such as rotary tables, stay as they are: Module.to would drop their imaginary part.
@@ -22,21 +30,80 @@ def keep_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
     return model.double() if config.name == "fp64" else model.float()
 
 
-def check_device(config: PrecisionConfig, device: torch.device) -> None:
+def check_precision_device(config: PrecisionConfig, device: torch.device) -> None:
     """Raise UserError for a number format that this rank's device does not compute in."""
     if device.type != "cuda" or config.name != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
         return
     raise UserError(f"precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use precision=fp16 or fp32")
 
 
-def cast_forward(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
+def autocast_forward(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward over parameters that are kept whole: autocast for low precision."""
     if config.name in ("fp64", "fp32"):
         return nullcontext()
     return torch.autocast(device.type, _DTYPES[config.name])
 
 
-def sharded_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
+def make_mixed_precision_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     """The same for fully_shard, which casts the gathered parameters and the reduced gradients itself."""
     compute = None if config.name in ("fp64", "fp32") else _DTYPES[config.name]
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[config.reduce], output_dtype=None)
+
+
+log = logging.getLogger(__name__)
+
+INITIAL_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+"""Those of torch.amp.GradScaler."""
+_SMALLEST, _LARGEST = 2.0**-24, 2.0**126
+"""Below the one not even the smallest number of fp16 would be left of a 1; twice the other is too much for float32."""
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by, so that small gradients do not vanish in fp16. The same on every rank."""
+
+    scale: Tensor = field(default_factory=lambda: _scalar(INITIAL_SCALE))
+    good: Tensor = field(default_factory=lambda: _scalar(0))
+    """Updates since the scale last changed."""
+
+    @property
+    def factor(self) -> float:
+        """The scale as it is now."""
+        return float(self.scale)
+
+    def learn(self, finite: bool) -> None:
+        """Halve the scale after a gradient that was not finite, double it after INTERVAL in a row that were.
+
+        Raises UserError where halving has not helped for so long that it cannot.
+        """
+        if not finite:
+            self._back_off()
+            return
+        self.good.add_(1)
+        if float(self.good) >= GROWTH_INTERVAL:
+            self.scale.mul_(GROWTH_FACTOR).clamp_(max=_LARGEST)
+            self.good.zero_()
+
+    def _back_off(self) -> None:
+        self.scale.mul_(BACKOFF_FACTOR)
+        self.good.zero_()
+        log.warning("the gradient is not finite in fp16: step skipped, loss scale %g from here", self.factor)
+        if self.factor < _SMALLEST:
+            raise UserError(
+                f"precision=fp16: the gradient is not finite even at a loss scale of {_SMALLEST:g}; lower optim.lr, or "
+                "use precision=bf16 or fp32"
+            )
+
+    def pieces(self, world: World) -> Iterator[TensorShard]:
+        """To save and to load; every rank holds a copy."""
+        for name, value in (("scaler.scale", self.scale), ("scaler.good", self.good)):
+            yield TensorShard(name, (), value.dtype, (), value, replica=world.rank)
+
+
+def make_loss_scale(config: PrecisionConfig) -> LossScale | None:
+    """Scaling where the format needs it: bfloat16 has the range of float32."""
+    return LossScale() if config.name == "fp16" else None

@@ -1,9 +1,14 @@
-"""Check a user's own model before and in its first micro-batch; each mistake is one line with its place."""
+"""What the passes ask of a user's own model, and the one-line errors if it does not fit.
+
+First the checks before and in the first micro-batch: its interface, its output, its loss, and exceptions from the
+user's own code. Then its blocks, which several passes wrap one by one. Last the tensors that share memory: a pass that
+splits or moves parameters would silently part them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from hpc_train.api import IGNORED_TARGET
-from hpc_train.compat import is_pretended
+from hpc_train._torch import is_memoryless
 from hpc_train.errors import UserError
-from hpc_train.user_frames import LOST_PEER, definition, describe, place, root_cause, user_frames
+from hpc_train.interfaces import IGNORED_TARGET
+from hpc_train.models.deferred import iterate_plain_tensors
+from hpc_train.user_frames import LOST_PEER, describe_error, find_definition, format_frame, root_cause, user_frames
 
 _MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, dist.DistError)
 """Errors that can occur in a user's code without being their mistake."""
 _DEVICE_WORDS = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "HIP", "out of memory")
 
 
-def name_of(model: nn.Module) -> str:
+def name_model(model: nn.Module) -> str:
     """Return the class's own name, which fully_shard changes."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
@@ -31,7 +37,7 @@ def name_of(model: nn.Module) -> str:
 def check_interface(model: nn.Module) -> None:
     """Raise UserError for a model that cannot be called with the inputs of a micro-batch alone, as every model is."""
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
-        raise UserError(f"model: {name_of(model)} has no method forward; give it one that takes the inputs")
+        raise UserError(f"model: {name_model(model)} has no method forward; give it one that takes the inputs")
     _check_call(model, "forward", ("the inputs",), "put what else it needs into one tensor, or into the model")
     if callable(getattr(model, "loss_sum", None)):
         _check_call(model, "loss_sum", ("what forward returned", "the targets"), "define loss_sum(self, out, target)")
@@ -54,17 +60,19 @@ def _check_call(model: nn.Module, method: str, given: tuple[str, ...], instead: 
     try:
         signature.bind(*given)
     except TypeError as error:
-        call = f"{name_of(model)}.{method}{signature}"
-        raise UserError(f"{_at(function)}{call} is called with {' and '.join(given)}: {error}; {instead}") from None
+        call = f"{name_model(model)}.{method}{signature}"
+        raise UserError(
+            f"{_format_place(function)}{call} is called with {' and '.join(given)}: {error}; {instead}"
+        ) from None
 
 
-def _at(function: Any) -> str:
-    where = definition(function)
+def _format_place(function: Any) -> str:
+    where = find_definition(function)
     return f"{where}: " if where else ""
 
 
 @contextmanager
-def calling(what: str) -> Iterator[None]:
+def explain_first_call(what: str) -> Iterator[None]:
     """Turn an exception from the first call of the user's code into one line with the place in their file.
 
     A lost peer, a device error and lack of memory are not the user's mistakes; neither is an error without a user
@@ -78,27 +86,27 @@ def calling(what: str) -> Iterator[None]:
         cause, frames = root_cause(error), user_frames(error)
         if isinstance(cause, UserError):
             raise cause from error
-        if not frames or isinstance(cause, _MACHINE) or LOST_PEER.search(str(cause)) or _of_the_device(cause):
+        if not frames or isinstance(cause, _MACHINE) or LOST_PEER.search(str(cause)) or _is_device_error(cause):
             raise
-        raise UserError(f"{place(frames[0])}: {describe(cause)} ({what})") from error
+        raise UserError(f"{format_frame(frames[0])}: {describe_error(cause)} ({what})") from error
 
 
-def _of_the_device(error: BaseException) -> bool:
+def _is_device_error(error: BaseException) -> bool:
     return any(word in str(error) for word in _DEVICE_WORDS)
 
 
 def check_output(model: nn.Module, out: object, target: Tensor) -> None:
     """Raise UserError if a model without its own loss did not return logits (..., classes) of the targets."""
-    title = f"{_at(model.forward)}{name_of(model)}.forward returned"
+    title = f"{_format_place(model.forward)}{name_model(model)}.forward returned"
     wanted = f"logits {(*target.shape, 'classes')}".replace("'", "")
     if not isinstance(out, Tensor):
-        raise UserError(f"{title} {_named(out)}; {_instead(out, wanted)}")
+        raise UserError(f"{title} {_named(out)}; {_describe_mismatch(out, wanted)}")
     if not out.is_floating_point() or out.ndim != target.ndim + 1 or out.shape[:-1] != target.shape:
         raise UserError(
-            f"{title} {_named(out)} for targets {tuple(target.shape)}; return {wanted}, or give {name_of(model)} a "
+            f"{title} {_named(out)} for targets {tuple(target.shape)}; return {wanted}, or give {name_model(model)} a "
             "method loss_sum(out, target)"
         )
-    known = target.numel() > 0 and not is_pretended(target)
+    known = target.numel() > 0 and not is_memoryless(target)
     largest = int(target.max()) if known else IGNORED_TARGET
     if largest >= out.shape[-1]:
         raise UserError(
@@ -114,7 +122,7 @@ def _named(out: object) -> str:
     return f"a {type(out).__name__}{keys}"
 
 
-def _instead(out: object, wanted: str) -> str:
+def _describe_mismatch(out: object, wanted: str) -> str:
     if isinstance(getattr(out, "logits", None), Tensor) or (isinstance(out, dict) and "logits" in out):
         return f"return its logits, a tensor: wrap the model in a module whose forward returns {wanted}"
     return f"return {wanted}, or give the model a method loss_sum(out, target) that takes what it returns"
@@ -122,8 +130,107 @@ def _instead(out: object, wanted: str) -> str:
 
 def check_loss(model: nn.Module, loss: object) -> None:
     """Raise UserError if a model's own loss_sum did not return a scalar that can be differentiated."""
-    title = f"{_at(model.loss_sum)}{name_of(model)}.loss_sum returned"
+    title = f"{_format_place(model.loss_sum)}{name_model(model)}.loss_sum returned"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         raise UserError(f"{title} {_named(loss)}; return the sum of the loss over all targets, a scalar tensor")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(f"{title} a number that depends on no parameter that is trained; do not detach it")
+
+
+Forward = Callable[..., Any]
+
+
+def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
+    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of api.Model.
+
+    An attribute of that name that is not a method, such as a list of layers, does not count. Raises UserError for
+    anything but a dict of names to modules of the model, none of them inside another.
+    """
+    method = getattr(part, "blocks", None)
+    if method is None or isinstance(method, nn.Module) or not callable(method):
+        return {}
+    found = method()
+    title = f"{type(part).__name__}.blocks()"
+    wanted = "return a dict of module names to modules, in their order"
+    if not isinstance(found, Mapping):
+        raise UserError(f"{title}: returned a {type(found).__name__}; {wanted}")
+    for name, block in found.items():
+        if not isinstance(name, str) or not isinstance(block, nn.Module):
+            raise UserError(f"{title}: holds {name!r}, a {type(block).__name__}; {wanted}")
+    _check_places(title, part, found)
+    return dict(found)
+
+
+def _check_places(title: str, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    inside = {id(module) for module in part.modules()}
+    within: dict[int, str] = {}
+    for name, block in blocks.items():
+        if id(block) not in inside or block is part:
+            raise UserError(f"{title}: {name} is not a module of the model; return modules that it holds")
+        within.update({id(module): name for module in block.modules() if module is not block})
+    for name, block in blocks.items():
+        if id(block) in within and within[id(block)] != name:
+            raise UserError(f"{title}: {name} is inside of {within[id(block)]}; name one of them")
+
+
+def get_blocks(part: nn.Module, option: str) -> list[nn.Module]:
+    """Return the blocks in order, each once. Raises UserError, naming the `option`, if the model has none."""
+    blocks = list(dict.fromkeys(get_named_blocks(part).values()))
+    if not blocks:
+        raise UserError(
+            f"{option}: {type(part).__name__} does not say what its blocks are; leave it out, or give it a method "
+            "blocks() that returns a dict of module names to modules"
+        )
+    return blocks
+
+
+def replace_forward(block: nn.Module, change: Callable[[Forward], Forward]) -> None:
+    """Put change(block.forward) in its place.
+
+    No module is added, so every parameter keeps its name; hooks, those of fully_shard among them, run outside of it.
+    """
+    block.forward = change(block.forward)
+
+
+def check_aliases(model: nn.Module, splits: bool, device: torch.device) -> None:
+    """Raise UserError, by name, for tensors that would silently stop following a parameter.
+
+    splits: parameters are cut over ranks. Without that, on the CPU, nothing moves and everything stays as it is. A
+    parameter held by several modules is one tensor, not an alias.
+    """
+    if not splits and device.type == "cpu":
+        return
+    owners: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        other = owners.setdefault(_find_storage(parameter), (name, parameter)) if _has_storage(parameter) else None
+        if other is not None and other[1] is not parameter:
+            raise UserError(
+                f"model: {name} and {other[0]} are two parameters in the same memory, which are not the same once they "
+                "are split or moved; assign one nn.Parameter to both"
+            )
+    for kind, name, tensor in _list_other_tensors(model, splits):
+        if _has_storage(tensor) and (owner := owners.get(_find_storage(tensor))) is not None:
+            raise UserError(
+                f"model: {name}, {kind}, shares the memory of the parameter {owner[0]}, and would no longer follow it "
+                "once that is split or moved; compute it in forward, or use the parameter's own attribute there"
+            )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def _find_storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _list_other_tensors(model: nn.Module, splits: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (kind, name, tensor) for buffers and, if parameters are replaced, for other tensors held by modules."""
+    for name, buffer in model.named_buffers():
+        yield "a buffer", name, buffer
+    for path, module in model.named_modules() if splits else ():
+        if isinstance(module, nn.RNNBase):
+            continue  # updates its own list of parameters
+        for name, tensor in iterate_plain_tensors(module):
+            if f"{name}_orig" not in dict(module.named_parameters(recurse=False)):  # spectral_norm recomputes it
+                yield "a tensor held beside the parameters", f"{path}.{name}" if path else name, tensor

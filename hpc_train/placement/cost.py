@@ -22,23 +22,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.algorithm import Backend, Phase, phases
+from hpc_train.placement.collective_messages import (
+    Backend,
+    CollectivePhase,
+    MeasuredPhase,
+    MessagePattern,
+    build_pattern,
+    count_loads,
+    list_phases,
+    measure_orders,
+)
 from hpc_train.placement.fabric import Fabric
-from hpc_train.placement.mesh import Rows, check_world, label, rows
-from hpc_train.placement.pattern import Measured, Pattern, loads, measure, pattern
-from hpc_train.placement.result import Cost
-from hpc_train.traffic.flow import Flow
+from hpc_train.placement.mesh_groups import GroupRows, check_world, format_axes, list_rows
+from hpc_train.placement.placement_result import CommunicationCost
+from hpc_train.traffic.axes import Flow
 
 _ELEMENTS = 1 << 21
 """Orders measured at a time times nodes: what keeps the arrays in memory small."""
 
 
 @dataclass(frozen=True)
-class Term:
+class CostTerm:
     """One phase of one flow."""
 
     flow: Flow
-    phase: Phase
+    phase: CollectivePhase
     pattern: int
     """Index of its pattern."""
 
@@ -47,17 +55,17 @@ class Term:
         """Bytes of a step on each edge."""
         return self.flow.calls * self.phase.fraction * self.flow.bytes
 
-    def seconds(self, measured: Measured) -> NDArray[np.float64]:
+    def seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
         """[orders] seconds of a step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
-    def seconds_beside(self, measured: Measured) -> NDArray[np.float64]:
+    def seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
         """Return [orders] seconds of a step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
 
 @dataclass(frozen=True)
-class Sums:
+class StepSums:
     """Totals of a step's flows under several orders of the nodes."""
 
     seconds: NDArray[np.float64]
@@ -69,14 +77,14 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Model:
+class CostModel:
     """Fabric, mesh and flows, prepared so that many orders of nodes can be costed."""
 
     fabric: Fabric
-    groups: dict[str, Rows]
+    groups: dict[str, GroupRows]
     """Label of a flow's axes -> their groups; axes of degree 1 are left out."""
-    patterns: tuple[Pattern, ...]
-    terms: tuple[Term, ...]
+    patterns: tuple[MessagePattern, ...]
+    terms: tuple[CostTerm, ...]
     labels: tuple[str, ...]
     """Of all flows, those of degree 1 too."""
 
@@ -84,11 +92,11 @@ class Model:
         """[orders] seconds; orders: [orders, positions], node at each position."""
         return self.sums(orders).seconds
 
-    def sums(self, orders: NDArray[np.int64]) -> Sums:
+    def sums(self, orders: NDArray[np.int64]) -> StepSums:
         """Compute the sums. orders: [orders, positions], node at each position."""
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
         parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
-        return Sums(
+        return StepSums(
             np.concatenate([part.seconds for part in parts]),
             np.concatenate([part.beside for part in parts]),
             np.concatenate([part.crossings for part in parts]),
@@ -98,13 +106,13 @@ class Model:
         """Return the seconds of one order next to busy neighbours."""
         return float(self.sums(np.asarray(order, np.int64)[None]).beside[0])
 
-    def cost(self, order: Sequence[int]) -> Cost:
+    def cost(self, order: Sequence[int]) -> CommunicationCost:
         """Of one order."""
         measured = self._measure(np.asarray(order, np.int64)[None])
         per_axis = dict.fromkeys(self.labels, 0.0)
         for term in self.terms:
-            per_axis[label(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
-        return Cost(sum(per_axis.values()), per_axis)
+            per_axis[format_axes(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
+        return CommunicationCost(sum(per_axis.values()), per_axis)
 
     def link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
         """Level -> [groups] bytes of a step that leave a group, or enter it, whichever are more."""
@@ -115,52 +123,52 @@ class Model:
         level = self.fabric.levels[number]
         both = np.zeros((2, len(level.uplink)))
         for term in self.terms:
-            both += term.moved * np.concatenate(loads(self.patterns[term.pattern], level, orders))
+            both += term.moved * np.concatenate(count_loads(self.patterns[term.pattern], level, orders))
         larger: NDArray[np.float64] = both.max(axis=0)
         return larger
 
-    def _measure(self, orders: NDArray[np.int64]) -> list[Measured]:
-        return [measure(it, self.fabric, orders) for it in self.patterns]
+    def _measure(self, orders: NDArray[np.int64]) -> list[MeasuredPhase]:
+        return [measure_orders(it, self.fabric, orders) for it in self.patterns]
 
-    def _sums(self, orders: NDArray[np.int64]) -> Sums:
+    def _sums(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)
         seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:
             seconds += term.seconds(measured[term.pattern])
             beside += term.seconds_beside(measured[term.pattern])
             crossed += term.moved * measured[term.pattern].crossings
-        return Sums(seconds, beside, crossed)
+        return StepSums(seconds, beside, crossed)
 
 
-def model(
+def build_cost_model(
     fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], nodes: int, backend: Backend = "nccl"
-) -> Model:
+) -> CostModel:
     """The model of a mesh on `nodes` of the fabric's nodes. Raises UserError where the degrees do not fill them."""
     check_world(fabric, sizes, nodes)
-    groups = {label(flow.axes): rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
+    groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
     groups = {name: it for name, it in groups.items() if it.position.shape[1] > 1}
     index: dict[tuple[object, ...], int] = {}
-    patterns: list[Pattern] = []
+    patterns: list[MessagePattern] = []
     terms = []
     for flow in flows:
-        name = label(flow.axes)
-        for phase in phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
+        name = format_axes(flow.axes)
+        for phase in list_phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
             key = (name, phase.edges, phase.round, phase.hops == 1)
             if key not in index:
                 index[key] = len(patterns)
-                patterns.append(pattern(groups[name], phase))
-            terms.append(Term(flow, phase, index[key]))
-    labels = tuple(dict.fromkeys(label(flow.axes) for flow in flows))
-    return Model(fabric, groups, tuple(patterns), tuple(terms), labels)
+                patterns.append(build_pattern(groups[name], phase))
+            terms.append(CostTerm(flow, phase, index[key]))
+    labels = tuple(dict.fromkeys(format_axes(flow.axes) for flow in flows))
+    return CostModel(fabric, groups, tuple(patterns), tuple(terms), labels)
 
 
-def cost(
+def estimate_cost(
     fabric: Fabric,
     sizes: Mapping[str, int],
     flows: Sequence[Flow],
     nodes: Sequence[int] | None = None,
     backend: Backend = "nccl",
-) -> Cost:
+) -> CommunicationCost:
     """Seconds of a step's communication, in all and by axis, with the ranks on `nodes`.
 
     sizes: mesh axis -> degree; ranks are row-major over AXES. nodes: index of the fabric's node that holds each next
@@ -169,4 +177,4 @@ def cost(
     """
     order = range(len(fabric.nodes)) if nodes is None else nodes
     assert len(set(order)) == len(order), "a node holds two places"
-    return model(fabric, sizes, flows, len(order), backend).cost(order)
+    return build_cost_model(fabric, sizes, flows, len(order), backend).cost(order)

@@ -1,30 +1,47 @@
-"""place: the order of nodes in which a step's communication is cheapest, or the launcher's where nothing is won."""
+"""The placement of a job: the order of nodes in which a step's communication is cheapest, or the launcher's.
+
+`search_placement` is for one fabric; `place_nodes` takes a configuration and its nodes' locations, for
+`topology place` and for a job, which so give the same answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.algorithm import Backend
-from hpc_train.placement.cost import Model, model
-from hpc_train.placement.exact import classes, nearest
-from hpc_train.placement.fabric import Fabric
-from hpc_train.placement.mesh import node_grid
-from hpc_train.placement.order import Order, cell_sizes, largest_first, nestings, pack, tree_order
-from hpc_train.placement.reason import explain
-from hpc_train.placement.result import FAIR_SHARE, NO_NEIGHBOURS, Case, Placement
-from hpc_train.placement.straddling import crossable, straddling
-from hpc_train.placement.swaps import MOST_NODES, improve
-from hpc_train.placement.tree import tapered, uniform
-from hpc_train.traffic.flow import Flow
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.placement.collective_messages import Backend
+from hpc_train.placement.cost import CostModel, build_cost_model
+from hpc_train.placement.explanation import explain_placement
+from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
+from hpc_train.placement.fabric_from_config import build_located_fabric, find_unknown_tapers, list_capacity_notes
+from hpc_train.placement.mesh_groups import count_straddling, find_crossable_groups, find_node_grid
+from hpc_train.placement.node_locations import NodeLocations
+from hpc_train.placement.node_orders import (
+    MAX_SWAPPED_NODES,
+    NodeOrder,
+    find_nearest_order,
+    improve_by_swaps,
+    list_cell_sizes,
+    list_nestings,
+    list_order_classes,
+    order_along_tree,
+    order_largest_first,
+    pack_cells,
+)
+from hpc_train.placement.placement_result import FAIR_SHARE, NO_NEIGHBOURS, CostCase, Placement
+from hpc_train.traffic.axes import Flow
+from hpc_train.traffic.flows import compute_flows
 
-MOST_EXACT = 8
+MAX_EXACT_NODES = 8
 """Nodes up to which every order is tried."""
-WORTH = 0.01
+MIN_GAIN = 0.01
 """Gain of a step's communication below which the launcher's order stays: no constant is known better than that."""
 _SAME = 1e-9
 """Relative: sums of the same seconds in another order."""
@@ -33,7 +50,9 @@ _NODES_ORDERED = 1 << 18
 _NESTS_KEPT = 6
 
 
-def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backend: Backend = "nccl") -> Placement:
+def search_placement(
+    fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backend: Backend = "nccl"
+) -> Placement:
     """The best order of the fabric's nodes for a mesh and what its axes move in a step.
 
     sizes: mesh axis -> degree; their product is the world size. Up to 8 nodes the order is the best there is, by
@@ -46,14 +65,14 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
     answer. Raises UserError where degrees do not fill the nodes.
     """
     start = time.perf_counter()
-    problem = model(fabric, sizes, flows, len(fabric.nodes), backend)
+    problem = build_cost_model(fabric, sizes, flows, len(fabric.nodes), backend)
     identity = np.arange(len(fabric.nodes))
     chosen = identity
-    if problem.terms and not uniform(fabric):
-        chosen = _choose(problem, _candidates(problem, node_grid(sizes, fabric.ranks_per_node)))
+    if problem.terms and not is_uniform(fabric):
+        chosen = _choose_order(problem, _list_candidates(problem, find_node_grid(sizes, fabric.ranks_per_node)))
     before, after = problem.cost(identity.tolist()), problem.cost(chosen.tolist())
-    table = straddling(fabric, problem.groups, identity, chosen)
-    cases = cases_of(problem, (identity.tolist(), chosen.tolist()))
+    table = count_straddling(fabric, problem.groups, identity, chosen)
+    cases = compare_cases(problem, (identity.tolist(), chosen.tolist()))
     return Placement(
         nodes=tuple(chosen.tolist()),
         ranks_per_node=fabric.ranks_per_node,
@@ -61,21 +80,23 @@ def place(fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backe
         placed=after,
         straddling=table,
         seconds=time.perf_counter() - start,
-        reason=explain(fabric, cases, table, bool((chosen == identity).all()), WORTH),
+        reason=explain_placement(fabric, cases, table, bool((chosen == identity).all()), MIN_GAIN),
         cases=cases,
     )
 
 
-def cases_of(problem: Model, orders: Sequence[Sequence[int]], taper: float | None = None) -> tuple[Case, ...]:
+def compare_cases(
+    problem: CostModel, orders: Sequence[Sequence[int]], taper: float | None = None
+) -> tuple[CostCase, ...]:
     """Compare the launcher's order with the placed one, alone and, if nodes have neighbours, next to busy ones."""
     sums = problem.sums(np.asarray(orders, np.int64))
-    cases = [Case(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
+    cases = [CostCase(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
     if any(level.share is not None for level in problem.fabric.levels):
-        cases.append(Case(taper, FAIR_SHARE, *sums.beside.tolist()))
+        cases.append(CostCase(taper, FAIR_SHARE, *sums.beside.tolist()))
     return tuple(cases)
 
 
-def floor_seconds(problem: Model) -> float:
+def compute_lower_bound(problem: CostModel) -> float:
     """Seconds that no order can undercut: links inside nodes, and nodes' own uplinks, with the shortest latency."""
     fabric = problem.fabric
     node = fabric.levels[0]
@@ -86,7 +107,7 @@ def floor_seconds(problem: Model) -> float:
         fabric.inside_latency,
         (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _least_latency(fabric)),),
     )
-    alone = Model(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
+    alone = CostModel(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
     return float(alone.totals(np.arange(len(fabric.nodes))[None])[0])
 
 
@@ -94,81 +115,157 @@ def _least_latency(fabric: Fabric) -> float:
     return min(level.latency for level in fabric.levels)
 
 
-def _candidates(problem: Model, grid: tuple[int, ...]) -> NDArray[np.int64]:
+def _list_candidates(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.int64]:
     """[orders, positions], the launcher's first."""
     fabric = problem.fabric
     identity = np.arange(len(fabric.nodes))[None]
-    if len(fabric.nodes) <= MOST_EXACT:
-        return np.concatenate([identity, classes(fabric)])
-    found = np.concatenate([identity, _nested(problem, grid)])
-    if len(fabric.nodes) <= MOST_NODES and tapered(fabric):
+    if len(fabric.nodes) <= MAX_EXACT_NODES:
+        return np.concatenate([identity, list_order_classes(fabric)])
+    found = np.concatenate([identity, _list_nested_orders(problem, grid)])
+    if len(fabric.nodes) <= MAX_SWAPPED_NODES and find_tapered_levels(fabric):
         best = found[int(problem.totals(found).argmin())]
-        cells = cell_sizes(grid, tuple(range(len(grid))))
-        found = np.concatenate([found, improve(problem, best, cells, floor_seconds(problem))[None]])
+        cells = list_cell_sizes(grid, tuple(range(len(grid))))
+        found = np.concatenate([found, improve_by_swaps(problem, best, cells, compute_lower_bound(problem))[None]])
     return found
 
 
-def _nested(problem: Model, grid: tuple[int, ...]) -> NDArray[np.int64]:
+def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.int64]:
     """[orders, positions]: orders along the tree and in whole cells, with every nesting of the axes.
 
     Of a large job with many axes only the best nestings along the tree are tried in cells too.
     """
     fabric = problem.fabric
-    tree = np.stack([tree_order(fabric), largest_first(fabric)])
-    nests = list(nestings(grid))
+    tree = np.stack([order_along_tree(fabric), order_largest_first(fabric)])
+    nests = list(list_nestings(grid))
     along_tree = np.concatenate([tree[:, along] for _, along in nests])
     if along_tree.size > _NODES_ORDERED:
         seconds = problem.totals(along_tree).reshape(len(nests), -1).min(axis=1)
         nests = [nests[at] for at in np.sort(np.argsort(seconds, kind="stable")[:_NESTS_KEPT])]
         along_tree = np.concatenate([tree[:, along] for _, along in nests])
-    packed = {size: pack(fabric, size) for size in {size for nest, _ in nests for size in cell_sizes(grid, nest)}}
-    in_cells = [packed[size][along][None] for nest, along in nests for size in cell_sizes(grid, nest)]
+    packed = {
+        size: pack_cells(fabric, size) for size in {size for nest, _ in nests for size in list_cell_sizes(grid, nest)}
+    }
+    in_cells = [packed[size][along][None] for nest, along in nests for size in list_cell_sizes(grid, nest)]
     return np.concatenate([along_tree, *in_cells])
 
 
-def _choose(problem: Model, orders: NDArray[np.int64]) -> Order:
+def _choose_order(problem: CostModel, orders: NDArray[np.int64]) -> NodeOrder:
     """Of the candidates, the launcher's order first, by the rule that `place` states."""
     sums = problem.sums(orders)
     seconds, beside, crossings = sums.seconds, sums.beside, sums.crossings
-    if seconds.min() < seconds[0] * (1 - WORTH):
-        best = _least(beside, _least(seconds, np.arange(len(orders))))
-        return _fewest_crossings(problem, orders, _least(crossings, best))
-    no_worse = np.flatnonzero(_at_most(seconds, seconds[0]) & _at_most(beside, beside[0]))
-    if beside[no_worse].min() < beside[0] * (1 - WORTH):
-        return _fewest_crossings(problem, orders, _least(crossings, _least(beside, no_worse)))
-    no_worse = no_worse[_at_most(crossings[no_worse], crossings[0])]
-    straddle = _straddling(problem, orders[no_worse])
-    fewer_crossings = tapered(problem.fabric) and crossings[no_worse].min() < crossings[0] * (1 - WORTH)
+    if seconds.min() < seconds[0] * (1 - MIN_GAIN):
+        best = _select_least(beside, _select_least(seconds, np.arange(len(orders))))
+        return _select_fewest_crossings(problem, orders, _select_least(crossings, best))
+    no_worse = np.flatnonzero(_is_at_most(seconds, seconds[0]) & _is_at_most(beside, beside[0]))
+    if beside[no_worse].min() < beside[0] * (1 - MIN_GAIN):
+        return _select_fewest_crossings(problem, orders, _select_least(crossings, _select_least(beside, no_worse)))
+    no_worse = no_worse[_is_at_most(crossings[no_worse], crossings[0])]
+    straddle = _count_all_straddling(problem, orders[no_worse])
+    fewer_crossings = find_tapered_levels(problem.fabric) and crossings[no_worse].min() < crossings[0] * (1 - MIN_GAIN)
     if straddle.min() == straddle[0] and not fewer_crossings:  # the launcher's order is no worse than itself
         return np.array(orders[0])
     best = no_worse[straddle == straddle.min()]
-    return _least_moved(problem.fabric, orders[_least(seconds, _least(crossings, best))])
+    return _select_least_moved(problem.fabric, orders[_select_least(seconds, _select_least(crossings, best))])
 
 
-def _fewest_crossings(problem: Model, orders: NDArray[np.int64], best: NDArray[np.int64]) -> Order:
+def _select_fewest_crossings(problem: CostModel, orders: NDArray[np.int64], best: NDArray[np.int64]) -> NodeOrder:
     """Among equally good orders, return the one with the fewest straddling groups, then the fewest nodes moved."""
-    best = best[_least(_straddling(problem, orders[best]), np.arange(len(best)))]
-    return _least_moved(problem.fabric, orders[best])
+    best = best[_select_least(_count_all_straddling(problem, orders[best]), np.arange(len(best)))]
+    return _select_least_moved(problem.fabric, orders[best])
 
 
-def _at_most(values: NDArray[np.float64], limit: float) -> NDArray[np.bool_]:
+def _is_at_most(values: NDArray[np.float64], limit: float) -> NDArray[np.bool_]:
     return np.asarray(values <= limit * (1 + _SAME))
 
 
-def _least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
+def _select_least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
     """Of the indices, those with the least value."""
     return np.array(index[values[index] <= values[index].min() * (1 + _SAME)])
 
 
-def _straddling(problem: Model, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+def _count_all_straddling(problem: CostModel, orders: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [orders]: groups that straddle a level's group that could hold them, at any level above the node."""
-    counted = crossable(problem.fabric, problem.groups)
+    counted = find_crossable_groups(problem.fabric, problem.groups)
     return sum((it.straddle(problem.fabric, orders) for it in counted), np.zeros(len(orders), np.int64))
 
 
-def _least_moved(fabric: Fabric, orders: NDArray[np.int64]) -> Order:
+def _select_least_moved(fabric: Fabric, orders: NDArray[np.int64]) -> NodeOrder:
     """The order with the fewest nodes moved, the first of equals."""
-    if len(fabric.nodes) <= MOST_EXACT:
-        orders = np.stack([nearest(fabric, order.tolist()) for order in orders])
+    if len(fabric.nodes) <= MAX_EXACT_NODES:
+        orders = np.stack([find_nearest_order(fabric, order.tolist()) for order in orders])
     moved = np.count_nonzero(orders != np.arange(orders.shape[1]), axis=1)
     return np.array(orders[int(moved.argmin())])
+
+
+ASSUMED_TAPER = 2.0
+"""Taper assumed for unknown uplinks: the smallest that is built. Its gain is reported as conditional."""
+
+
+@dataclass(frozen=True)
+class PlacementJob:
+    """A job to be placed, and the fabric it is placed on."""
+
+    fabric: Fabric
+    """Fabric in which uplinks of unknown taper count as non-blocking."""
+    sizes: dict[str, int]
+    """Mesh axis -> degree."""
+    flows: tuple[Flow, ...]
+    backend: Backend
+    tapered: Fabric | None
+    """Fabric in which uplinks of unknown taper have ASSUMED_TAPER; None if all are known."""
+    unknown: tuple[str, ...]
+    """Levels whose taper is unknown."""
+    notes: tuple[str, ...]
+
+
+def make_placement_job(
+    config: RunConfig, where: NodeLocations, ranks_per_node: int, parameters: int | None = None
+) -> PlacementJob:
+    """Make the job to be placed.
+
+    parameters: of a custom model, whose shape is not known here. Raises UserError for degrees that do not fit.
+    """
+    world = len(where.nodes) * ranks_per_node
+    unknown = find_unknown_tapers(config, where)
+    return PlacementJob(
+        fabric=build_located_fabric(config, where, ranks_per_node),
+        sizes=asdict(resolve_degrees(config.parallel, world)),
+        flows=tuple(compute_flows(config, world, parameters)),
+        backend="nccl" if config.cluster.node.gpus else "gloo",
+        tapered=build_located_fabric(config, where, ranks_per_node, ASSUMED_TAPER) if unknown else None,
+        unknown=unknown,
+        notes=(*where.notes, *list_capacity_notes(config, where)),
+    )
+
+
+def place_nodes(job: PlacementJob) -> Placement:
+    """Return the best order found for the job's nodes, and its gain under each assumption.
+
+    If a taper is unknown, the order is the best one for ASSUMED_TAPER: it has the fewest crossings, and costs nothing
+    if the fabric is non-blocking. The costs are then those of a non-blocking fabric, the lowest possible.
+    """
+    start = time.perf_counter()
+    if job.tapered is None:
+        return replace(search_placement(job.fabric, job.sizes, job.flows, job.backend), notes=job.notes)
+    found = search_placement(job.tapered, job.sizes, job.flows, job.backend)
+    flat, narrow = (
+        build_cost_model(fabric, job.sizes, job.flows, len(fabric.nodes), job.backend)
+        for fabric in (job.fabric, job.tapered)
+    )
+    identity = tuple(range(len(found.nodes)))
+    before, after = flat.cost(identity), flat.cost(found.nodes)
+    if after.total > before.total * (1 + MIN_GAIN):
+        found = search_placement(job.fabric, job.sizes, job.flows, job.backend)
+        after = flat.cost(found.nodes)
+    orders = (identity, found.nodes)
+    cases = (*compare_cases(flat, orders, 1.0), *compare_cases(narrow, orders, ASSUMED_TAPER))
+    kept = found.nodes == identity
+    return replace(
+        found,
+        identity=before,
+        placed=after,
+        cases=cases,
+        reason=explain_placement(job.tapered, cases, found.straddling, kept, MIN_GAIN, job.unknown),
+        notes=job.notes,
+        seconds=time.perf_counter() - start,
+    )

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
-from hpc_train.planner.answer import Answer, answer, known_of
-from hpc_train.planner.candidate import GIB, Candidate
-from hpc_train.planner.plain import plain_settings
-from hpc_train.planner.plan_json import answer_json
-from hpc_train.planner.question import question_of_job
-from hpc_train.planner.settings import with_settings
-from hpc_train.planner.words import layout, seconds, techniques
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.candidate import GIB, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.output.plan_json import plan_to_json
+from hpc_train.planner.plan import Plan, known_figures, make_plan
+from hpc_train.planner.request import make_job_request
+from hpc_train.planner.search.baseline_layouts import fallback_settings
+from hpc_train.planner.settings import apply_settings
+from hpc_train.units import format_seconds
 
 
 @dataclass(frozen=True)
-class Decision:
+class ParallelChoice:
     """What parallel=auto has become."""
 
     config: RunConfig
@@ -30,22 +30,24 @@ class Decision:
     """The same at length, as JSON: plan.json of the run directory."""
 
 
-def decide(config: RunConfig, ranks: int | None = None) -> Decision:
+def choose_parallel(config: RunConfig, ranks: int | None = None) -> ParallelChoice:
     """The run with the best candidate. ranks: of the job; None: as many nodes as the configuration or the planner says.
 
     A machine whose accelerators are not described is not guessed at: data parallelism then, the simplest that fits as
     far as that is known. Raises UserError where nothing fits.
     """
     if isinstance(config.model, CustomModelConfig):
-        return _simplest(config, ranks, "only the model itself knows its shape")
-    if not known_of(config).speed and not known_of(config).memory:
+        return _choose_fallback(config, ranks, "only the model itself knows its shape")
+    if not known_figures(config).speed and not known_figures(config).memory:
         where = f"cluster={config.cluster.name} does not describe its accelerators"
-        return _simplest(config, ranks, where)
-    found = answer(question_of_job(config, ranks), top=5)
+        return _choose_fallback(config, ranks, where)
+    found = make_plan(make_job_request(config, ranks), top=5)
     for it in found.candidates:
         if it.fits != "no":
             check_support(it.config, it.ranks)
-            return Decision(it.config, _why(found, it), json.dumps(answer_json(found), indent=1) + "\n")
+            return ParallelChoice(
+                it.config, _explain_choice(found, it), json.dumps(plan_to_json(found), indent=1) + "\n"
+            )
     if found.outside:
         raise UserError(f"parallel=auto: {found.outside}")
     world = "any number of its nodes" if ranks is None else f"{ranks} ranks"
@@ -55,22 +57,22 @@ def decide(config: RunConfig, ranks: int | None = None) -> Decision:
     )
 
 
-def _simplest(config: RunConfig, ranks: int | None, why: str) -> Decision:
+def _choose_fallback(config: RunConfig, ranks: int | None, why: str) -> ParallelChoice:
     """The first way that the run can have at all."""
-    world = ranks or question_of_job(config, ranks).ranks[0]
-    settings = next(plain_settings(config, world))
-    chosen = with_settings(config, settings)
+    world = ranks or make_job_request(config, ranks).ranks[0]
+    settings = next(fallback_settings(config, world))
+    chosen = apply_settings(config, settings)
     line = f"parallel=auto: {chosen.parallel.strategy}, the simplest: {why}"
-    return Decision(chosen, line, json.dumps({"best": None, "candidates": [], "notes": [line]}, indent=1) + "\n")
+    return ParallelChoice(chosen, line, json.dumps({"best": None, "candidates": [], "notes": [line]}, indent=1) + "\n")
 
 
-def _why(found: Answer, it: Candidate) -> str:
-    config, more = it.config, techniques(it)
+def _explain_choice(found: Plan, it: Candidate) -> str:
+    config, more = it.config, describe_techniques(it)
     held = f"{it.total / GIB:.1f} of {it.capacity / GIB:.0f} GiB" if it.capacity else f"{it.total / GIB:.1f} GiB"
     doubt = ", which may not fit," if it.fits == "maybe" else ""
     if it.step is None:
         basis = "the simplest that fits, as the accelerator's speed is not known"
     else:
-        basis = f"{seconds(it.step.p50)} a step, the best of {found.searched:,} candidates"
-    what = f"{layout(it)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+        basis = f"{format_seconds(it.step.p50)} a step, the best of {found.searched:,} candidates"
+    what = f"{describe_layout(it)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
     return f"parallel=auto: {what}: {basis}, {held}{doubt} (plan.json)"

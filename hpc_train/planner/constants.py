@@ -1,20 +1,28 @@
-"""Constants: every number of the model that is fitted or assumed, with its meaning, its bounds and its source."""
+"""Constants: every number of the model that is fitted or assumed, with its meaning, its bounds and its source.
+
+constants.json beside this file holds those that the package comes with, as `hpc-train plan fit` has written them. A
+cluster's calibration file replaces what was measured, and adds residuals: by how much settings like those of its runs
+are off in a way that no constant explains.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.calibration import Calibration, Residual, read_calibration
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.cluster.calibration import Calibration, StepResidual, read_calibration
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.planner.discrepancy import SETTINGS
+from hpc_train.planner.model.jobs import Column, Jobs
 from hpc_train.regular_files import read_json
 
-VERSION = 1
+CONSTANTS_VERSION = 1
 
 
 def _fitted(start: float, low: float, high: float) -> Any:
@@ -98,25 +106,25 @@ class Constants:
     """The same of hpc_train itself, of which no large run has been published."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
-    residuals: tuple[Residual, ...] = ()
+    residuals: tuple[StepResidual, ...] = ()
     """What runs of a cluster tell of settings like theirs, beyond all constants: planner.discrepancy."""
 
 
-MEMORY = ("activations", "fragmentation", "context")
+MEMORY_CONSTANTS = ("activations", "fragmentation", "context")
 """Constants of memory, which are fitted to memory."""
 
 
-def bounds() -> dict[str, tuple[float, float]]:
+def constant_bounds() -> dict[str, tuple[float, float]]:
     """Of each constant that may be fitted."""
     return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
 
 
-def numbers(constants: Constants) -> dict[str, float]:
+def constant_values(constants: Constants) -> dict[str, float]:
     """Name -> value of all that are numbers."""
     return {it.name: getattr(constants, it.name) for it in fields(Constants) if it.name != "residuals"}
 
 
-def with_numbers(constants: Constants, values: Mapping[str, float]) -> Constants:
+def replace_values(constants: Constants, values: Mapping[str, float]) -> Constants:
     """The same with other numbers."""
     more: dict[str, Any] = dict(values)
     return replace(constants, **more)
@@ -128,19 +136,19 @@ def without_residuals(constants: Constants) -> Constants:
     return replace(constants, residuals=())
 
 
-def default() -> Constants:
+def default_constants() -> Constants:
     """Those that the package comes with, as `hpc-train plan fit` has written them."""
-    return read(Path(__file__).with_name("constants.json"))
+    return read_constants(Path(__file__).with_name("constants.json"))
 
 
-def of_cluster(cluster: ClusterConfig) -> Constants:
+def cluster_constants(cluster: ClusterConfig) -> Constants:
     """Those of the package, sharpened by cluster.calibration. Raises UserError for a file that cannot be read."""
     if not cluster.calibration:
-        return default()
-    return of_calibration(default(), read_calibration(Path(cluster.calibration)))
+        return default_constants()
+    return apply_calibration(default_constants(), read_calibration(Path(cluster.calibration)))
 
 
-def of_calibration(constants: Constants, measured: Calibration) -> Constants:
+def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     """What was measured in place of what was fitted: bandwidths that benchmarks have reached are reached."""
     found: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
@@ -148,28 +156,70 @@ def of_calibration(constants: Constants, measured: Calibration) -> Constants:
             found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
-    known = numbers(constants)
+    known = constant_values(constants)
     found |= {name: it for name, it in measured.planner.items() if name in known}
-    if any(set(it.settings) != set(SETTINGS) for it in measured.residuals):
+    if any(set(it.settings) != set(RESIDUAL_SETTINGS) for it in measured.residuals):
         raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
-    return replace(with_numbers(constants, found), residuals=measured.residuals)
+    return replace(replace_values(constants, found), residuals=measured.residuals)
 
 
-def read(path: Path) -> Constants:
+def read_constants(path: Path) -> Constants:
     """Raises UserError, one line, for a file that holds no constants."""
     try:
         content = read_json(path)
-        if content["version"] != VERSION:
+        if content["version"] != CONSTANTS_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
-        known = numbers(Constants())
+        known = constant_values(Constants())
         values = {name: float(value) for name, value in content["constants"].items() if name in known}
-        return with_numbers(Constants(), values)
+        return replace_values(Constants(), values)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path}: not constants as `hpc-train plan fit` writes them") from None
 
 
-def write(path: Path, constants: Constants, **about: object) -> None:
+def write_constants(path: Path, constants: Constants, **about: object) -> None:
     """As JSON, with whatever `about` says of where they come from."""
-    path.write_text(json.dumps({"version": VERSION, **about, "constants": numbers(constants)}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"version": CONSTANTS_VERSION, **about, "constants": constant_values(constants)}, indent=1) + "\n"
+    )
+
+
+Floats = NDArray[np.float64]
+
+RESIDUAL_SETTINGS = ("hidden", "sequence", "tp", "pp", "virtual_stages", "micro_batch")
+"""Columns that make settings alike. None is of a technique, whose order by time must not change within a layout."""
+RESIDUAL_LENGTH = 1.5
+"""Doublings of one setting, over which the likeness of two falls to exp(-1/2)."""
+RESIDUAL_DEVIATION = 0.1
+"""Standard deviation of the error, of log(time): with LENGTH from the residuals of all clusters, each left out once."""
+
+
+def error_correlation(one: Jobs, other: Jobs) -> Floats:
+    """[n, m] correlation of the errors of n jobs and of m others."""
+    a, b = (
+        np.log2([np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]) for jobs in (one, other)
+    )
+    found: Floats = np.exp(-0.5 * np.sum((a[:, :, None] - b[:, None, :]) ** 2, axis=0) / RESIDUAL_LENGTH**2)
+    return found
+
+
+def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
+    """Of runs: errors, [n] of log(time), as a sum of likenesses. Runs alike share theirs: a matrix may be singular."""
+    weights = np.linalg.pinv(error_correlation(jobs, jobs), rcond=1e-6, hermitian=True) @ errors
+    settings = [np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]
+    return tuple(
+        StepResidual(
+            {name: float(it[row]) for name, it in zip(RESIDUAL_SETTINGS, settings, strict=True)}, float(weights[row])
+        )
+        for row in range(jobs.n)
+    )
+
+
+def residual_factor(jobs: Jobs, known: Sequence[StepResidual]) -> Column:
+    """Of the time of each job, by the runs that are like it."""
+    found = np.zeros(())
+    for it in known:
+        apart = sum((np.log2(getattr(jobs, name) / it.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(()))
+        found = found + it.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
+    return np.exp(found)

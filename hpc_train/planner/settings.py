@@ -1,4 +1,8 @@
-"""Between columns of a candidate and the settings of a run that make it."""
+"""Convert between a candidate's columns of numbers and the settings of a run that make it.
+
+The search works on columns (see search/space.py); a user reads and writes settings such as parallel.tp=8. Whatever can
+be searched stands in both tables here.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_train.config.given import MICRO_BATCH, value_of
+from hpc_train.config.overrides import MICRO_BATCH, get_value
 from hpc_train.config.parallel import STRATEGIES
 from hpc_train.config.run import RunConfig
-from hpc_train.config.schema import seal
+from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
-from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
-from hpc_train.planner.space import Fixed
-from hpc_train.schedules.requirements import REQUIREMENTS
+from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.search.space import FixedColumns
+from hpc_train.schedules.generate import REQUIREMENTS
 
 Settings = dict[str, Any]
 """Key of a run, such as parallel.tp, -> value."""
@@ -42,7 +46,7 @@ _CODES = {
 _OFFLOAD = ("parallel.offload.optimizer", "parallel.offload.parameters")
 
 
-def fixed_of(config: RunConfig, keys: Iterable[str]) -> Fixed:
+def fixed_columns(config: RunConfig, keys: Iterable[str]) -> FixedColumns:
     """What of a space stays, where these keys of the run do.
 
     Raises UserError for a schedule from a file, which says the degrees itself.
@@ -50,25 +54,25 @@ def fixed_of(config: RunConfig, keys: Iterable[str]) -> Fixed:
     values: dict[str, tuple[float, ...]] = {}
     keys = set(keys)
     for key in keys & _NUMBERS.keys():
-        values[_NUMBERS[key]] = (float(value_of(config, key)),)
+        values[_NUMBERS[key]] = (float(get_value(config, key)),)
     for key in keys & _CODES.keys():
         name, words = _CODES[key]
-        word = value_of(config, key)
+        word = get_value(config, key)
         if word not in words:
             raise UserError(f"{key}={word}: the planner knows the schedules by name only; leave out parallel=auto")
         values[name] = (float(words.index(word)),)
     if keys & set(_OFFLOAD):
         values["offload"] = tuple(float(code) for code in range(len(OFFLOAD)) if _agrees(config, keys, code))
-    return Fixed(values)
+    return FixedColumns(values)
 
 
 def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
     """Whether offload of this code is what the keys say."""
     states = {"parallel.offload.optimizer": code > 0, "parallel.offload.parameters": code > 1}
-    return all(states[key] == (value_of(config, key) != "none") for key in keys & set(_OFFLOAD))
+    return all(states[key] == (get_value(config, key) != "none") for key in keys & set(_OFFLOAD))
 
 
-def settings_of(row: Mapping[str, float]) -> Settings:
+def settings_from_columns(row: Mapping[str, float]) -> Settings:
     """A candidate's columns as what a run has to set; what would have no effect, which a run refuses, is left out."""
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
     degrees = {f"parallel.{name}": int(row[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
@@ -99,17 +103,17 @@ def _pipeline(schedule: str, virtual: int) -> Settings:
     return found
 
 
-def overrides_of(settings: Settings) -> list[str]:
+def settings_to_overrides(settings: Settings) -> list[str]:
     """As a command line has them."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
-def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+def apply_settings(config: RunConfig, settings: Settings) -> RunConfig:
     """The run with these settings, nothing left for the planner to choose; read-only."""
     found = config
     for key, value in {**settings, "parallel.auto": False, "parallel.fixed": None}.items():
         found = _changed(found, key.split("."), value)
-    return seal(found)
+    return seal_config(found)
 
 
 def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
@@ -117,7 +121,7 @@ def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
     return replace(config, **{name: _changed(getattr(config, name), rest, value) if rest else value})
 
 
-def unspread(config: RunConfig, global_batch: int) -> RunConfig:
+def single_rank_config(config: RunConfig, global_batch: int) -> RunConfig:
     """The run on one rank: what a search fills in."""
     parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, strategy="ddp")
-    return seal(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))
+    return seal_config(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))

@@ -1,8 +1,14 @@
-"""Which process of which job am I: one reader for every launcher's environment."""
+"""Which process of which job this is, from any launcher's environment, and the address where others reach it.
+
+Nobody has talked to anybody yet. Only the standard library is imported.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +20,7 @@ _DIGITS = 12
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """What a launcher tells a process of itself, before anybody has talked to anybody."""
 
     process: int
@@ -51,9 +57,9 @@ class _Variables:
         return int(text)
 
 
-def _submitit(env: Environment) -> Identity:
+def _submitit(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "submitit").number
-    return Identity(
+    return ProcessIdentity(
         process=get("SUBMITIT_LOCAL_GLOBALID"),
         processes=get("SUBMITIT_LOCAL_NTASKS"),
         local=get("SUBMITIT_LOCAL_LOCALID"),
@@ -65,11 +71,11 @@ def _submitit(env: Environment) -> Identity:
     )
 
 
-def _torchrun(env: Environment) -> Identity:
+def _torchrun(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "torchrun").number
     local_size = get("LOCAL_WORLD_SIZE", 1, least=1)
     size = get("WORLD_SIZE")
-    return Identity(
+    return ProcessIdentity(
         process=get("RANK"),
         processes=size,
         local=get("LOCAL_RANK", 0),
@@ -81,10 +87,10 @@ def _torchrun(env: Environment) -> Identity:
     )
 
 
-def _slurm(env: Environment) -> Identity:
+def _slurm(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "slurm").number
     restart = env.get("SLURM_RESTART_COUNT", "0")
-    return Identity(
+    return ProcessIdentity(
         process=get("SLURM_PROCID"),
         processes=get("SLURM_STEP_NUM_TASKS", get("SLURM_NTASKS", 1)),
         local=get("SLURM_LOCALID"),
@@ -96,10 +102,10 @@ def _slurm(env: Environment) -> Identity:
     )
 
 
-def _open_mpi(env: Environment) -> Identity:
+def _open_mpi(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "Open MPI").number
     size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1, least=1)
-    return Identity(
+    return ProcessIdentity(
         process=get("OMPI_COMM_WORLD_RANK"),
         processes=size,
         local=get("OMPI_COMM_WORLD_LOCAL_RANK", 0),
@@ -111,10 +117,10 @@ def _open_mpi(env: Environment) -> Identity:
     )
 
 
-def _mpich(env: Environment) -> Identity:
+def _mpich(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "MPICH").number
     size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, least=1)
-    return Identity(
+    return ProcessIdentity(
         process=get("PMI_RANK"),
         processes=size,
         local=get("MPI_LOCALRANKID", 0),
@@ -126,7 +132,7 @@ def _mpich(env: Environment) -> Identity:
     )
 
 
-_READERS: tuple[tuple[str, Callable[[Environment], Identity]], ...] = (
+_READERS: tuple[tuple[str, Callable[[Environment], ProcessIdentity]], ...] = (
     # The innermost launcher wins: torchrun and mpirun may themselves run inside a Slurm step.
     ("SUBMITIT_LOCAL_GLOBALID", _submitit),
     ("TORCHELASTIC_RUN_ID", _torchrun),
@@ -137,7 +143,7 @@ _READERS: tuple[tuple[str, Callable[[Environment], Identity]], ...] = (
 )
 
 
-def identify(env: Environment) -> Identity | None:
+def identify_process(env: Environment) -> ProcessIdentity | None:
     """This process's place in its job; None if no launcher started it as a rank.
 
     A batch script has SLURM_PROCID=0 but no SLURM_STEP_ID, and a shell of `srun --pty` is a person's: no ranks.
@@ -150,12 +156,12 @@ def identify(env: Environment) -> Identity | None:
         # A step of several tasks that was started from such a shell inherits SLURM_PTY_PORT, and is one of ranks.
         if read is _slurm and "SLURM_PTY_PORT" in env and found.processes == 1:
             continue
-        _check(found)
+        _check_identity(found)
         return found
     return None
 
 
-def _check(found: Identity) -> None:
+def _check_identity(found: ProcessIdentity) -> None:
     """Raise UserError if the numbers cannot all be true."""
     wrong = None
     if found.process >= found.processes:
@@ -172,6 +178,52 @@ def _check(found: Identity) -> None:
         )
 
 
-def alone() -> Identity:
+def make_single_identity() -> ProcessIdentity:
     """The identity of a job of one process."""
-    return Identity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")
+    return ProcessIdentity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")
+
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def find_interface_address(name: str) -> str | None:
+    """IPv4 address of a network interface of this host; None if it has none."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def list_interfaces() -> dict[str, str]:
+    """Interfaces of this host that have an IPv4 address: name -> address."""
+    found = ((name, find_interface_address(name)) for _, name in socket.if_nameindex())
+    return {name: address for name, address in found if address}
+
+
+def find_own_address(host: str, nodes: int, interface: str | None) -> tuple[str, str]:
+    """(IPv4 address, interface) that the job's processes should use on this host.
+
+    interface: the one that the cluster's configuration names; else, on several nodes, the one the node's own name
+    resolves to; on one node the loopback. Raises UserError rather than take an address that others cannot reach.
+    """
+    have = list_interfaces()
+    if interface is not None:
+        if interface not in have:
+            raise UserError(f"cluster.fabric.interface={interface}: {host} has {', '.join(sorted(have))}")
+        return have[interface], interface
+    if nodes == 1:
+        return "127.0.0.1", next((name for name, address in have.items() if address == "127.0.0.1"), "lo")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        raise UserError(f"{host} does not resolve on itself: name the network with cluster.fabric.interface") from None
+    by_address = {address: name for name, address in have.items()}
+    if ipaddress.ip_address(address).is_loopback or address not in by_address:
+        raise UserError(
+            f"{host} resolves to {address} on itself, which other nodes cannot reach: "
+            f"name the network with cluster.fabric.interface (one of {', '.join(sorted(set(have) - {'lo'}))})"
+        )
+    return address, by_address[address]

@@ -1,7 +1,8 @@
 """Rendezvous of a job's processes: a store that process 0 opens on a free port and publishes with a secret.
 
-Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI); under
-torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
+Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI);
+under torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
+Who does not arrive is named, with its node where Slurm tells it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,55 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.errors import UserError
-from hpc_train.runtime.arrivals import arrival_key, name_missing
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.mpi import load_mpi
-from hpc_train.runtime.network import own_address
+from hpc_train.mpi import load_mpi
+from hpc_train.runtime.identity import ProcessIdentity, find_own_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from hpc_train.runtime.store.client import JobStore
 
-FOLDER_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
+_SHOWN = 8
+
+
+def arrival_key(process: int) -> str:
+    """Return the store key that a process sets when it arrives."""
+    return f"met/{process}"
+
+
+def name_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str] = os.environ) -> str:
+    """Name the missing tasks and, if Slurm tells, their nodes, such as `tasks 3, 7 on node2`."""
+    missing = [process for process in range(1, me.processes) if not store.check([arrival_key(process)])]
+    hosts = compress_hostlist(sorted({host for process in missing if (host := _find_host(process, me, env))}))
+    named = ", ".join(map(str, missing[:_SHOWN])) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
+    return f"task{'s' if len(missing) > 1 else ''} {named}" + (f" on {hosts}" if hosts else "")
+
+
+def _find_host(process: int, me: ProcessIdentity, env: Mapping[str, str]) -> str:
+    """Return a task's node, as Slurm numbers tasks node by node by default; "" if that is unknown."""
+    names = _list_nodes(env)
+    if me.processes % max(len(names), 1) or "cyclic" in env.get("SLURM_DISTRIBUTION", ""):
+        return ""
+    return names[process * len(names) // me.processes] if names else ""
+
+
+def _list_nodes(env: Mapping[str, str]) -> Sequence[str]:
+    try:
+        return list(expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""))
+    except UserError:
+        return []
+
+
+RENDEZVOUS_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
 """Folder, private to one attempt of one job, that our launchers name to their ranks."""
 _LARGEST_FILE = 4096
 _GLOO_ASKS_ONCE = "GLOO_ENABLE_STORE_V2_API"
@@ -44,7 +75,7 @@ class _Meeting:
     """Hexadecimal digits of the secret."""
 
 
-def open_store(me: Identity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
+def open_job_store(me: ProcessIdentity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
     """The key-value store shared by all processes of the job. Blocks until process 0 has opened it.
 
     Process 0 waits for the others, so that it can take back what it published.
@@ -58,22 +89,22 @@ def open_store(me: Identity, env: Mapping[str, str], interface: str | None, time
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
-    if me.launcher == "mpi" and FOLDER_VARIABLE not in env:
+    if me.launcher == "mpi" and RENDEZVOUS_VARIABLE not in env:
         return _meet_through_mpi(me, interface, timeout)
-    return _meet_at_file(Path(env.get(FOLDER_VARIABLE) or "."), me, interface, timeout)
+    return _meet_at_file(Path(env.get(RENDEZVOUS_VARIABLE) or "."), me, interface, timeout)
 
 
-def _meet_at_file(folder: Path, me: Identity, interface: str | None, timeout: timedelta) -> Store:
+def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
     path = folder / f".rendezvous-{me.attempt_key}.json"
     if me.process != 0:
-        store = _connect(_read(path, me, timeout), timeout)
+        store = _connect(_read_meeting(path, me, timeout), timeout)
         store.set(arrival_key(me.process), "")
         if store.add("met", 1) == me.processes - 1:
             store.set("all met", "")
         return store
-    store, meeting = _host(me, interface, timeout)
+    store, meeting = _host_store(me, interface, timeout)
     try:
-        _publish(path, meeting)
+        _publish_meeting(path, meeting)
         _wait_for_others(store, me, timeout)
     except BaseException:
         store.close()
@@ -84,11 +115,11 @@ def _meet_at_file(folder: Path, me: Identity, interface: str | None, timeout: ti
     return store
 
 
-def _meet_through_mpi(me: Identity, interface: str | None, timeout: timedelta) -> Store:
+def _meet_through_mpi(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
     if me.process != 0:
-        return _connect(_broadcast(None, me), timeout)
-    store, meeting = _host(me, interface, timeout)
-    _broadcast(meeting, me)
+        return _connect(_broadcast_meeting(None, me), timeout)
+    store, meeting = _host_store(me, interface, timeout)
+    _broadcast_meeting(meeting, me)
     return store
 
 
@@ -108,7 +139,7 @@ def _unreachable(host: str, port: int, error: Exception) -> UserError:
     return UserError(f"the job's store at {host}:{port} cannot be reached: {reason}")
 
 
-def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
+def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     try:
@@ -117,24 +148,25 @@ def _wait_for_others(store: Store, me: Identity, timeout: timedelta) -> None:
         here = store.add("met", 0) + 1
         raise UserError(
             f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; missing: "
-            f"{name_missing(store, me)}; is its node gone, is it still starting (launch.rendezvous_seconds), or on a "
+            f"{name_missing_tasks(store, me)}; is its node gone, is it still starting "
+            f"(launch.rendezvous_seconds), or on a "
             "network that cannot reach this one?"
         ) from None
 
 
-def _host(me: Identity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
+def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
     """A store served by this process, listening on the job's own interface only."""
     from hpc_train.runtime.store.client import JobStore
+    from hpc_train.runtime.store.protocol import make_secret
     from hpc_train.runtime.store.server import StoreServer
-    from hpc_train.runtime.store.wire import make_secret
 
-    address, _ = own_address(me.host, me.nodes, interface)
+    address, _ = find_own_address(me.host, me.nodes, interface)
     secret = make_secret()
     server = StoreServer(address, secret, me.processes)
     return JobStore(server.address, secret, timeout, server), _Meeting(*server.address, secret.hex())
 
 
-def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> Store:
+def _agent_store(me: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
     """The store of the torchrun agent, or, for ranks started by hand with MASTER_ADDR, one that rank 0 serves."""
     import torch.distributed as dist
 
@@ -154,7 +186,7 @@ def _agent_store(me: Identity, env: Mapping[str, str], timeout: timedelta) -> St
     return dist.PrefixStore(me.attempt_key, store)
 
 
-def _broadcast(meeting: _Meeting | None, me: Identity) -> _Meeting:
+def _broadcast_meeting(meeting: _Meeting | None, me: ProcessIdentity) -> _Meeting:
     """Broadcast process 0's meeting to all processes; a collective, so process 0 calls it too."""
     try:
         MPI = load_mpi()
@@ -167,13 +199,13 @@ def _broadcast(meeting: _Meeting | None, me: Identity) -> _Meeting:
         )
     buffer = bytearray(_LARGEST_FILE)
     if meeting is not None:
-        text = _format(meeting).encode()
+        text = _format_meeting(meeting).encode()
         buffer[: len(text)] = text
     MPI.COMM_WORLD.Bcast(buffer, root=0)  # bytes: mpi4py would unpickle an object
-    return _parse(buffer.rstrip(b"\0").decode())
+    return _parse_meeting(buffer.rstrip(b"\0").decode())
 
 
-def _publish(path: Path, meeting: _Meeting) -> None:
+def _publish_meeting(path: Path, meeting: _Meeting) -> None:
     """Write a file that only this user can read; it is complete as soon as it has its name."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
@@ -181,7 +213,7 @@ def _publish(path: Path, meeting: _Meeting) -> None:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)  # override what an access list of the folder has set
-            file.write(_format(meeting))
+            file.write(_format_meeting(meeting))
         beside.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -189,11 +221,11 @@ def _publish(path: Path, meeting: _Meeting) -> None:
         raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
 
 
-def _read(path: Path, me: Identity, timeout: timedelta) -> _Meeting:
+def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeting:
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return _parse(_own_text(path))
+            return _parse_meeting(_own_text(path))
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -228,11 +260,11 @@ def _own_text(path: Path) -> str:
     return text.decode("ascii")
 
 
-def _format(meeting: _Meeting) -> str:
+def _format_meeting(meeting: _Meeting) -> str:
     return json.dumps([meeting.host, meeting.port, meeting.secret])
 
 
-def _parse(text: str) -> _Meeting:
+def _parse_meeting(text: str) -> _Meeting:
     """Parse a meeting. Raises ValueError or TypeError if the text is not one."""
     host, port, secret = json.loads(text)
     if not isinstance(host, str) or not isinstance(port, int) or len(bytes.fromhex(secret)) < 16:

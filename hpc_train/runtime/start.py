@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_train.api import RankMap, Task, World
-from hpc_train.config.degrees import AXES, Degrees, resolve
+from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.placement.environment import apply, socket_settings
-from hpc_train.runtime.identity import alone, identify
-from hpc_train.runtime.network import own_address
-from hpc_train.runtime.rendezvous import open_store
+from hpc_train.interfaces import RankMap, Task, World
+from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
+from hpc_train.runtime.identity import find_own_address, identify_process, make_single_identity
+from hpc_train.runtime.rendezvous import open_job_store
 
 
 def join(
@@ -34,13 +33,13 @@ def join(
     Raises UserError when the environment makes no sense or the others cannot be met in that time.
     """
     env = os.environ if env is None else env
-    me = identify(env) or alone()
-    store = open_store(me, env, interface, min(meeting or timeout, timeout))
+    me = identify_process(env) or make_single_identity()
+    store = open_job_store(me, env, interface, min(meeting or timeout, timeout))
     store.set_timeout(timeout)
     return Task(me.process, me.processes, me.local, me.node, me.nodes, me.launcher, me.host, store)
 
 
-def identity_map(task: Task) -> RankMap:
+def make_identity_map(task: Task) -> RankMap:
     """Ranks in the launcher's own order."""
     return RankMap(tuple(range(task.processes)))
 
@@ -63,8 +62,8 @@ def pick_device(task: Task, config: RunConfig) -> torch.device:
 
 def _use_interface(task: Task, interface: str | None) -> None:
     """Tell gloo and NCCL which network to open their sockets on, unless the user has."""
-    _, name = own_address(task.host, task.nodes, interface)
-    apply(socket_settings(name, task.nodes, interface is not None), os.environ)
+    _, name = find_own_address(task.host, task.nodes, interface)
+    apply_settings(choose_socket_settings(name, task.nodes, interface is not None), os.environ)
 
 
 def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -81,7 +80,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     The default group reduces CPU tensors with gloo and CUDA tensors with NCCL.
     Raises UserError if the degrees do not multiply to the number of processes.
     """
-    degrees = resolve(config.parallel, task.processes)
+    degrees = resolve_degrees(config.parallel, task.processes)
     device = pick_device(task, config)
     _use_interface(task, config.cluster.fabric.interface)
     rank = rank_map.process_to_rank[task.process]
@@ -95,10 +94,10 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
     )
-    return replace(world_of(rank, task.processes, task.local, device, degrees, task.store), node=task.node)
+    return replace(make_world(rank, task.processes, task.local, device, degrees, task.store), node=task.node)
 
 
-def world_of(
+def make_world(
     rank: int, size: int, local_rank: int, device: torch.device, degrees: Degrees, store: dist.Store | None = None
 ) -> World:
     """The world of a started process group; every rank calls it."""
@@ -106,7 +105,7 @@ def world_of(
     return World(rank, size, local_rank, device, mesh, _data_index(rank, degrees), degrees.data_parallel, store)
 
 
-def another_mesh(world: World, degrees: Degrees) -> World:
+def make_another_mesh(world: World, degrees: Degrees) -> World:
     """The same ranks with other degrees, for comparisons in one job; every rank calls it."""
     mesh = init_device_mesh(world.device.type, degrees.sizes, mesh_dim_names=AXES)
     return replace(world, mesh=mesh, dp_index=_data_index(world.rank, degrees), dp_size=degrees.data_parallel)
@@ -117,7 +116,7 @@ def _data_index(rank: int, degrees: Degrees) -> int:
     return at["dp_replicate"] * degrees.dp_shard + at["dp_shard"]
 
 
-def shut_down() -> None:
+def leave_process_group() -> None:
     """Leave the process group; harmless if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,45 +1,281 @@
-"""From a schedule's name to its order."""
+"""From a schedule's name to its order, and what each schedule requires of ranks, micro-batches and stages.
+
+To add a schedule: name it in config (SCHEDULES), say in REQUIREMENTS what it needs, write the function that yields one
+rank's row, and enter it in _ROWS. Everything else (checks, simulation, planner, trainer) follows from the order.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
-from hpc_train.schedules.actions import Action, Kind, Order, Step, looped, v_shaped
-from hpc_train.schedules.one_forward_one_backward import interleaved, one_forward_one_backward, zero_bubble
-from hpc_train.schedules.requirements import check, requirements
-from hpc_train.schedules.v_shape import dualpipev, zbv
+from hpc_train.config.parallel import SCHEDULES
+from hpc_train.errors import UserError
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, Overlap, looped_placement, v_shaped_placement
 
-_Row = Callable[[int, int, int, int], Iterable[Step]]
+
+@dataclass(frozen=True)
+class Requirements:
+    """Of one schedule. Where torch has the schedule, these are torch's."""
+
+    virtual_stages: int = 1
+    """Stages a rank, where nothing else is asked for."""
+    least_virtual: int = 1
+    most_virtual: int | None = 1
+    """None: any number."""
+    v_shaped: bool = False
+    """The stages of a rank are r and 2p - 1 - r, in place of r, r + p, ..."""
+    splits_backward: bool = False
+    rounds: bool = False
+    """Micro-batches go through in max(1, m // p) equal rounds."""
+    micro_batches_per_rank: int = 0
+    """So many times p micro-batches at least."""
+
+
+REQUIREMENTS = {
+    "naive": Requirements(),
+    "gpipe": Requirements(),
+    "1f1b": Requirements(micro_batches_per_rank=1),
+    "interleaved_1f1b": Requirements(2, 2, None, rounds=True),
+    "looped_bfs": Requirements(2, 2, None),
+    "interleaved_zero_bubble": Requirements(2, 1, None, splits_backward=True, rounds=True),
+    "zbv": Requirements(2, 2, 2, v_shaped=True, splits_backward=True),
+    "dualpipev": Requirements(2, 2, 2, v_shaped=True, splits_backward=True, micro_batches_per_rank=2),
+}
+assert set(REQUIREMENTS) == set(SCHEDULES)
+
+
+def find_requirements(name: str) -> Requirements:
+    """Of the schedule `name`; UserError if there is none."""
+    if name not in REQUIREMENTS:
+        raise UserError(f"parallel.pipeline.schedule={name}: no such schedule; there are {', '.join(REQUIREMENTS)}")
+    return REQUIREMENTS[name]
+
+
+def check_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int, blocks: int | None = None) -> None:
+    """Raise UserError if the schedule cannot do these numbers; blocks: of the model, if they are known."""
+    needs = find_requirements(name)
+    for what, count in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
+        if count < 1:
+            raise UserError(f"parallel.pipeline.schedule={name}: {count} {what}; there must be at least 1")
+    _check_virtual_stages(name, needs, virtual_stages)
+    _check_micro_batches(name, needs, ranks, micro_batches)
+    if blocks is not None and blocks < ranks * virtual_stages:
+        raise UserError(
+            f"parallel.pp={ranks}: with {virtual_stages} virtual stages a rank there are {ranks * virtual_stages} "
+            f"stages, but the model has {blocks} blocks, and each stage needs one; lower parallel.pp or "
+            "parallel.pipeline.virtual_stages"
+        )
+
+
+def _check_virtual_stages(name: str, needs: Requirements, count: int) -> None:
+    least, most = needs.least_virtual, needs.most_virtual
+    if least <= count and (most is None or count <= most):
+        return
+    range_ = f"exactly {least}" if least == most else f"at least {least}"
+    instead = {1: "gpipe or 1f1b"}.get(count, "interleaved_1f1b, looped_bfs or interleaved_zero_bubble")
+    raise UserError(
+        f"parallel.pipeline.virtual_stages={count}: {name} has {range_} a rank; leave it out, or use "
+        f"parallel.pipeline.schedule={instead}"
+    )
+
+
+def _check_micro_batches(name: str, needs: Requirements, ranks: int, count: int) -> None:
+    least = needs.micro_batches_per_rank * ranks
+    if count < least:
+        raise UserError(
+            f"parallel.pipeline.schedule={name}: over {ranks} ranks it needs at least {least} micro-batches and "
+            f"has {count}; lower train.micro_batch, or use parallel.pipeline.schedule=gpipe"
+        )
+    rounds = max(1, count // ranks)
+    if needs.rounds and count % rounds:
+        below, above = _equal_rounds(ranks, count, -1), _equal_rounds(ranks, count, 1)
+        raise UserError(
+            f"parallel.pipeline.schedule={name}: {count} micro-batches do not make {rounds} equal rounds over {ranks} "
+            f"ranks; {below} or {above} would, or use parallel.pipeline.schedule=looped_bfs"
+        )
+
+
+def _equal_rounds(ranks: int, count: int, direction: int) -> int:
+    """The nearest number of micro-batches that works; any multiple of `ranks` does."""
+    while count % max(1, count // ranks):
+        count += direction
+    return count
+
+
+def one_forward_one_backward_row(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """As many forwards first as there are ranks after this one."""
+    forwards, backwards = ([Action(rank, kind, micro) for micro in range(micro_batches)] for kind in (Kind.F, Kind.B))
+    return _alternate(forwards, backwards, ranks - 1 - rank)
+
+
+def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
+    """Two forwards more for each rank after this one, and a round more for each stage of the rank but one."""
+    forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
+    backwards = _passes(Kind.B, ranks, rank, micro_batches, virtual_stages)
+    first = (virtual_stages - 1) * _round(ranks, micro_batches) + 2 * (ranks - 1 - rank)
+    return _alternate(forwards, backwards, first)
+
+
+def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
+    """A rank puts its first gradients of weights off, as many as its index, to fill the end of the pipeline with."""
+    forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
+    inputs = _passes(Kind.I, ranks, rank, micro_batches, virtual_stages)
+    weights = iter(_passes(Kind.W, ranks, rank, micro_batches, virtual_stages))
+    first = (virtual_stages - 1) * _round(ranks, micro_batches) + ranks - 1 - rank
+    done = 0
+    for action in _alternate(forwards, inputs, first):
+        yield action
+        done += action.kind is Kind.I
+        if action.kind is Kind.I and done > rank:
+            yield next(weights)
+    yield from weights
+
+
+def _round(ranks: int, micro_batches: int) -> int:
+    """Micro-batches that go through one stage of a rank before its next stage has its turn."""
+    rounds = max(1, micro_batches // ranks)
+    assert micro_batches % rounds == 0, "see requirements"
+    return micro_batches // rounds
+
+
+def _passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> list[Action]:
+    """All forwards of a rank, or all its backwards, which take its stages from the last to the first."""
+    together = _round(ranks, micro_batches)
+    stages = [rank + turn * ranks for turn in range(virtual_stages)]
+    return [
+        Action(stage, kind, micro_batch)
+        for start in range(0, micro_batches, together)
+        for stage in (stages if kind is Kind.F else reversed(stages))
+        for micro_batch in range(start, start + together)
+    ]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], first: int) -> Iterator[Action]:
+    """`first` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    first = min(first, len(forwards))
+    yield from forwards[:first]
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        yield from (forward, backward)
+    yield from backwards[len(forwards) - first :]
+
+
+class _RowBuilder:
+    """One rank's entries as they are written down; each kind of each of its two stages counts micro-batches itself."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.steps: list[OrderEntry] = []
+        self._stages = (rank, 2 * ranks - 1 - rank)
+        self._next: Counter[tuple[int, Kind]] = Counter()
+        self._owed: deque[Action] = deque()
+
+    def add(self, *words: str) -> None:
+        """Entries such as F0: the forward of the first stage with its next micro-batch."""
+        self.steps += [self._take(word) for word in words]
+
+    def overlap(self, forward: str, backward: str) -> None:
+        """The two as one entry."""
+        self.steps.append(Overlap(self._take(forward), self._take(backward)))
+
+    def add_owed_weights(self) -> None:
+        """The W of the oldest I that has none, if there is one."""
+        if self._owed:
+            owed = self._owed.popleft()
+            self.steps.append(Action(owed.stage, Kind.W, owed.micro_batch))
+
+    def _take(self, word: str) -> Action:
+        kind, local = Kind(word[0]), int(word[1])
+        counted = local, Kind.I if kind is Kind.B else kind
+        action = Action(self._stages[local], kind, self._next[counted])
+        self._next[counted] += 1
+        if kind is Kind.I:
+            self._owed.append(action)
+        return action
+
+
+def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
+    """Without a bubble between a rank's first and last entry where F, I and W take the same time."""
+    count = max(2 * ranks - 1, micro_batches)  # what fills the pipeline; those that do not exist are left out again
+    row = _RowBuilder(ranks, rank)
+    row.add(*["F0"] * (2 * (ranks - rank) - 1))
+    row.add(*["F1", "F0"] * rank)
+    row.add(*["F1", "I1", "W1"] * (ranks - rank))
+    ahead = 2 * ranks - 1 - rank
+    for more in range(count - ranks):
+        row.add(*["F0"] * (ahead + more < count), "I0", "W0", "F1", "I1", "W1")
+    row.add(*["I0", "I1"] * rank)
+    row.add(*["I0", "W0"] * (ranks - rank))
+    row.add(*["W1"] * rank, *["W0"] * rank)
+    return [step for step in row.steps if isinstance(step, Action) and step.micro_batch < micro_batches]
+
+
+def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
+    """Forwards of one direction beside backwards of the other; needs 2 p micro-batches at least."""
+    after = ranks - 1 - rank
+    row = _RowBuilder(ranks, rank)
+    row.add(*["F0"] * (2 * after))
+    row.add(*["F0", "F1"] * (rank + 1))
+    for _ in range(after):
+        row.add("I1")
+        row.add_owed_weights()
+        row.add("F1")
+    for turn in range(micro_batches - 2 * ranks + rank + 1):
+        if turn == 0 and after == 0:
+            row.add("F0", "B1")  # apart, so that the rank before gets its input sooner
+        else:
+            row.overlap("F0", "B1")
+        row.overlap("F1", "B0")
+    for _ in range(after):
+        row.add("B1")
+        row.overlap("F1", "B0")
+    _drain(row, rank, after)
+    return row.steps
+
+
+def _drain(row: _RowBuilder, rank: int, after: int) -> None:
+    """The backwards that are left: the later half puts its weights off, and these fill the waits at the end."""
+    backwards = [f"{local}" for _ in range(rank + 1) for local in "10"]
+    whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
+    row.add(*[f"{'B' if index < whole else 'I'}{local}" for index, local in enumerate(backwards)])
+    for _ in range(after):
+        row.add_owed_weights()
+        row.add("I0")
+    for _ in range(rank + 1):
+        row.add_owed_weights()
+
+
+_RowGenerator = Callable[[int, int, int, int], Iterable[OrderEntry]]
 """(ranks, rank, micro-batches, virtual stages) -> the rank's entries."""
 
 
-def orders(name: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Order:
+def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Order:
     """The order of the schedule `name` (config.techniques.SCHEDULES); virtual_stages: a rank, None for its default.
 
     Where torch.distributed.pipelining has the schedule, it is the same order. Raises UserError for numbers that the
     schedule cannot do, see `check`.
     """
-    needs = requirements(name)
+    needs = find_requirements(name)
     virtual_stages = needs.virtual_stages if virtual_stages is None else virtual_stages
-    check(name, ranks, micro_batches, virtual_stages)
+    check_schedule(name, ranks, micro_batches, virtual_stages)
     rows = tuple(tuple(_ROWS[name](ranks, rank, micro_batches, virtual_stages)) for rank in range(ranks))
-    return Order(rows, v_shaped(ranks) if needs.v_shaped else looped(ranks, virtual_stages))
+    return Order(rows, v_shaped_placement(ranks) if needs.v_shaped else looped_placement(ranks, virtual_stages))
 
 
-def _naive(rank: int, micro_batches: int) -> Iterator[Step]:
+def _naive(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """One micro-batch after another through all stages and back: one rank works at a time."""
     for micro_batch in range(micro_batches):
         yield Action(rank, Kind.F, micro_batch)
         yield Action(rank, Kind.B, micro_batch)
 
 
-def _gpipe(rank: int, micro_batches: int) -> Iterator[Step]:
+def _gpipe(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     for kind in (Kind.F, Kind.B):
         yield from (Action(rank, kind, micro_batch) for micro_batch in range(micro_batches))
 
 
-def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Step]:
+def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
     """All micro-batches through a stage, then through the rank's next (Lamy-Poirier 2023, arXiv:2211.05953)."""
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
     for stage in stages:
@@ -48,13 +284,13 @@ def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) 
         yield from (Action(stage, Kind.B, micro_batch) for micro_batch in reversed(range(micro_batches)))
 
 
-_ROWS: dict[str, _Row] = {
+_ROWS: dict[str, _RowGenerator] = {
     "naive": lambda ranks, rank, micro_batches, virtual: _naive(rank, micro_batches),
     "gpipe": lambda ranks, rank, micro_batches, virtual: _gpipe(rank, micro_batches),
-    "1f1b": lambda ranks, rank, micro_batches, virtual: one_forward_one_backward(ranks, rank, micro_batches),
-    "interleaved_1f1b": interleaved,
+    "1f1b": lambda ranks, rank, micro_batches, virtual: one_forward_one_backward_row(ranks, rank, micro_batches),
+    "interleaved_1f1b": interleaved_row,
     "looped_bfs": _looped_bfs,
-    "interleaved_zero_bubble": zero_bubble,
-    "zbv": lambda ranks, rank, micro_batches, virtual: zbv(ranks, rank, micro_batches),
-    "dualpipev": lambda ranks, rank, micro_batches, virtual: dualpipev(ranks, rank, micro_batches),
+    "interleaved_zero_bubble": zero_bubble_row,
+    "zbv": lambda ranks, rank, micro_batches, virtual: zbv_row(ranks, rank, micro_batches),
+    "dualpipev": lambda ranks, rank, micro_batches, virtual: dualpipev_row(ranks, rank, micro_batches),
 }

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.schedules.actions import Action, Kind, Order, Step, parts
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions
 
 
 @dataclass(frozen=True)
-class Times:
+class ActionTimes:
     """Seconds, or any unit; one value for each stage."""
 
     forward: tuple[float, ...]
@@ -28,9 +28,9 @@ class Times:
     @staticmethod
     def even(
         stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, communication: float = 0.0
-    ) -> Times:
+    ) -> ActionTimes:
         """The same for every stage."""
-        return Times((forward,) * stages, (inputs,) * stages, (weights,) * stages, communication)
+        return ActionTimes((forward,) * stages, (inputs,) * stages, (weights,) * stages, communication)
 
     def of(self, action: Action) -> float:
         """Of one computation."""
@@ -39,7 +39,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """When a computation is done."""
 
     action: Action
@@ -51,7 +51,7 @@ class Span:
 class Simulation:
     """What came out; everything begins at 0."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     """Of each rank."""
     live: tuple[int, ...]
     """Largest number of activations that each rank holds at once: of one stage and one micro-batch, from the start of
@@ -79,7 +79,7 @@ class Simulation:
         return sum(self.bubble) / len(self.bubble)
 
 
-def simulate(order: Order, times: Times) -> Simulation:
+def simulate_order(order: Order, times: ActionTimes) -> Simulation:
     """Every entry starts as soon as its rank is free and what it needs is there.
 
     A result is on its way when its entry has ended: for an overlap, both at the end of the second, as torch does it.
@@ -101,24 +101,24 @@ def simulate(order: Order, times: Times) -> Simulation:
 class _Clock:
     """When everything that has been done was done."""
 
-    def __init__(self, order: Order, times: Times) -> None:
-        self.spans: list[list[Span]] = [[] for _ in order.rows]
+    def __init__(self, order: Order, times: ActionTimes) -> None:
+        self.spans: list[list[ActionSpan]] = [[] for _ in order.rows]
         self._order, self._times = order, times
         self._ended: dict[Action, float] = {}
 
-    def knows(self, step: Step) -> bool:
+    def knows(self, step: OrderEntry) -> bool:
         """Whether the end of all that an entry needs is known."""
-        own = {given for action in parts(step) for given in action.gives}
-        needs = {needed for action in parts(step) for needed in action.needs(self._order.stages)}
+        own = {given for action in entry_actions(step) for given in action.gives}
+        needs = {needed for action in entry_actions(step) for needed in action.needs(self._order.stages)}
         return all(needed in self._ended for needed in needs - own)
 
-    def do(self, rank: int, step: Step) -> None:
+    def do(self, rank: int, step: OrderEntry) -> None:
         """Let a rank do an entry as early as it can."""
-        for action in parts(step):
+        for action in entry_actions(step):
             free = self.spans[rank][-1].end if self.spans[rank] else 0.0
             start = max([free, *(self._arrival(rank, needed) for needed in action.needs(self._order.stages))])
-            self.spans[rank].append(Span(action, start, start + self._times.of(action)))
-        for given in (given for action in parts(step) for given in action.gives):
+            self.spans[rank].append(ActionSpan(action, start, start + self._times.of(action)))
+        for given in (given for action in entry_actions(step) for given in action.gives):
             self._ended[given] = self.spans[rank][-1].end
 
     def _arrival(self, rank: int, needed: Action) -> float:
@@ -127,10 +127,10 @@ class _Clock:
         return self._ended.get(needed, 0.0) + (self._times.communication if away else 0.0)
 
 
-def _live(row: tuple[Step, ...]) -> int:
+def _live(row: tuple[OrderEntry, ...]) -> int:
     """Largest number of forwards without their W or B."""
     held = peak = 0
-    for kind in (action.kind for step in row for action in parts(step)):
+    for kind in (action.kind for step in row for action in entry_actions(step)):
         held += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
         peak = max(peak, held)
     return peak

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpc_train.errors import UserError
-from hpc_train.schedules.actions import Action, Kind, Order, Step, parts
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions
 
 
-def validate(order: Order, micro_batches: int) -> None:
+def validate_order(order: Order, micro_batches: int) -> None:
     """Raise UserError, one line, for an order that is not complete or in which ranks wait for one another."""
-    if wrong := problem(order, micro_batches):
+    if wrong := find_problem(order, micro_batches):
         raise UserError(wrong)
 
 
-def problem(order: Order, micro_batches: int) -> str | None:
+def find_problem(order: Order, micro_batches: int) -> str | None:
     """What is wrong with the order, or None.
 
     Complete: each stage does F and B, or F, I and W, exactly once with each micro-batch, on the rank of its placement.
@@ -25,7 +25,7 @@ def problem(order: Order, micro_batches: int) -> str | None:
     return _misplaced(order, micro_batches) or _incomplete(order, micro_batches) or _deadlock(order)
 
 
-def runtime_problem(order: Order) -> str | None:
+def find_runtime_problem(order: Order) -> str | None:
     """What torch's pipeline runtime cannot do though it is an order; None: nothing.
 
     It finds the loss of a micro-batch by counting the forwards of the last stage.
@@ -44,7 +44,7 @@ def _all(order: Order) -> Iterator[tuple[int, int, Action]]:
     """(rank, position in its row, action)"""
     for rank, row in enumerate(order.rows):
         for position, step in enumerate(row):
-            for action in parts(step):
+            for action in entry_actions(step):
                 yield rank, position, action
 
 
@@ -95,15 +95,15 @@ class _Waiting:
     position: list[int]
     done: set[Action]
 
-    def step(self, rank: int) -> Step | None:
+    def step(self, rank: int) -> OrderEntry | None:
         """The next entry of a rank; None at its end."""
         row = self.order.rows[rank]
         return row[self.position[rank]] if self.position[rank] < len(row) else None
 
-    def missing(self, step: Step) -> Action | None:
+    def missing(self, step: OrderEntry) -> Action | None:
         """What an entry waits for. One of an overlap may wait for the other, which comes first."""
         own: set[Action] = set()
-        for action in parts(step):
+        for action in entry_actions(step):
             for needed in action.needs(self.order.stages):
                 if needed not in self.done and needed not in own:
                     return needed
@@ -114,7 +114,7 @@ class _Waiting:
         """Do what a rank can do until it has to wait; False if that is nothing."""
         before = self.position[rank]
         while (step := self.step(rank)) is not None and self.missing(step) is None:
-            self.done.update(given for action in parts(step) for given in action.gives)
+            self.done.update(given for action in entry_actions(step) for given in action.gives)
             self.position[rank] += 1
         return self.position[rank] > before
 

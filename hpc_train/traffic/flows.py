@@ -6,26 +6,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hpc_train.config.degrees import AXES, Degrees, resolve
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import head_dim, kv_heads
-from hpc_train.parallel.support.data import sharded as is_sharded
-from hpc_train.parallel.support.pipeline import placement
-from hpc_train.parallel.support.sharding import ZERO, keeps_gradients
-from hpc_train.parallel.tensor.heads import attended
-from hpc_train.traffic import compression, context, data, pipeline, server, tensor
-from hpc_train.traffic.buckets import MIB, buckets, groups
-from hpc_train.traffic.flow import Flow
-from hpc_train.traffic.scalars import scalars
-from hpc_train.traffic.weights import Splitting, Weight, Weights, held, summed, weights_of
-from hpc_train.traffic.work import Part, Work, parts_of, work_of
+from hpc_train.models.shape import compute_head_dim, count_kv_heads
+from hpc_train.traffic import axes as compression
+from hpc_train.traffic.axes import MIB, Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
+from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
+from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
+from hpc_train.traffic.stages import StagePart, StepWork, stage_parts, stage_placement, step_work
+from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements, list_weights, partial_gradient_sizes
 
-Parts = tuple[Part, ...]
+Parts = tuple[StagePart, ...]
 
 
-def flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple[Flow, ...]:
+def compute_flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple[Flow, ...]:
     """What every axis moves in a step of training on `world` ranks; an axis of one rank moves nothing.
 
     On a pipeline: what the stage moves that moves most, for each technique by itself. Not counted: evaluations, the
@@ -33,11 +29,11 @@ def flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple
     parameters: of a model=custom, whose shape only it knows; its blocks are taken to be one.
     Raises UserError for a custom model without that number, or spread over more than the data-parallel axes.
     """
-    degrees = resolve(config.parallel, world)
-    weights = weights_of(config.model)
+    degrees = resolve_degrees(config.parallel, world)
+    weights = list_weights(config.model)
     if weights is None:
         return tuple(_custom(config, degrees, parameters))
-    job = _Job(config, config.model, degrees, work_of(config, degrees), weights)
+    job = _Job(config, config.model, degrees, step_work(config, degrees), weights)
     return (*job.over_data(), *job.over_tensor(), *job.over_context(), *job.over_pipeline(), *_sums(config, degrees))
 
 
@@ -45,7 +41,7 @@ def _sums(config: RunConfig, degrees: Degrees) -> list[Flow]:
     """Of a few bytes; an asynchronous worker waits for nobody, and servers take the norm themselves."""
     if config.parallel.server.mode == "asynchronous":
         return []
-    return scalars(_present(degrees, AXES), is_sharded(config, degrees))
+    return scalar_flows(_present(degrees, AXES), is_sharded(config, degrees))
 
 
 def _present(degrees: Degrees, axes: Iterable[str]) -> tuple[str, ...]:
@@ -65,7 +61,7 @@ class _Job:
     config: RunConfig
     model: ModelConfig
     degrees: Degrees
-    work: Work
+    work: StepWork
     weights: Weights
 
     @property
@@ -84,7 +80,7 @@ class _Job:
         return self.work.sequences * self.work.positions * self.model.hidden
 
     def _over_stages(self, moved: Callable[[Parts], list[Flow]]) -> list[Flow]:
-        ranks = parts_of(self.config, self.degrees.pp, self.weights.blocks, self.work.micro_batches)
+        ranks = stage_parts(self.config, self.degrees.pp, self.weights.blocks, self.work.micro_batches)
         return _most(moved(parts) for parts in dict.fromkeys(ranks))
 
     def _recomputed(self, parts: Parts) -> int:
@@ -94,9 +90,9 @@ class _Job:
 
     def _held(self, weights: Iterable[Weight]) -> int:
         shards = self.degrees.dp_shard * self.degrees.cp
-        return held(weights, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, shards))
+        return held_elements(weights, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, shards))
 
-    def _ends(self, part: Part) -> list[Weight]:
+    def _ends(self, part: StagePart) -> list[Weight]:
         """What a stage has beside its blocks."""
         found = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
         return [*found, self.weights.tied] if self.weights.tied and part.last and not part.first else found
@@ -116,19 +112,19 @@ class _Job:
         groups = [group for part in parts for group in self._groups(part)]
         return _over_shards(self.config, self.degrees, self.work, groups)
 
-    def _groups(self, part: Part) -> list[data.Group]:
+    def _groups(self, part: StagePart) -> list[compression.ShardGroup]:
         parallel, work = self.config.parallel, self.work
         block, ends = self._held(self.weights.block), self._held(self._ends(part))
         how = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
-        uses, rest = data.block_uses(*how), data.end_uses(*how)
+        uses, rest = compression.count_block_uses(*how), compression.count_end_uses(*how)
         if parallel.strategy == "zero3":
             count = part.blocks
         else:
-            count = groups(block * work.kept, part.blocks, ends * work.kept, parallel.bucket_mib)
+            count = fsdp_groups(block * work.kept, part.blocks, ends * work.kept, parallel.bucket_mib)
         if count == 0:
-            return [data.Group("all", block * part.blocks + ends, 1, rest)]
+            return [compression.ShardGroup("all", block * part.blocks + ends, 1, rest)]
         mean = block * part.blocks / count
-        return [data.Group("blocks", mean, count, uses), data.Group("the ends", ends, 1, rest)]
+        return [compression.ShardGroup("blocks", mean, count, uses), compression.ShardGroup("the ends", ends, 1, rest)]
 
     def over_tensor(self) -> list[Flow]:
         """Activations over tp."""
@@ -136,31 +132,33 @@ class _Job:
 
     def _split(self, parts: Parts) -> list[Flow]:
         work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
-        blocks = tensor.block_calls(self.sequence).times(sum(part.blocks for part in parts))
-        blocks += tensor.again_calls(self.sequence, asynchronous).times(self._recomputed(parts))
+        blocks = compression.count_block_calls(self.sequence).times(sum(part.blocks for part in parts))
+        blocks += compression.count_recompute_calls(self.sequence, asynchronous).times(self._recomputed(parts))
         ends = sum(part.first + part.last for part in parts)
         ends *= isinstance(self.model, TransformerConfig)  # a vision transformer's are whole
-        single = tensor.end_calls(self.sequence, self.vocabulary).times(ends)
+        single = compression.count_end_calls(self.sequence, self.vocabulary).times(ends)
         hidden, found = self.hidden * work.compute, []
         if asynchronous:
-            found = tensor.ring_exchanges(blocks, hidden, work.micro_batches, self.degrees.tp)
+            found = compression.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
         else:
             single += blocks
-        found += tensor.exchanges(single, hidden, work.micro_batches)
+        found += compression.tensor_flows(single, hidden, work.micro_batches)
         if self.vocabulary and any(part.last for part in parts):
             tokens = work.sequences * work.positions
-            found += tensor.loss_sums(tokens, max(4, work.compute), work.micro_batches)
+            found += compression.loss_flows(tokens, max(4, work.compute), work.micro_batches)
         return found + self._gradient_sums(parts)
 
     def _gradient_sums(self, parts: Parts) -> list[Flow]:
         weights = [weight for part in parts for weight in self._ends(part)]
         weights += self.weights.block * sum(part.blocks for part in parts)
-        sizes = summed(weights, self.degrees.tp, _heads(self.model), self.sequence)
+        sizes = partial_gradient_sizes(weights, self.degrees.tp, _heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
-        every = not keeps_gradients(ZERO[strategy])
+        every = not keeps_gradients(ZERO_STAGE[strategy])
         # What is added up over micro-batches is kept in the format of the reduction.
         kept = not every and work.micro_batches > 1
-        return tensor.gradient_sums(sizes, work.reduce if kept else work.compute, work.micro_batches if every else 1)
+        return compression.gradient_flows(
+            sizes, work.reduce if kept else work.compute, work.micro_batches if every else 1
+        )
 
     def over_context(self) -> list[Flow]:
         """Keys and values, or heads, over cp."""
@@ -171,40 +169,40 @@ class _Job:
         work, cp = self.work, self.degrees.cp
         backwards = sum(part.blocks for part in parts) * work.micro_batches
         forwards = backwards + self._recomputed(parts) * work.micro_batches
-        head = work.sequences * work.positions * head_dim(self.model)
-        keys = _keys_held(self.model.heads, kv_heads(self.model), self.degrees.tp)
+        head = work.sequences * work.positions * compute_head_dim(self.model)
+        keys = _keys_held(self.model.heads, count_kv_heads(self.model), self.degrees.tp)
         if self.config.parallel.context.method == "ring":
-            return context.ring(cp, head * keys, work.compute, forwards, backwards)
+            return compression.ring_attention_flows(cp, head * keys, work.compute, forwards, backwards)
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
-        return context.ulysses(queries, head * sent, work.compute, forwards + backwards)
+        return compression.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
 
     def over_pipeline(self) -> list[Flow]:
         """Activations over pp."""
         if self.degrees.pp == 1:
             return []
         pieces = self.degrees.tp if self.sequence else 1
-        where = placement(self.config.parallel.pipeline, self.degrees.pp)
+        where = stage_placement(self.config.parallel.pipeline, self.degrees.pp)
         hidden = self.hidden * self.work.compute / pieces
-        found = pipeline.between_stages(where, hidden, self.work.micro_batches)
+        found = compression.stage_flows(where, hidden, self.work.micro_batches)
         if self.weights.tied and where[0] != where[-1]:
             shards = self.degrees.dp_shard * self.degrees.cp
-            found += pipeline.tied(self._held([self.weights.tied]) * self.work.kept / shards)
+            found += compression.tied_embedding_flows(self._held([self.weights.tied]) * self.work.kept / shards)
         return found
 
 
 def _heads(model: ModelConfig) -> int:
     """Key and value heads."""
     assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
-    return kv_heads(model) if isinstance(model, TransformerConfig) else model.heads
+    return count_kv_heads(model) if isinstance(model, TransformerConfig) else model.heads
 
 
 def _keys_held(heads: int, keys: int, tp: int) -> int:
     """Key and value heads that a rank of tp computes; the most that any does."""
-    return keys // tp if keys % tp == 0 else max(len(attended(heads, keys, rank, tp)) for rank in range(tp))
+    return keys // tp if keys % tp == 0 else max(len(assign_kv_heads(heads, keys, rank, tp)) for rank in range(tp))
 
 
-def _replicated(config: RunConfig, degrees: Degrees, work: Work, ready: Sequence[tuple[int, ...]]) -> list[Flow]:
+def _replicated(config: RunConfig, degrees: Degrees, work: StepWork, ready: Sequence[tuple[int, ...]]) -> list[Flow]:
     """ddp: all-reduce of buckets, what compression makes of them, or parameter servers.
 
     ready: shapes of the parameters in the order of their gradients.
@@ -212,21 +210,25 @@ def _replicated(config: RunConfig, degrees: Degrees, work: Work, ready: Sequence
     parallel, sizes = config.parallel, [math.prod(shape) for shape in ready]
     axes = _present(degrees, ("dp_replicate", "cp"))
     if parallel.server.mode != "none":
-        return server.served(axes, parallel.server.mode, sum(sizes) * work.kept, parallel.server.servers, degrees.world)
-    found = buckets([size * work.kept for size in sizes], parallel.bucket_mib)
+        return compression.server_flows(
+            axes, parallel.server.mode, sum(sizes) * work.kept, parallel.server.servers, degrees.world
+        )
+    found = ddp_buckets([size * work.kept for size in sizes], parallel.bucket_mib)
     how, calls = parallel.compression, len(found)
     if not axes or how.method == "none":
-        return data.reduced(axes, found)
+        return compression.ddp_flows(axes, found)
     if how.method == "powersgd":
-        return compression.powersgd(axes, ready, how.rank, calls, work.kept)
+        return compression.powersgd_flows(axes, ready, how.rank, calls, work.kept)
     if how.method == "topk":
-        return compression.topk(axes, sum(sizes), how.ratio, degrees.world, calls, work.kept)
-    return compression.cast(axes, sum(sizes), calls, how.method == "fp16")
+        return compression.topk_flows(axes, sum(sizes), how.ratio, degrees.world, calls, work.kept)
+    return compression.cast_flows(axes, sum(sizes), calls, how.method == "fp16")
 
 
-def _over_shards(config: RunConfig, degrees: Degrees, work: Work, groups: Sequence[data.Group]) -> list[Flow]:
+def _over_shards(
+    config: RunConfig, degrees: Degrees, work: StepWork, groups: Sequence[compression.ShardGroup]
+) -> list[Flow]:
     shard, replicate = _present(degrees, ("dp_shard", "cp")), _present(degrees, ("dp_replicate",))
-    return data.sharded(shard, replicate, degrees.dp_shard * degrees.cp, groups, work.compute, work.reduce)
+    return compression.fsdp_flows(shard, replicate, degrees.dp_shard * degrees.cp, groups, work.compute, work.reduce)
 
 
 def _custom(config: RunConfig, degrees: Degrees, parameters: int | None) -> list[Flow]:
@@ -241,11 +243,11 @@ def _custom(config: RunConfig, degrees: Degrees, parameters: int | None) -> list
             f"model.name={config.model.name}: how many parameters a custom model has, and so what its gradients move, "
             "only it knows; a run counts them itself"
         )
-    work, parallel = work_of(config, degrees), config.parallel
+    work, parallel = step_work(config, degrees), config.parallel
     if not is_sharded(config, degrees):
         each = MIB // work.kept  # of tensors that are small beside a bucket
         ready = [(each,)] * (parameters // each) + [(parameters % each,)]
         return [*_replicated(config, degrees, work, ready), *_sums(config, degrees)]
-    uses = data.block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
-    whole = [data.Group("all", parameters, 1, uses)]
+    uses = compression.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
+    whole = [compression.ShardGroup("all", parameters, 1, uses)]
     return [*_over_shards(config, degrees, work, whole), *_sums(config, degrees)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.models.shape import head_dim, kv_heads, vit_tokens
+from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
 
 Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole"]
 """Over tp: outputs (column-parallel) or inputs (row-parallel) in equal parts; a vocabulary, whose last part is short;
@@ -44,7 +44,7 @@ class Weights:
     """The table, which the last stage of a pipeline holds too."""
 
 
-def weights_of(model: ModelConfig) -> Weights | None:
+def list_weights(model: ModelConfig) -> Weights | None:
     """None for a custom model, whose shape only it knows."""
     if isinstance(model, TransformerConfig):
         return _transformer(model)
@@ -64,12 +64,12 @@ class Splitting:
     """Ranks that share the rows of what is left, in parts that are filled up to equal size (fully_shard)."""
 
 
-def held(weights: Iterable[Weight], how: Splitting) -> int:
+def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
     """Numbers in all shards together of what a rank of tp holds of them, filled up; the most that any rank has."""
-    return sum(part(weight, how) for weight in weights)
+    return sum(held_elements_of(weight, how) for weight in weights)
 
 
-def part(weight: Weight, how: Splitting) -> int:
+def held_elements_of(weight: Weight, how: Splitting) -> int:
     """The same of one parameter."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
@@ -81,7 +81,7 @@ def part(weight: Weight, how: Splitting) -> int:
     return -(-rows // how.shards) * how.shards * others
 
 
-def summed(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
+def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
     """Sizes of the parameters that every rank of tp holds whole, but of whose gradient it has a summand only.
 
     Those that work on a rank's own positions (sequence), and keys and values whose heads do not divide.
@@ -106,7 +106,7 @@ def _norm(hidden: int, bias: bool) -> list[Weight]:
 def _transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
     norm = _norm(hidden, model.norm == "layernorm" and bias)
-    queries, keys = model.heads * head_dim(model), kv_heads(model) * head_dim(model)
+    queries, keys = model.heads * compute_head_dim(model), count_kv_heads(model) * compute_head_dim(model)
     attention = _linear(hidden, queries, bias, "outputs") + 2 * _linear(hidden, keys, bias, "heads")
     attention += _linear(queries, hidden, bias, "inputs")
     branches = 2 if model.activation == "swiglu" else 1
@@ -128,6 +128,6 @@ def _vit(model: VisionTransformerConfig) -> Weights:
     wide = _linear(hidden, model.feed_forward, True, "outputs")
     wide += _linear(model.feed_forward, hidden, True, "inputs")
     patches = Weight((hidden, model.channels, model.patch_size, model.patch_size)), Weight((hidden,))
-    tokens = Weight((1, 1, hidden)), Weight((1, vit_tokens(model), hidden))
+    tokens = Weight((1, 1, hidden)), Weight((1, count_vit_tokens(model), hidden))
     head = Weight((model.classes, hidden)), Weight((model.classes,))
     return Weights((*tokens, *patches), (*norm, *attention, *norm, *wide), (*norm, *head), model.layers)

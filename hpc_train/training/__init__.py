@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: optimizer, schedules, metrics, events, the run folder."""
+"""The training loop and what surrounds it: optimizer, metrics, events, the run directory."""

@@ -1,11 +1,19 @@
-"""AdamW over the parameters that this rank keeps."""
+"""What an update is made of: AdamW over this rank's parameters, learning rate, random numbers of a step.
+
+Learning rate and random numbers are pure functions of the step: nothing to save, the same after any resume.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import random
+
+import numpy as np
 import torch
 from torch import nn
 
-from hpc_train.config.optim import OptimConfig
+from hpc_train.config.train import OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
 
 
@@ -33,3 +41,57 @@ def _implementation(name: str, device: torch.device) -> dict[str, bool]:
     if name == "auto":
         name = "fused" if device.type in ("cpu", "cuda") else "foreach"
     return {"fused": name == "fused", "foreach": name == "foreach"}
+
+
+def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
+    """optim.lr scaled from the batch it was tuned at to this one.
+
+    linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997).
+    """
+    if config.lr_scaling == "none":
+        return config.lr
+    assert config.base_batch is not None
+    ratio = global_batch / config.base_batch
+    return config.lr * (ratio if config.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def compute_learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
+    """Learning rate of update number `step` (0-based) of `steps`: linear warm-up, then the named decay.
+
+    The first update already has peak / warmup_steps, the last one min_ratio * peak (constant: peak).
+    """
+    warmup = min(config.warmup_steps, steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (config.min_ratio + (1 - config.min_ratio) * _decay_shape(config, step, warmup, steps))
+
+
+def _decay_shape(config: ScheduleConfig, step: int, warmup: int, steps: int) -> float:
+    """From 1 at the end of the warm-up to 0 at the last update."""
+    if config.name == "constant":
+        return 1.0
+    start = warmup
+    if config.name == "wsd":
+        start = max(warmup, steps - round(steps * config.decay_fraction))
+        if step < start:
+            return 1.0
+    done = (step - start + 1) / max(steps - start, 1)
+    return 0.5 * (1 + math.cos(math.pi * done)) if config.name == "cosine" else 1 - done
+
+
+def seed_step(seed: int, step: int, index: int) -> None:
+    """Seed every generator that a model may draw from (dropout, say) for one step of one share of the batch."""
+    words = np.random.SeedSequence([seed, step, index]).generate_state(2, np.uint64)
+    # Not torch.manual_seed: it reaches for every GPU, and where there is none keeps a stack trace of each call.
+    torch.random.default_generator.manual_seed(int(words[0]))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]) & 0xFFFFFFFF)  # users' modules may draw from the legacy generator
+    random.seed(int(words[1]))
+
+
+def require_determinism() -> None:
+    """Make torch refuse operations that are not reproducible bit by bit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses every matrix product on a GPU
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

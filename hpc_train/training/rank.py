@@ -1,10 +1,15 @@
-"""run_rank: one rank of a run, from its task to its exit code."""
+"""One rank of a run, from its task to its exit code.
+
+`run_rank` places the rank, joins the process group, makes data, model and engine, resumes, trains, and decides with
+all ranks whether the run is done: its loss is finite and its last checkpoint is on the disk.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -13,35 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_train.api import Engine, RankMap, Task, World
-from hpc_train.checkpoint import resume
-from hpc_train.checkpoint.lock import held
-from hpc_train.collectives import broadcast_value, gather_values
-from hpc_train.config.degrees import resolve
+from hpc_train.checkpoint import resume_from_checkpoint
+from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.data.datasets import Dataset, check_model, open_dataset
+from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
-from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
+from hpc_train.interfaces import Engine, RankMap, Task, TensorShard, World
+from hpc_train.messages import broadcast_value, gather_values
 from hpc_train.models.deferred import DeferredValues, build_deferred
-from hpc_train.models.init import Initialised, initialise
-from hpc_train.models.registry import build as build_model
-from hpc_train.parallel.apply import Say, build, splits
-from hpc_train.parallel.materialise import is_meta
-from hpc_train.parallel.support.server import needs_mpi
+from hpc_train.models.initial_values import Initialised, initialise_parameters
+from hpc_train.models.registry import build_model as build_model
+from hpc_train.parallel.apply import Report, build, splits_parameters
+from hpc_train.parallel.materialise import is_on_meta
+from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
-from hpc_train.runtime.arrange import arrange
-from hpc_train.runtime.search import search
-from hpc_train.runtime.start import shut_down, start
-from hpc_train.runtime.stop import StopRequest
-from hpc_train.training.folder import RunFolder, write_private
-from hpc_train.training.frozen import frozen_names, incremental_advice
-from hpc_train.training.loop import Run, evaluate_late, train
-from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.origin import other_code
-from hpc_train.training.outcome import find_shortfall, raise_together
-from hpc_train.training.reporting import Reporter
-from hpc_train.training.seeds import be_deterministic
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
+from hpc_train.runtime.start import leave_process_group, start
+from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
+from hpc_train.training.optimizer import make_optimizer, require_determinism
+from hpc_train.training.reporter import Reporter
+from hpc_train.training.run_directory import RunDirectory, write_private_file
 from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, stop: StopRequest) -> int:
+def run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
@@ -61,49 +61,53 @@ def run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, sto
         return _run_rank(config, task, folder, attempt, stop)
 
 
-def _run_rank(config: RunConfig, task: Task, folder: RunFolder, attempt: int, stop: StopRequest) -> int:
+def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
-        be_deterministic()
-    rank_map = place(config, task)
+        require_determinism()
+    rank_map = place_rank(config, task)
     world = start(task, rank_map, config)
-    _let_rank_0_speak(world, task, rank_map)
+    _log_from_rank_0(world, task, rank_map)
     try:
         _write_rank_map(world, task, rank_map, folder, attempt)
         data = open_data(config, world)
-        (model, values), said = make_model_apart(config, world), list[str]()
+        (model, values), said = make_deferred_model(config, world), list[str]()
         count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
-        frozen = frozen_names(model) if _saves(config) and not config.checkpoint.incremental else frozenset()
+        frozen = (
+            list_frozen_parameters(model) if _does_save(config) and not config.checkpoint.incremental else frozenset()
+        )
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
-        if frozen and (advice := incremental_advice(frozen, engine.pieces())):
+        if frozen and (advice := advise_incremental_saves(frozen, engine.pieces())):
             said.append(advice)
-        with held(folder.checkpoints, world) if _saves(config) else nullcontext() as lock:
-            run = assemble(config, world, folder, attempt, stop, data, engine)
+        with hold_lock(folder.checkpoints, world) if _does_save(config) else nullcontext() as lock:
+            run = assemble_run(config, world, folder, attempt, stop, data, engine)
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
                     run.reporter.event("warning", about="placement", why=rank_map.warning)
-                evaluate_late(run)
-                _announce(run, count, len(data), [*rank_map.lines, *said])
-                code = train(run)
-                raise_together(find_shortfall(run) if code == EXIT_DONE else None, world)
-                _farewell(run, data)
+                evaluate_owed(run)
+                _log_start(run, count, len(data), [*rank_map.lines, *said])
+                code = run_training(run)
+                raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, world)
+                _log_end(run, data)
                 if code == EXIT_DONE:
                     run.reporter.mark_done()
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
                 return code
     finally:
-        shut_down()
+        leave_process_group()
 
 
-def place(config: RunConfig, task: Task) -> RankMap:
+def place_rank(config: RunConfig, task: Task) -> RankMap:
     """Which rank every process takes; this one is bound and has its environment. Every process of the job calls it."""
-    return arrange(task, config, needs_mpi(config), find=partial(search, parameters=partial(_parameters, config)))
+    return arrange_ranks(
+        task, config, needs_mpi(config), find=partial(search_placement, parameters=partial(_count_parameters, config))
+    )
 
 
-def _parameters(config: RunConfig) -> int:
+def _count_parameters(config: RunConfig) -> int:
     with torch.device("meta"):
         model = build_model(config.model, config.train.seed)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -111,8 +115,8 @@ def _parameters(config: RunConfig) -> int:
 
 def open_data(config: RunConfig, world: World) -> Dataset:
     """The training samples; rank 0 builds the token store where it is not there yet."""
-    data = _rank_0_first(world, lambda: open_dataset(config.data, config.train.sequence_length, "train"))
-    check_model(config.model, data)
+    data = _run_on_rank_0_first(world, lambda: open_dataset(config.data, config.train.sequence_length, "train"))
+    check_model_fits_data(config.model, data)
     return data
 
 
@@ -123,17 +127,19 @@ def make_model(config: RunConfig) -> nn.Module:
             return build_model(config.model, config.train.seed)
     model = build_model(config.model, config.train.seed)
     check_sizes(model)
-    if isinstance(model, Initialised) and not is_meta(model):
-        initialise(model, config.train.seed)
+    if isinstance(model, Initialised) and not is_on_meta(model):
+        initialise_parameters(model, config.train.seed)
     return model
 
 
-def make_model_apart(config: RunConfig, world: World) -> tuple[nn.Module, DeferredValues | None]:
+def make_deferred_model(config: RunConfig, world: World) -> tuple[nn.Module, DeferredValues | None]:
     """Make the model and, if it is the user's own and split over ranks, its values, each made on request.
 
     So no rank has the whole model in memory. If its constructor cannot be recorded, the model is made whole.
     """
-    if isinstance(config.model, CustomModelConfig) and splits(config, resolve(config.parallel, world.size)):
+    if isinstance(config.model, CustomModelConfig) and splits_parameters(
+        config, resolve_degrees(config.parallel, world.size)
+    ):
         apart = build_deferred(partial(build_model, config.model, config.train.seed))
         if apart is not None and not isinstance(apart[0], Initialised):
             check_sizes(apart[0])
@@ -142,26 +148,26 @@ def make_model_apart(config: RunConfig, world: World) -> tuple[nn.Module, Deferr
 
 
 def make_engine(
-    config: RunConfig, world: World, model: nn.Module, say: Say = log.info, values: DeferredValues | None = None
+    config: RunConfig, world: World, model: nn.Module, say: Report = log.info, values: DeferredValues | None = None
 ) -> Engine:
     """Make the engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
     return build(model, lambda split: make_optimizer(split, config.optim), config, world, say, values)
 
 
-def assemble(
+def assemble_run(
     config: RunConfig,
     world: World,
-    folder: RunFolder,
+    folder: RunDirectory,
     attempt: int,
     stop: StopRequest,
     data: Dataset,
     engine: Engine,
-) -> Run:
+) -> TrainingRun:
     """The run, ready for its next step: that after the checkpoint which checkpoint.resume chooses, or the first."""
-    steps = total_steps(config, len(data))
-    loader, validation = _loader(config, data, world), _validation(config, world)
-    run = Run(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
-    resumed = resume(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    steps = count_total_steps(config, len(data))
+    loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
+    run = TrainingRun(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
+    resumed = resume_from_checkpoint(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
     if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
         run.resumed_from = run.saved_at
@@ -169,7 +175,7 @@ def assemble(
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
     run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
-    if resumed is not None and (other := other_code(resumed.origin, run.saver.origin)) is not None:
+    if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)
     if resumed is not None and resumed.weights_only:
         run.reporter.say(
@@ -178,7 +184,7 @@ def assemble(
     return run
 
 
-def total_steps(config: RunConfig, samples: int) -> int:
+def count_total_steps(config: RunConfig, samples: int) -> int:
     """Updates of the whole run; epochs are rounded up to whole steps."""
     if config.train.wanted_steps is not None:
         return config.train.wanted_steps
@@ -186,24 +192,24 @@ def total_steps(config: RunConfig, samples: int) -> int:
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
 
 
-def _saves(config: RunConfig) -> bool:
+def _does_save(config: RunConfig) -> bool:
     return config.checkpoint.every > 0 or config.checkpoint.weights_every > 0
 
 
-def _loader(config: RunConfig, data: Dataset, world: World) -> Loader:
+def _make_loader(config: RunConfig, data: Dataset, world: World) -> Loader:
     train_config = config.train
     return Loader(
         data, train_config.seed, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size
     )
 
 
-def _validation(config: RunConfig, world: World) -> Loader | None:
+def _make_validation_loader(config: RunConfig, world: World) -> Loader | None:
     if not config.train.eval_every or not config.data.validation_fraction:
         return None
-    return _loader(config, open_dataset(config.data, config.train.sequence_length, "validation"), world)
+    return _make_loader(config, open_dataset(config.data, config.train.sequence_length, "validation"), world)
 
 
-def _check_position(consumed: int, run: Run) -> None:
+def _check_position(consumed: int, run: TrainingRun) -> None:
     if consumed != run.consumed_samples:
         raise UserError(
             f"checkpoint.resume={run.config.checkpoint.resume}: it has seen {consumed} samples in {run.step} "
@@ -211,7 +217,7 @@ def _check_position(consumed: int, run: Run) -> None:
         )
 
 
-def _rank_0_first(world: World, action: Callable[[], T]) -> T:
+def _run_on_rank_0_first(world: World, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 (which may build a file that the others then find), then on the others.
 
     If rank 0 fails, the others fail too, in place of waiting for it.
@@ -230,20 +236,20 @@ def _rank_0_first(world: World, action: Callable[[], T]) -> T:
     return action() if mine is None else mine
 
 
-def _let_rank_0_speak(world: World, task: Task, rank_map: RankMap) -> None:
+def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:
     """Where a placement made another process rank 0 than the one that launchers and people look at first."""
     if world.rank == task.process:
         return
     logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if task.process == 0:
-        print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_task_of(0, rank_map)}")
+        print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_find_task(0, rank_map)}")
 
 
-def _task_of(rank: int, rank_map: RankMap) -> int:
+def _find_task(rank: int, rank_map: RankMap) -> int:
     return rank_map.process_to_rank.index(rank)
 
 
-def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFolder, attempt: int) -> None:
+def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunDirectory, attempt: int) -> None:
     """In the run directory, and beside the logs of this attempt, which another one may map differently."""
     at = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
     everybody = gather_values({**at, **rank_map.own})
@@ -251,10 +257,10 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunFold
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
         found = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
         for path in (folder.rank_map, folder.logs(attempt) / folder.rank_map.name):
-            write_private(path, json.dumps(found, indent=1) + "\n")
+            write_private_file(path, json.dumps(found, indent=1) + "\n")
 
 
-def _announce(run: Run, count: int, samples: int, techniques: list[str]) -> None:
+def _log_start(run: TrainingRun, count: int, samples: int, techniques: list[str]) -> None:
     """What is trained, on what, over which mesh, and by which techniques."""
     resumed = run.step > 0
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
@@ -271,7 +277,7 @@ def _announce(run: Run, count: int, samples: int, techniques: list[str]) -> None
     run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
 
 
-def _farewell(run: Run, data: Dataset) -> None:
+def _log_end(run: TrainingRun, data: Dataset) -> None:
     if run.step < run.steps:
         return
     run.reporter.event("end", step=run.step)
@@ -282,3 +288,74 @@ def _farewell(run: Run, data: Dataset) -> None:
         losses.append(f"a unigram model of the same text {data.unigram_entropy:.4f} nats a token")
     run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
     run.reporter.say(f"run directory: {run.folder.path}", last=True)
+
+
+def list_frozen_parameters(model: nn.Module) -> frozenset[str]:
+    """The parameters that are never trained."""
+    return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+
+
+def advise_incremental_saves(frozen: frozenset[str], pieces: Iterable[TensorShard]) -> str | None:
+    """A line for who saves all of it every time, where most of what this rank saves is frozen; None elsewhere."""
+    total = still = 0
+    for piece in pieces:
+        if piece.replica == 0:
+            total += piece.local.nbytes
+            still += piece.local.nbytes if piece.name in frozen else 0
+    if 2 * still <= total:
+        return None
+    return (
+        f"{still / total:.0%} of what a save writes is of frozen parameters: with checkpoint.incremental=true they are "
+        "written once"
+    )
+
+
+def find_shortfall(run: TrainingRun) -> str | None:
+    """Return one line on why a run that made all its steps is not done; None if it is.
+
+    A run that had nothing to do, because it was resumed at its last step, is done.
+    """
+    if run.last_loss is None:
+        return None
+    return _find_not_finite(run) or _find_not_saved(run)
+
+
+def raise_if_any_incomplete(why: str | None, world: World) -> None:
+    """Raise IncompleteRun on all ranks if any rank has a reason. Every rank must call it; it is a barrier."""
+    found = torch.tensor(int(why is not None))
+    if world.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.barrier()  # a launcher may end the other ranks as soon as one exits with a nonzero code
+    if found.item():
+        raise IncompleteRun(why or "not done: another rank says so")
+
+
+def _find_not_finite(run: TrainingRun) -> str | None:
+    """Return a line if the last step's loss, gradient or evaluation is not finite."""
+    assert run.last_loss is not None
+    todo = f"lower optim.lr (now {run.config.optim.lr:g}), or look at the data of that step"
+    if run.lost_since is not None:
+        what = f"is {run.last_loss}" if not math.isfinite(run.last_loss) else "or its gradient is not finite"
+        return f"not done: the loss {what} at the last step ({run.step}), and since step {run.lost_since}; {todo}"
+    if run.validated_at == run.step and run.last_validation is not None and not math.isfinite(run.last_validation):
+        return f"not done: the validation loss is {run.last_validation} at the last step ({run.step}); {todo}"
+    return None
+
+
+def _find_not_saved(run: TrainingRun) -> str | None:
+    """Return a line if the last step's checkpoint was not saved, or the last weights if there are no others."""
+    checkpoint = run.config.checkpoint
+    if checkpoint.every and run.saved_at != run.step:
+        newest = f"the newest saved is of step {run.saved_at}" if run.saved_at is not None else "none was saved"
+        return (
+            f"not done: step {run.step}, the last, was not saved ({newest}): {_explain_failed_save(run, weights=False)}"
+        )
+    if not checkpoint.every and checkpoint.weights_every and (weights := run.save_failures.get(True)):
+        return f"not done: the weights of step {weights.step} were not saved: {_explain_failed_save(run, weights=True)}"
+    return None
+
+
+def _explain_failed_save(run: TrainingRun, weights: bool) -> str:
+    failure = run.save_failures.get(weights)
+    why = failure.why if failure else "no save of it has ended"
+    return f"{why}; make room or mend that, and `hpc-train resume` goes on"

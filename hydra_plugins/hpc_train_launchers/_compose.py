@@ -10,7 +10,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from hpc_train.launch.functions.files import pickled
+from hpc_train.launch.callables.calls import pickle_value
 
 
 class Remembering:
@@ -33,7 +33,7 @@ class Remembering:
             known: DictConfig = pickle.loads(self._kept.pop(point))
             return known
         composed = self.loader.load_sweep_config(master_config, list(sweep_overrides))
-        self._kept[point] = pickled(composed)  # as what it is kept takes a tenth of the memory
+        self._kept[point] = pickle_value(composed)  # as what it is kept takes a tenth of the memory
         return composed
 
 

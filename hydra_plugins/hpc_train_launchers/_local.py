@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from submitit.local.local import LocalJob
 
 from hpc_train.errors import UserError
-from hpc_train.launch.functions.local import Local, PoolExecutor, machine_at_once, visible_devices
-from hpc_train.launch.functions.waiting import Started
+from hpc_train.launch.callables.local_executor import LocalCallExecutor, LocalJobs, max_parallel_jobs, visible_devices
+from hpc_train.launch.callables.waiting import StartedJob
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf
 from hydra_plugins.hpc_train_launchers._point import RunPoint
 from hydra_plugins.hpc_train_launchers._sweep import Points
@@ -35,11 +35,11 @@ class LocalPoints:
     def folder(self) -> str:
         return self._settings.folder
 
-    def start(self, points: Points, config: DictConfig) -> list[Started]:
+    def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Queue every point; the first ones start at once."""
         it, at_once = self._settings, _at_once(self._settings)
         python = shlex.join(it.python) if it.python else None
-        executor = PoolExecutor(
+        executor = LocalCallExecutor(
             points.folder, it.max_timeouts, python=python, at_once=at_once, max_attempts=it.max_attempts
         )
         threads = it.threads or max(1, len(os.sched_getaffinity(0)) // (it.ranks * at_once))
@@ -56,10 +56,10 @@ class LocalPoints:
         log.info(f"{count} points on this machine, {at_once} at a time, {it.ranks} ranks each")
         jobs = executor.submit_elements(RunPoint(points.parcel, tuple(range(count))), count)
         self._jobs = {job.job_id: job for job in jobs}
-        return [Started(job.job_id, it.ranks) for job in jobs]
+        return [StartedJob(job.job_id, it.ranks) for job in jobs]
 
-    def source(self) -> Local:
-        return Local(self._jobs)
+    def source(self) -> LocalJobs:
+        return LocalJobs(self._jobs)
 
     def cancel(self) -> None:
         """First those that wait, so that none of them starts in the place of one that ends."""
@@ -79,7 +79,7 @@ def _at_once(it: HpcLocalConf) -> int:
         if (value := getattr(it, name)) is not None and value < 1:
             raise UserError(f"hydra.launcher.{name}={value}: must be >= 1")
     if it.gpus_per_point is None:
-        return it.parallel_points or machine_at_once(it.ranks)
+        return it.parallel_points or max_parallel_jobs(it.ranks)
     room = len(visible_devices()) // it.gpus_per_point
     if not room:
         raise UserError(

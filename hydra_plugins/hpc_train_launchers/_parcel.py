@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.functions.files import pickled, refuse_others, write
+from hpc_train.launch.callables.calls import check_private_file, pickle_value, write_private
 
 
 def pack(path: Path, shared: Any, points: Sequence[bytes]) -> None:
     """Write a parcel. points: each already pickled."""
     folders = [str(Path(entry).absolute()) for entry in sys.path]
-    blobs = [json.dumps(folders).encode(), pickled(shared), *points]
+    blobs = [json.dumps(folders).encode(), pickle_value(shared), *points]
     sizes = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
-    write(b"".join([sizes, *blobs]), path)
+    write_private(b"".join([sizes, *blobs]), path)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Parcel:
 
     def _blob(self, index: int) -> bytes:
         with self.path.open("rb") as file:
-            refuse_others(self.path, os.fstat(file.fileno()))
+            check_private_file(self.path, os.fstat(file.fileno()))
             (count,) = struct.unpack("<Q", file.read(8))
             sizes = struct.unpack(f"<{count}Q", file.read(8 * count))
             file.seek(8 * (1 + count) + sum(sizes[:index]))

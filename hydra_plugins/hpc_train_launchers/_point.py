@@ -17,8 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import DelayedSubmission
 
-from hpc_train.launch.functions.call import element
-from hpc_train.launch.functions.files import pickled
+from hpc_train.launch.callables.calls import array_element, pickle_value
 from hydra_plugins.hpc_train_launchers._parcel import Parcel
 
 
@@ -44,7 +43,7 @@ class RunPoint:
         shared: Shared = parcel.shared()
         Singleton.set_state(shared.singletons)
         setup_globals()
-        config: DictConfig = parcel.point(self.points[element()])
+        config: DictConfig = parcel.point(self.points[array_element()])
         with open_dict(config):
             config.hydra.job.id = env.job_id
             if not (first := env.global_rank == 0):
@@ -83,7 +82,7 @@ def _portable(returned: JobReturn) -> JobReturn:
         print(text, flush=True)
         value.add_note(f"\nin the job of the point:\n{text}")
     try:
-        pickle.loads(pickled(returned))
+        pickle.loads(pickle_value(returned))
     except Exception as error:
         what = text or f"it returned a {type(value).__name__}"
         returned.status = JobStatus.FAILED

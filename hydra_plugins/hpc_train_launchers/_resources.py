@@ -15,15 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.check import check_group
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.config.degrees import resolve
 from hpc_train.config.launch import LaunchConfig
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Ask
-from hpc_train.launch.partitions import check_partition
-from hpc_train.launch.request import Request, nodes_of, sbatch_options
-from hpc_train.training.folder import RunFolder
+from hpc_train.launch.slurm.request import JobRequest, check_partition, node_count, sbatch_options
+from hpc_train.launch.slurm.slurm_cli import RunClient
+from hpc_train.training.run_directory import RunDirectory
 from hydra_plugins.hpc_train_launchers._config import HpcSlurmConf
 
 _SAME = (
@@ -58,10 +56,10 @@ def shape_of(settings: HpcSlurmConf, point: DictConfig, folder: Path) -> Shape:
     ours = _ours(point)
     try:
         config = _run_config(settings, ours)
-        nodes, per_node = nodes_of(config), config.cluster.ranks_per_node
+        nodes, per_node = node_count(config), config.cluster.ranks_per_node
         if ours is not None:
-            resolve(config.parallel, nodes * per_node)
-        options = sbatch_options(config, RunFolder(folder, folder))
+            resolve_degrees(config.parallel, nodes * per_node)
+        options = sbatch_options(config, RunDirectory(folder, folder))
     except UserError as error:
         raise UserError(in_our_words(str(error), ours is not None)) from None
     return Shape(nodes, per_node, _for_functions(options, settings))
@@ -74,11 +72,13 @@ def what_it_says(point: DictConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.masked_copy(point, ["cluster", "parallel"]), resolve=True)
 
 
-def check_shape(settings: HpcSlurmConf, shape: Shape, point: DictConfig, ask: Ask) -> None:
+def check_shape(settings: HpcSlurmConf, shape: Shape, point: DictConfig, ask: RunClient) -> None:
     """Raise UserError if the partition can never give it, with what would fit."""
     ours = _ours(point)
     try:
-        check_partition(_run_config(settings, ours), Request(shape.nodes, shape.ranks_per_node, "", shape.options), ask)
+        check_partition(
+            _run_config(settings, ours), JobRequest(shape.nodes, shape.ranks_per_node, "", shape.options), ask
+        )
     except UserError as error:
         raise UserError(in_our_words(str(error), ours is not None)) from None
 

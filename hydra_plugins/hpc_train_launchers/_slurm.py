@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from hpc_train.errors import UserError
-from hpc_train.launch.arrays import largest_array, split
-from hpc_train.launch.clients import ask
-from hpc_train.launch.environment import job_environment
-from hpc_train.launch.functions.slurm import FunctionExecutor
-from hpc_train.launch.functions.waiting import Slurm, Started
+from hpc_train.launch.callables.slurm_executor import SlurmCallExecutor
+from hpc_train.launch.callables.waiting import SlurmJobs, StartedJob
+from hpc_train.launch.slurm.sbatch import job_environment
+from hpc_train.launch.slurm.slurm_cli import max_array_size, run_client, split_evenly
 from hydra_plugins.hpc_train_launchers._config import HpcSlurmConf
 from hydra_plugins.hpc_train_launchers._point import RunPoint
 from hydra_plugins.hpc_train_launchers._resources import Shape, check_shape, in_our_words, shape_of, what_it_says
@@ -46,26 +45,26 @@ class SlurmPoints:
     def folder(self) -> str:
         return self._settings.folder
 
-    def start(self, points: Points, config: DictConfig) -> list[Started]:
+    def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Submit all arrays; the caller cancels those that there are when one is refused."""
         arrays = self._arrays(points)
         environment = self._environment(points, config)
-        started: dict[int, Started] = {}
+        started: dict[int, StartedJob] = {}
         for array, at_once, waits in zip(arrays, *throttles(arrays, self._settings.parallel_points), strict=True):
             jobs = self._submit(points, array, environment, at_once, self._bases[waits] if waits is not None else None)
             self._bases.append(jobs[0].partition("_")[0])
             it = array.shape
             log.info(f"job {self._bases[-1]}: {len(jobs)} points, nodes {it.nodes} x ranks {it.ranks_per_node}")
-            started |= {point: Started(job, it.ranks) for point, job in zip(array.points, jobs, strict=True)}
+            started |= {point: StartedJob(job, it.ranks) for point, job in zip(array.points, jobs, strict=True)}
         return [started[index] for index in range(len(points.blobs))]
 
-    def source(self) -> Slurm:
-        return Slurm(ask)
+    def source(self) -> SlurmJobs:
+        return SlurmJobs(run_client)
 
     def cancel(self) -> None:
         """Of jobs that have ended, scancel does nothing."""
         if self._bases:
-            ask(["scancel", *self._bases])
+            run_client(["scancel", *self._bases])
 
     def _arrays(self, points: Points) -> list[Array]:
         known: dict[str, Shape] = {}
@@ -76,13 +75,13 @@ class SlurmPoints:
             shape = known[said] = known.get(said) or shape_of(self._settings, config, points.folder)
             key = json.dumps([shape.nodes, shape.ranks_per_node, shape.options], sort_keys=True)
             shapes.setdefault(key, (shape, []))[1].append(index)
-        most = max(1, largest_array(ask))
+        most = max(1, max_array_size(run_client))
         for shape, members in shapes.values():
-            check_shape(self._settings, shape, points.config(members[0]), ask)
+            check_shape(self._settings, shape, points.config(members[0]), run_client)
         return [
             Array(shape, tuple(members[index] for index in part))
             for shape, members in shapes.values()
-            for part in split(len(members), most)
+            for part in split_evenly(len(members), most)
         ]
 
     def _environment(self, points: Points, config: DictConfig) -> dict[str, str]:
@@ -98,7 +97,7 @@ class SlurmPoints:
         self, points: Points, array: Array, environment: dict[str, str], at_once: int, after: str | None
     ) -> list[str]:
         it = self._settings
-        executor = FunctionExecutor(
+        executor = SlurmCallExecutor(
             points.folder,
             it.max_timeouts,
             python=shlex.join(it.python) if it.python else None,

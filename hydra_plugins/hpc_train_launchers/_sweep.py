@@ -20,9 +20,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import handled
-from hpc_train.launch.functions.files import pickled, private_folder
-from hpc_train.launch.functions.waiting import End, Source, Started, wait_for
+from hpc_train.launch.callables.calls import make_private_folder, pickle_value
+from hpc_train.launch.callables.waiting import JobEnd, JobSource, StartedJob, wait_for_jobs
+from hpc_train.launch.slurm.slurm_cli import handle_signals
 from hydra_plugins.hpc_train_launchers._compose import remember
 from hydra_plugins.hpc_train_launchers._parcel import pack
 from hydra_plugins.hpc_train_launchers._point import Shared
@@ -68,10 +68,10 @@ class Backend(Protocol):
     def folder(self) -> str:
         """Setting `folder`."""
 
-    def start(self, points: Points, config: DictConfig) -> list[Started]:
+    def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Hand all of them over, or none: a job for each point, in order. Raises UserError. config: the sweep's own."""
 
-    def source(self) -> Source:
+    def source(self) -> JobSource:
         """Who tells how they end."""
 
     def cancel(self) -> None:
@@ -107,8 +107,8 @@ def launch(
 def _freeze(application: Application, backend: Backend, overrides: Sequence[Sequence[str]], first: int) -> Points:
     """Compose every point now: what is edited later changes nothing of it."""
     Path(str(application.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-    folder = private_folder(Path(backend.folder).expanduser().absolute())
-    blobs = [pickled(_compose(application, list(words), first + index)) for index, words in enumerate(overrides)]
+    folder = make_private_folder(Path(backend.folder).expanduser().absolute())
+    blobs = [pickle_value(_compose(application, list(words), first + index)) for index, words in enumerate(overrides)]
     points = Points(blobs, folder / f"points-{first}-{os.getpid()}.pkl", folder)
     shared = Shared(application.handed, application.task_function, Singleton.get_state())
     pack(points.parcel, shared, points.blobs)
@@ -124,12 +124,12 @@ def _compose(application: Application, words: list[str], number: int) -> DictCon
     return composed
 
 
-def _run(backend: Backend, points: Points, config: DictConfig) -> list[End]:
+def _run(backend: Backend, points: Points, config: DictConfig) -> list[JobEnd]:
     """The end of every point, in order. If this process is told to stop, no job of the sweep goes on."""
     try:
         with _ended_by_signals():
             jobs = backend.start(points, config)
-            ends = wait_for(jobs, points.folder, backend.source(), fails)
+            ends = wait_for_jobs(jobs, points.folder, backend.source(), fails)
     except UserError:
         backend.cancel()
         points.parcel.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ def _run(backend: Backend, points: Points, config: DictConfig) -> list[End]:
 def _ended_by_signals() -> Iterator[None]:
     """What ends this process without Python's knowledge unwinds it, as Ctrl-C does. nohup's SIGHUP stays ignored."""
     own = [it for it in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(it) is signal.SIG_DFL]
-    with handled(own, _leave):
+    with handle_signals(own, _leave):
         yield
 
 
@@ -160,7 +160,7 @@ def fails(returned: Any) -> bool:
     return isinstance(returned, JobReturn) and returned.status is not JobStatus.COMPLETED
 
 
-def _returned(end: End, points: Points, index: int) -> JobReturn:
+def _returned(end: JobEnd, points: Points, index: int) -> JobReturn:
     if isinstance(end.value, JobReturn):
         return end.value
     config = points.config(index)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.data import TokenDataConfig
-from hpc_train.data.build import ensure
+from hpc_train.config.model import TokenDataConfig
+from hpc_train.data.build import ensure_store
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("bench")
     (folder / "text.txt").write_text("the order of the samples is a pure function of the seed\n" * 2000)
     config = TokenDataConfig(name="tiny", sources=[str(folder / "text.txt")], cache=str(folder / "cache"))
-    store: Path = ensure(config)
+    store: Path = ensure_store(config)
     model = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.feed_forward=64"]
     return [*model, f"data.path={store}", "train.sequence_length=32", "train.global_batch=8", "train.micro_batch=4"]

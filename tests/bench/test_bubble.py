@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.pipeline import Options, Result, ScheduleResult, bubble_command, choose, text
-from hpc_train.bench.sleeping import times
-from hpc_train.config.techniques import SCHEDULES
+from hpc_train.bench.bubble import (
+    BubbleOptions,
+    BubbleResult,
+    ScheduleResult,
+    bubble_command,
+    choose_schedules,
+    format_bubbles,
+)
+from hpc_train.bench.bubble_rank import sleep_times
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.schedules.generate import orders
+from hpc_train.schedules.generate import generate_order
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "bubble", "--ranks", "2"]
 FILE = "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1I0,1F1,1I1,1W0,1F2,1B2,1W1,1F3,1B3\n"
@@ -42,19 +49,19 @@ def test_all_schedules_and_a_file_run_in_their_orders(tmp_path: Path) -> None:
 
 
 def test_a_stage_sleeps_its_share_and_the_first_has_no_gradient_of_its_inputs() -> None:
-    assert times(orders("1f1b", 2, 2), 3.0) == times(orders("naive", 2, 2), 3.0)
-    each = times(orders("zbv", 2, 4), 3.0)
+    assert sleep_times(generate_order("1f1b", 2, 2), 3.0) == sleep_times(generate_order("naive", 2, 2), 3.0)
+    each = sleep_times(generate_order("zbv", 2, 4), 3.0)
     assert each.forward == (1.5, 1.5, 1.5, 1.5)
     assert (each.inputs, each.weights) == ((0.0, 1.5, 1.5, 1.5), (3.0, 1.5, 1.5, 1.5))
 
 
-def options(**changed: object) -> Options:
-    usual = Options(SCHEDULES, ranks=4, micro_batches=8, rounds=1, milliseconds=1.0)
+def options(**changed: object) -> BubbleOptions:
+    usual = BubbleOptions(SCHEDULES, ranks=4, micro_batches=8, rounds=1, milliseconds=1.0)
     return replace(usual, **changed)  # type: ignore[arg-type]
 
 
 def test_a_schedule_that_cannot_do_the_numbers_is_left_out_and_said() -> None:
-    chosen, refused = choose(options(micro_batches=6))
+    chosen, refused = choose_schedules(options(micro_batches=6))
     assert list(refused) == ["dualpipev"]
     assert set(chosen) | set(refused) == set(SCHEDULES)
     assert "at least 8" in refused["dualpipev"]
@@ -111,9 +118,11 @@ def test_the_table_says_which_are_not_as_their_orders_say() -> None:
         off, share = measured / 0.2 - 1, (0.2, 0.2)
         return ScheduleResult(name, 2, 0.2, measured, (measured, measured), off, 1.0, 1.1, share, share, (2, 1))
 
-    shown = text(Result(options(), [row("gpipe", 0.21), row("1f1b", 0.25)], {"zbv": "too few"}, 2, 0.5, True))
+    shown = format_bubbles(
+        BubbleResult(options(), [row("gpipe", 0.21), row("1f1b", 0.25)], {"zbv": "too few"}, 2, 0.5, True)
+    )
     assert "gpipe      2     20.00%   21.00% (21.00% - 21.00%)       +5.0%" in shown
     assert "left out: too few" in shown
     assert shown.endswith("Not within 10% of what its order says: 1f1b.")
-    shown = text(Result(options(), [row("gpipe", 0.21)], {}, 2, 0.5, False))
+    shown = format_bubbles(BubbleResult(options(), [row("gpipe", 0.21)], {}, 2, 0.5, False))
     assert shown.endswith("The bubble of every schedule is within 10% of what its order says.")

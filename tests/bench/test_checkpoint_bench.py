@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 from rank_processes import assert_they_end
 
-from hpc_train.bench.checkpoint.command import checkpoint_command
-from hpc_train.bench.checkpoint.meter import timed
-from hpc_train.bench.checkpoint.result import OPERATIONS, RESHARDINGS, Options, Result, Setting, lines
-from hpc_train.bench.checkpoint.table import show
+from hpc_train.bench.checkpoint.benchmark import (
+    OPERATIONS,
+    RESHARDINGS,
+    CheckpointBenchOptions,
+    CheckpointBenchResult,
+    SettingResult,
+    checkpoint_command,
+    summarize_operations,
+)
+from hpc_train.bench.checkpoint.output import print_checkpoint_result
+from hpc_train.bench.checkpoint.sides import time_operation
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "checkpoint"]
@@ -103,7 +110,9 @@ def test_bytes_of_resharding_are_those_that_were_read(tmp_path: Path) -> None:
 def test_what_threads_read_is_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3 << 20))
     with (tmp_path / "file").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
-        read = timed(lambda: list(pool.map(lambda k: os.pread(file.fileno(), 1 << 20, k << 20), [0, 1, 2, 2])))[2]
+        read = time_operation(
+            lambda: list(pool.map(lambda k: os.pread(file.fileno(), 1 << 20, k << 20), [0, 1, 2, 2]))
+        )[2]
     assert 4 << 20 <= read < (4 << 20) + 4096
 
 
@@ -128,7 +137,7 @@ def test_ratios_are_of_the_same_round() -> None:
         [[wall, 1.0, 3.0 * 2**30] for wall in walls] for walls in ([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], [4.0] * 3)
     )
     sides = {"dcp": np.array(dcp), "hpc_train": np.array(ours), "raw_direct": np.array(direct)}
-    rows = {row.side: row for row in lines({"save": sides}, gib=2.0)}
+    rows = {row.side: row for row in summarize_operations({"save": sides}, gib=2.0)}
     assert rows["hpc_train"].seconds == 2.0
     assert rows["hpc_train"].quartiles == (1.5, 3.0)
     assert (rows["hpc_train"].gib_per_second, rows["hpc_train"].cpu_seconds_per_gib) == (1.0, 0.5)
@@ -136,19 +145,21 @@ def test_ratios_are_of_the_same_round() -> None:
     assert rows["hpc_train"].over["dcp"].median == 2.0  # of 4, 2 and 1
     assert set(rows["dcp"].over) == {"raw_direct"}
     assert rows["dcp"].read is None
-    (moved,) = lines({"reshard_columns": {"dcp": sides["dcp"]}}, gib=2.0)
+    (moved,) = summarize_operations({"reshard_columns": {"dcp": sides["dcp"]}}, gib=2.0)
     assert moved.read == 1.5
 
 
 def test_what_cannot_be_measured_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     samples = {"save": {"hpc_train": np.ones((1, 3))}}
-    setting = Setting("/d", "tmpfs", 1, 3, 2.0, lines(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0))
-    show(Result(USUAL, [setting], 2))
+    setting = SettingResult(
+        "/d", "tmpfs", 1, 3, 2.0, summarize_operations(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0)
+    )
+    print_checkpoint_result(CheckpointBenchResult(USUAL, [setting], 2))
     assert "left out: raw_direct: Invalid argument" in capsys.readouterr().out
     assert set(SIDES) == set(OPERATIONS)
 
 
-USUAL = Options(0.001, (1,), None, (".",), 2)
+USUAL = CheckpointBenchOptions(0.001, (1,), None, (".",), 2)
 
 
 @pytest.mark.parametrize(

@@ -17,37 +17,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.api import World
-from hpc_train.bench.collectives.cases import CaseMaker, Cell, ProbeCell
-from hpc_train.bench.collectives.command import EXIT_WRONG, finish
-from hpc_train.bench.collectives.data import UNTOUCHED, Pattern, wrong_elements
+from hpc_train.bench.collectives.backends import OWN_ALGORITHMS, TorchBackend, TorchConnection, started_by_mpi
+from hpc_train.bench.collectives.benchmark import (
+    EXIT_WRONG_DATA,
+    CollectivesResult,
+    LevelFit,
+    Measurement,
+    make_calibration,
+    report_result,
+)
+from hpc_train.bench.collectives.cases import (
+    UNTOUCHED_VALUE,
+    CaseMaker,
+    DataPattern,
+    MeasurementCell,
+    ProbeCell,
+    count_wrong_elements,
+)
 from hpc_train.bench.collectives.definitions import (
     OPERATIONS,
-    Shape,
+    CollectiveShape,
     algorithm_bandwidth,
     bus_factor,
-    operation,
-    shape_of,
+    find_operation,
+    make_shape,
 )
-from hpc_train.bench.collectives.fit import fit_line
-from hpc_train.bench.collectives.groups import WORLD, groups_of
-from hpc_train.bench.collectives.job import Job
-from hpc_train.bench.collectives.levels import Probe, levels_of_ranks, probes, unprobed
-from hpc_train.bench.collectives.measure import measure_with
-from hpc_train.bench.collectives.options import Options, parse_size
-from hpc_train.bench.collectives.own import OWN
-from hpc_train.bench.collectives.plain import text
-from hpc_train.bench.collectives.plot import write_plot
-from hpc_train.bench.collectives.result import Fit, Measurement, Result, calibration_of
-from hpc_train.bench.collectives.table import show
-from hpc_train.bench.collectives.with_mpi import started_by_mpi
-from hpc_train.bench.collectives.with_torch import TorchBackend, TorchConnection
+from hpc_train.bench.collectives.measure import BenchJob, fit_latency_bandwidth, measure_with_backends
+from hpc_train.bench.collectives.options import CollectivesOptions, parse_size
+from hpc_train.bench.collectives.output import format_nccl_tests, plot_bandwidths, print_collectives_result
+from hpc_train.bench.collectives.rank_groups import (
+    WORLD_AXIS,
+    LevelProbe,
+    describe_unprobed,
+    groups_of_rank,
+    make_probes,
+    make_rank_levels,
+)
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import AXES, Degrees, resolve
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import AXES, Degrees, ParallelConfig, resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.placement.levels import levels_of
+from hpc_train.interfaces import World
+from hpc_train.placement.fabric import build_levels
 from hpc_train.testing import run_ranks
 
 NAMES = [it.name for it in OPERATIONS]
@@ -72,7 +83,7 @@ def test_bandwidths_are_those_of_nccl_tests(
     name: str, ranks: int, size: int, seconds: float, algbw: float, busbw: float
 ) -> None:
     assert algorithm_bandwidth(size, seconds) == pytest.approx(algbw)
-    assert algorithm_bandwidth(size, seconds) * bus_factor(operation(name).name, ranks) == pytest.approx(busbw)
+    assert algorithm_bandwidth(size, seconds) * bus_factor(find_operation(name).name, ranks) == pytest.approx(busbw)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +100,11 @@ def test_bandwidths_are_those_of_nccl_tests(
 def test_size_is_the_larger_buffer_and_count_what_a_rank_gives_to_a_part(
     name: str, ranks: int, size: int, count: int, sent: int, received: int, bytes_: int
 ) -> None:
-    shape = shape_of(operation(name), ranks, size)
+    shape = make_shape(find_operation(name), ranks, size)
     assert (shape.count, shape.sent, shape.received, shape.size) == (count, sent, received, bytes_)
 
 
-def results(shape: Shape, sent: Sequence[Tensor]) -> list[Tensor]:
+def results(shape: CollectiveShape, sent: Sequence[Tensor]) -> list[Tensor]:
     """What every rank receives, by the plain meaning of the operation."""
     ranks, total = shape.ranks, torch.stack(list(sent)).sum(0)
     match shape.operation.name:
@@ -114,8 +125,8 @@ def results(shape: Shape, sent: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_what_is_expected_is_the_meaning_of_the_operation(name: str, ranks: int) -> None:
-    shape = shape_of(operation(name), ranks, 4 * 60)
-    pattern = Pattern(shape.elements, CPU)
+    shape = make_shape(find_operation(name), ranks, 4 * 60)
+    pattern = DataPattern(shape.elements, CPU)
     found = results(shape, [pattern.sent(shape, rank) for rank in range(ranks)])
     for rank in range(ranks):
         expected = pattern.expected(shape, rank)
@@ -123,27 +134,27 @@ def test_what_is_expected_is_the_meaning_of_the_operation(name: str, ranks: int)
             assert expected is None
         else:
             assert expected is not None
-            assert wrong_elements(found[rank], expected) == 0
+            assert count_wrong_elements(found[rank], expected) == 0
 
 
-def _missing(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
+def _missing(shape: CollectiveShape, sent: list[Tensor]) -> list[Tensor]:
     """The last rank has sent what it should not: the first's values."""
     return results(shape, [*sent[:-1], sent[0]])
 
 
-def _shifted(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
+def _shifted(shape: CollectiveShape, sent: list[Tensor]) -> list[Tensor]:
     return [it.roll(1) for it in results(shape, sent)]
 
 
-def _one_off(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
+def _one_off(shape: CollectiveShape, sent: list[Tensor]) -> list[Tensor]:
     return [torch.cat([it[:-1], it[-1:] + 1]) for it in results(shape, sent)]
 
 
-def _stale(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
-    return [torch.full_like(it, UNTOUCHED) for it in results(shape, sent)]
+def _stale(shape: CollectiveShape, sent: list[Tensor]) -> list[Tensor]:
+    return [torch.full_like(it, UNTOUCHED_VALUE) for it in results(shape, sent)]
 
 
-def _others(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
+def _others(shape: CollectiveShape, sent: list[Tensor]) -> list[Tensor]:
     """Every rank has what the next one should have."""
     found = results(shape, sent)
     return found[1:] + found[:1]
@@ -151,21 +162,23 @@ def _others(shape: Shape, sent: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", [_missing, _shifted, _one_off, _stale, _others])
-def test_every_operation_is_found_out(name: str, fault: Callable[[Shape, list[Tensor]], list[Tensor]]) -> None:
+def test_every_operation_is_found_out(
+    name: str, fault: Callable[[CollectiveShape, list[Tensor]], list[Tensor]]
+) -> None:
     if fault is _others and name in ("all_reduce", "all_gather", "broadcast", "reduce"):
         fault = _one_off  # all ranks have the same there
     if fault is _missing and name == "broadcast":
         fault = _stale  # only the first rank's values count
-    shape = shape_of(operation(name), 4, 4 * 400)
-    pattern = Pattern(shape.elements, CPU)
+    shape = make_shape(find_operation(name), 4, 4 * 400)
+    pattern = DataPattern(shape.elements, CPU)
     found = fault(shape, [pattern.sent(shape, rank) for rank in range(4)])
-    wrong = sum(wrong_elements(found[rank], pattern.expected(shape, rank)) for rank in range(4))
+    wrong = sum(count_wrong_elements(found[rank], pattern.expected(shape, rank)) for rank in range(4))
     assert wrong > 0
 
 
 def test_sums_are_exact_over_thousands_of_ranks() -> None:
-    shape = shape_of(operation("all_reduce"), 30_000, 4 * 1000)
-    expected = Pattern(1000, CPU).expected(shape, 0)
+    shape = make_shape(find_operation("all_reduce"), 30_000, 4 * 1000)
+    expected = DataPattern(1000, CPU).expected(shape, 0)
     assert expected is not None
     assert expected.max() < 2**24
 
@@ -190,12 +203,13 @@ def test_our_ring_and_tree_add_up_in_place(algorithm: str, ranks: int, elements:
     queues: dict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     for pair in [(a, b) for a in range(ranks) for b in range(ranks)]:
         queues[pair] = Queue()
-    shape = shape_of(operation("all_reduce"), ranks, 4 * elements)
-    pattern = Pattern(elements, CPU)
+    shape = make_shape(find_operation("all_reduce"), ranks, 4 * elements)
+    pattern = DataPattern(elements, CPU)
     buffers = [pattern.sent(shape, rank).clone() for rank in range(ranks)]
     threads = [
         threading.Thread(
-            target=OWN[algorithm], args=(QueueWire(ranks, rank, queues), buffers[rank], torch.empty(elements))
+            target=OWN_ALGORITHMS[algorithm],
+            args=(QueueWire(ranks, rank, queues), buffers[rank], torch.empty(elements)),
         )
         for rank in range(ranks)
     ]
@@ -204,7 +218,7 @@ def test_our_ring_and_tree_add_up_in_place(algorithm: str, ranks: int, elements:
     for thread in threads:
         thread.join(timeout=30)
     expected = pattern.expected(shape, 0)
-    assert all(wrong_elements(buffer, expected) == 0 for buffer in buffers)
+    assert all(count_wrong_elements(buffer, expected) == 0 for buffer in buffers)
     assert all(queue.empty() for queue in queues.values()), "nothing was sent that nobody wanted"
 
 
@@ -214,8 +228,8 @@ def test_groups_are_those_of_the_mesh() -> None:
     def on_rank(world: World) -> list[tuple[str, list[int], list[int]]]:
         return [
             (group.axis, list(group.ranks), dist.get_process_group_ranks(world.mesh.get_group(group.axis)))
-            for group in groups_of(resolve(config, world.size), world.rank)
-            if group.axis != WORLD
+            for group in groups_of_rank(resolve_degrees(config, world.size), world.rank)
+            if group.axis != WORLD_AXIS
         ]
 
     for groups in run_ranks(on_rank, 4, parallel=config):
@@ -224,8 +238,8 @@ def test_groups_are_those_of_the_mesh() -> None:
 
 
 def test_the_world_is_measured_unless_an_axis_is_all_of_it() -> None:
-    assert [it.axis for it in groups_of(Degrees(1, 4, 1, 1, 1), 0)] == ["dp_replicate"]
-    two = groups_of(Degrees(2, 1, 1, 1, 3), 5)
+    assert [it.axis for it in groups_of_rank(Degrees(1, 4, 1, 1, 1), 0)] == ["dp_replicate"]
+    two = groups_of_rank(Degrees(2, 1, 1, 1, 3), 5)
     assert [(it.axis, it.ranks, it.index, it.groups) for it in two] == [
         ("pp", (2, 5), 1, 3),
         ("tp", (3, 4, 5), 2, 2),
@@ -237,7 +251,9 @@ def test_the_world_is_measured_unless_an_axis_is_all_of_it() -> None:
 def test_the_fit_finds_the_constants_again(latency: float, bandwidth: float) -> None:
     sizes = [1 << power for power in range(10, 27, 2)]
     noise = np.random.default_rng(3).normal(1, 0.03, len(sizes))
-    line = fit_line(sizes, [(latency + size / bandwidth) * factor for size, factor in zip(sizes, noise, strict=True)])
+    line = fit_latency_bandwidth(
+        sizes, [(latency + size / bandwidth) * factor for size, factor in zip(sizes, noise, strict=True)]
+    )
     assert line is not None
     assert line.latency == pytest.approx(latency, rel=0.1, abs=0.1 * sizes[0] / bandwidth)
     assert line.bandwidth == pytest.approx(bandwidth, rel=0.05)
@@ -245,29 +261,29 @@ def test_the_fit_finds_the_constants_again(latency: float, bandwidth: float) -> 
 
 
 def test_the_fit_is_exact_without_noise_never_negative_and_says_when_it_cannot_tell() -> None:
-    line = fit_line([1000, 2000, 4000], [0.003, 0.005, 0.009])
+    line = fit_latency_bandwidth([1000, 2000, 4000], [0.003, 0.005, 0.009])
     assert line is not None
     assert (line.latency, line.bandwidth) == (pytest.approx(0.001), pytest.approx(5e5))
     assert line.error == pytest.approx(0, abs=1e-9)
-    below = fit_line([1000, 2000], [0.001, 0.003])
+    below = fit_latency_bandwidth([1000, 2000], [0.001, 0.003])
     assert below is not None
     assert below.latency == 0
-    assert fit_line([1000, 4000], [0.002, 0.001]) is None
-    assert fit_line([1000], [0.002]) is None
+    assert fit_latency_bandwidth([1000, 4000], [0.002, 0.001]) is None
+    assert fit_latency_bandwidth([1000], [0.002]) is None
 
 
-def ranked(hosts: Sequence[str], paths: dict[str, tuple[str, ...]]) -> list[Probe]:
+def ranked(hosts: Sequence[str], paths: dict[str, tuple[str, ...]]) -> list[LevelProbe]:
     nodes = list(dict.fromkeys(hosts))
-    return probes(levels_of_ranks(hosts, nodes, levels_of(nodes, paths)))
+    return make_probes(make_rank_levels(hosts, nodes, build_levels(nodes, paths)))
 
 
 def test_probes_leave_a_group_of_their_level_and_of_no_higher_one() -> None:
     hosts = ["a", "a", "b", "b", "c", "c", "d", "d"]
     found = ranked(hosts, {"a": ("s", "x"), "b": ("s", "x"), "c": ("s", "y"), "d": ("s", "y")})
     assert found == [
-        Probe("inside", (1, 0, 3, 2, 5, 4, 7, 6), 1),
-        Probe("node", (2, 3, 0, 1, 6, 7, 4, 5), 2),
-        Probe("leaf", (4, 5, 6, 7, 0, 1, 2, 3), 4),
+        LevelProbe("inside", (1, 0, 3, 2, 5, 4, 7, 6), 1),
+        LevelProbe("node", (2, 3, 0, 1, 6, 7, 4, 5), 2),
+        LevelProbe("leaf", (4, 5, 6, 7, 0, 1, 2, 3), 4),
     ]
 
 
@@ -275,18 +291,21 @@ def test_uneven_levels_are_probed_by_their_largest_pairs() -> None:
     hosts = ["a", "b", "c", "d", "e"]
     leaves = {"a": ("x",), "b": ("y",), "c": ("x",), "d": ("y",), "e": ("z",)}
     assert ranked(hosts, leaves) == [
-        Probe("node", (2, 3, 0, 1, 4), 1),
-        Probe("leaf", (1, 0, 3, 2, 4), 2),
+        LevelProbe("node", (2, 3, 0, 1, 4), 1),
+        LevelProbe("leaf", (1, 0, 3, 2, 4), 2),
     ], "one pair of nodes in each of x and y; x and y by both their nodes, z by none"
-    assert ranked(["a", "a", "a"], {}) == [Probe("inside", (1, 0, 2), 1), Probe("inside", (2, 1, 0), 1)]
+    assert ranked(["a", "a", "a"], {}) == [LevelProbe("inside", (1, 0, 2), 1), LevelProbe("inside", (2, 1, 0), 1)]
     assert [probe.level for probe in ranked(["a", "b"], {})] == ["node"], "nothing is known above"
 
 
 def test_what_cannot_be_probed_is_said() -> None:
-    levels = levels_of_ranks(["a", "b"], ["a", "b"], levels_of(["a", "b"], {"a": ("x",), "b": ("x",)}))
-    assert [line.partition(":")[0] for line in unprobed(levels, probes(levels))] == ["level inside", "level leaf"]
-    alone = levels_of_ranks(["a", "a"], ["a"], levels_of(["a"]))
-    assert unprobed(alone, probes(alone)) == []
+    levels = make_rank_levels(["a", "b"], ["a", "b"], build_levels(["a", "b"], {"a": ("x",), "b": ("x",)}))
+    assert [line.partition(":")[0] for line in describe_unprobed(levels, make_probes(levels))] == [
+        "level inside",
+        "level leaf",
+    ]
+    alone = make_rank_levels(["a", "a"], ["a"], build_levels(["a"]))
+    assert describe_unprobed(alone, make_probes(alone)) == []
 
 
 class Liar:
@@ -320,20 +339,20 @@ class LyingConnection:
         return call
 
 
-def job_of(world: World) -> Job:
+def job_of(world: World) -> BenchJob:
     hosts = ["here"] * world.size
-    degrees = resolve(ParallelConfig(), world.size)
-    return Job(world, degrees, 1, tuple(levels_of_ranks(hosts, ["here"], levels_of(["here"]))), "as it came")
+    degrees = resolve_degrees(ParallelConfig(), world.size)
+    return BenchJob(world, degrees, 1, tuple(make_rank_levels(hosts, ["here"], build_levels(["here"]))), "as it came")
 
 
 def test_a_library_that_lies_is_an_error_and_leaves_no_calibration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = {"smallest": "1K", "largest": "4K", "rounds": 2, "iterations": 1}
-    options = Options(**few, operations=("all_reduce", "all_to_all"), algorithms=("library", "ring"))  # type: ignore[arg-type]
+    options = CollectivesOptions(**few, operations=("all_reduce", "all_to_all"), algorithms=("library", "ring"))  # type: ignore[arg-type]
 
-    def on_rank(world: World) -> Result:
-        return measure_with(compose([]), options, job_of(world), [Liar(world)])
+    def on_rank(world: World) -> CollectivesResult:
+        return measure_with_backends(compose([]), options, job_of(world), [Liar(world)])
 
     result = run_ranks(on_rank, 2)[0]
     assert {(row.operation, row.algorithm): row.wrong for row in result.measurements} == {
@@ -343,7 +362,7 @@ def test_a_library_that_lies_is_an_error_and_leaves_no_calibration(
     }
     assert result.wrong == 4, "an element of each of two sizes"
     out = tmp_path / "calibration.json"
-    assert finish(result, replace(options, out=str(out), output="plain")) == EXIT_WRONG
+    assert report_result(result, replace(options, out=str(out), output="plain")) == EXIT_WRONG_DATA
     said = capsys.readouterr()
     assert "# Out of bounds values : 4 FAILED" in said.out
     assert len(said.err.splitlines()) == 1
@@ -354,7 +373,7 @@ def test_a_library_that_lies_is_an_error_and_leaves_no_calibration(
 def test_messages_of_probes_are_checked_too() -> None:
     def on_rank(world: World) -> tuple[int, int]:
         maker, backend = CaseMaker(world.rank, world.size, 64), TorchBackend(world)
-        probe = ProbeCell(Probe("node", (1, 0, 2), 1), backend, shape_of(operation("send_recv"), 2, 256))
+        probe = ProbeCell(LevelProbe("node", (1, 0, 2), 1), backend, make_shape(find_operation("send_recv"), 2, 256))
         case = maker.probe(probe)
         case.fill()
         before = case.wrong()
@@ -367,10 +386,12 @@ def test_messages_of_probes_are_checked_too() -> None:
 def test_a_case_may_be_called_again_and_again() -> None:
     def on_rank(world: World) -> list[int]:
         maker, backend = CaseMaker(world.rank, world.size, 64), TorchBackend(world)
-        group = groups_of(resolve(ParallelConfig(), world.size), world.rank)[0]
+        group = groups_of_rank(resolve_degrees(ParallelConfig(), world.size), world.rank)[0]
         wrong = []
         for name in NAMES:
-            case = maker.case(Cell(group, backend, "library", shape_of(operation(name), world.size, 240)))
+            case = maker.case(
+                MeasurementCell(group, backend, "library", make_shape(find_operation(name), world.size, 240))
+            )
             for _ in range(2):
                 case.fill()
                 case.call()
@@ -388,7 +409,7 @@ def row(**changes: object) -> Measurement:
 
 
 @pytest.fixture
-def result() -> Result:
+def result() -> CollectivesResult:
     rows = [
         row(),
         row(size=4096, count=1024),
@@ -396,18 +417,18 @@ def result() -> Result:
         row(axis="world", groups=1, ranks=4, operation="all_gather", redop="none", in_place=False, size=996),
     ]
     fits = (
-        Fit("inside", "gloo", 1, (1024, 4096), (1e-5, 2e-5), 7e-6, 3e8, 0.01),
-        Fit("node", "gloo", 2, (1024, 4096), (2e-5, 1e-5), None, None, None),
-        Fit("inside", "mpi", 1, (1024, 4096), (1e-6, 2e-6), 6e-7, 3e9, 0.01),
+        LevelFit("inside", "gloo", 1, (1024, 4096), (1e-5, 2e-5), 7e-6, 3e8, 0.01),
+        LevelFit("node", "gloo", 2, (1024, 4096), (2e-5, 1e-5), None, None, None),
+        LevelFit("inside", "mpi", 1, (1024, 4096), (1e-6, 2e-6), 6e-7, 3e9, 0.01),
     )
     degrees = dict.fromkeys(AXES, 1) | {"dp_replicate": 2, "tp": 2}
-    return Result(
+    return CollectivesResult(
         "mine", "cpu", 4, 2, degrees, "as it came", 5, "2026-01-02T03:04:05+00:00", tuple(rows), fits, 0, ("a note",)
     )
 
 
-def test_plain_lines_have_the_columns_of_nccl_tests(result: Result) -> None:
-    lines = text(result).splitlines()
+def test_plain_lines_have_the_columns_of_nccl_tests(result: CollectivesResult) -> None:
+    lines = format_nccl_tests(result).splitlines()
     numbers = [line.split() for line in lines if not line.startswith("#")]
     assert numbers[0] == ["1024", "256", "float", "sum", "20.00", "0.05", "0.05", "0"]
     assert len(numbers) == 4
@@ -423,33 +444,37 @@ def test_plain_lines_have_the_columns_of_nccl_tests(result: Result) -> None:
         assert words in lines
 
 
-def test_the_table_names_axes_algorithms_and_levels(result: Result, capsys: pytest.CaptureFixture[str]) -> None:
-    show(result)
+def test_the_table_names_axes_algorithms_and_levels(
+    result: CollectivesResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_collectives_result(result)
     said = capsys.readouterr().out
     for words in ("tp: 2 x 2 ranks", "world: 1 x 4 ranks", "ring (ours)", "996", "4K", "inside", "unknown", "a note"):
         assert words in said
 
 
 @pytest.mark.parametrize(("name", "begins"), [("bus.png", b"\x89PNG"), ("bus.svg", b"<?xml")])
-def test_the_plot_is_a_picture(result: Result, tmp_path: Path, name: str, begins: bytes) -> None:
-    write_plot(result, tmp_path / name)
+def test_the_plot_is_a_picture(result: CollectivesResult, tmp_path: Path, name: str, begins: bytes) -> None:
+    plot_bandwidths(result, tmp_path / name)
     content = (tmp_path / name).read_bytes()
     assert content.startswith(begins)
     assert len(content) > 5000
 
 
-def test_the_calibration_has_the_levels_of_the_first_backend(result: Result, tmp_path: Path) -> None:
+def test_the_calibration_has_the_levels_of_the_first_backend(result: CollectivesResult, tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    assert finish(result, Options(out=str(out), output="json")) == 0
+    assert report_result(result, CollectivesOptions(out=str(out), output="json")) == 0
     found = read_calibration(out)
-    assert found == calibration_of(result)
+    assert found == make_calibration(result)
     assert (found.cluster, found.backend, [it.level for it in found.levels]) == ("mine", "gloo", ["inside"])
     assert json.loads(result.to_json())["measurements"][0]["busbw"] == 0.05
 
 
-def test_a_calibration_without_a_level_is_refused(result: Result, tmp_path: Path) -> None:
+def test_a_calibration_without_a_level_is_refused(result: CollectivesResult, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"these sizes tell no level's bandwidth; try a larger --max"):
-        finish(replace(result, fits=result.fits[1:2]), Options(out=str(tmp_path / "c.json"), output="plain"))
+        report_result(
+            replace(result, fits=result.fits[1:2]), CollectivesOptions(out=str(tmp_path / "c.json"), output="plain")
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -467,8 +492,8 @@ def test_other_sizes_are_refused(said: str) -> None:
 
 
 def test_sizes_rise_by_the_factor() -> None:
-    assert Options("1K", "20K", 4).sizes == [1024, 4096, 16384]
-    assert len(Options().sizes) == round(math.log(64 * 1024, 4)) + 1
+    assert CollectivesOptions("1K", "20K", 4).sizes == [1024, 4096, 16384]
+    assert len(CollectivesOptions().sizes) == round(math.log(64 * 1024, 4)) + 1
 
 
 def test_mpi_is_only_asked_where_an_mpi_launcher_started_the_ranks() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.collectives.command import collectives_command
-from hpc_train.bench.collectives.definitions import OPERATIONS, bus_factor, operation
-from hpc_train.bench.collectives.options import Options
+from hpc_train.bench.collectives.benchmark import collectives_command
+from hpc_train.bench.collectives.definitions import OPERATIONS, bus_factor, find_operation
+from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -39,7 +39,7 @@ def test_json_of_two_ranks_has_every_operation_algorithm_and_size() -> None:
     for row in rows:
         assert (row["axis"], row["groups"], row["ranks"], row["backend"]) == ("dp_replicate", 1, 2, "gloo")
         assert row["algbw"] == pytest.approx(row["size"] / row["seconds"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(operation(row["operation"]).name, 2))
+        assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(find_operation(row["operation"]).name, 2))
         assert row["quartiles"][0] <= row["seconds"] <= row["quartiles"][1]
         assert row["wrong"] == 0
     assert {row["size"] for row in rows} == {1024, 8192, 65536}
@@ -120,22 +120,32 @@ def test_a_wrong_option_is_one_line(arguments: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "options", "words"),
     [
-        ([], Options(factor=1), "--factor 1: must be at least 2"),
-        ([], Options(rounds=1), "--rounds 1: must be at least 2"),
-        ([], Options(iterations=0), "--iterations 0: must be at least 1"),
-        ([], Options(smallest="2M", largest="1M"), "--min 2M is above --max 1M"),
-        ([], Options(smallest="two"), "--min two: must be a size of at least 4 bytes, such as 4K, 64M or 1G"),
-        ([], Options(smallest="1K", largest="2K", out="c.json"), "--out: latency and bandwidth need two sizes"),
-        ([], Options(plot="bus.pdf"), "--plot bus.pdf: must end in .png or .svg"),
-        ([], Options(plot="/nowhere/bus.png"), "--plot /nowhere/bus.png: there is no folder /nowhere"),
-        ([], Options(out="/tmp"), "--out /tmp: is a folder"),
-        (["launch=slurm"], Options(), "use srun hpc-train bench collectives"),
-        (["launch.ranks=1"], Options(), "launch.ranks=1: one rank has nobody to talk to; set 2 or more"),
-        (["parallel.tp=3"], Options(), "2 ranks do not divide by 3"),
-        (["parallel.tpp=3"], Options(), "parallel.tpp"),
+        ([], CollectivesOptions(factor=1), "--factor 1: must be at least 2"),
+        ([], CollectivesOptions(rounds=1), "--rounds 1: must be at least 2"),
+        ([], CollectivesOptions(iterations=0), "--iterations 0: must be at least 1"),
+        ([], CollectivesOptions(smallest="2M", largest="1M"), "--min 2M is above --max 1M"),
+        (
+            [],
+            CollectivesOptions(smallest="two"),
+            "--min two: must be a size of at least 4 bytes, such as 4K, 64M or 1G",
+        ),
+        (
+            [],
+            CollectivesOptions(smallest="1K", largest="2K", out="c.json"),
+            "--out: latency and bandwidth need two sizes",
+        ),
+        ([], CollectivesOptions(plot="bus.pdf"), "--plot bus.pdf: must end in .png or .svg"),
+        ([], CollectivesOptions(plot="/nowhere/bus.png"), "--plot /nowhere/bus.png: there is no folder /nowhere"),
+        ([], CollectivesOptions(out="/tmp"), "--out /tmp: is a folder"),
+        (["launch=slurm"], CollectivesOptions(), "use srun hpc-train bench collectives"),
+        (["launch.ranks=1"], CollectivesOptions(), "launch.ranks=1: one rank has nobody to talk to; set 2 or more"),
+        (["parallel.tp=3"], CollectivesOptions(), "2 ranks do not divide by 3"),
+        (["parallel.tpp=3"], CollectivesOptions(), "parallel.tpp"),
     ],
 )
-def test_wrong_input_is_refused_before_any_rank_starts(overrides: list[str], options: Options, words: str) -> None:
+def test_wrong_input_is_refused_before_any_rank_starts(
+    overrides: list[str], options: CollectivesOptions, words: str
+) -> None:
     with pytest.raises(UserError) as refusal:
         collectives_command(overrides, options)
     assert words in str(refusal.value)

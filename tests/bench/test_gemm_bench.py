@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.gemm.result import Product, Result, read_result, shapes
-from hpc_train.cli import main
+from hpc_train.bench.gemm import GemmResult, MatrixProduct, product_shapes, read_gemm_result
+from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 
 
@@ -18,9 +18,9 @@ def test_products_are_measured_drawn_and_written(tmp_path: Path, capsys: pytest.
     assert main(["bench", "gemm", *words, "--out", str(file), "--plot", str(picture)]) == 0
     assert "best" in capsys.readouterr().out
     assert "<svg" in picture.read_text()
-    found = read_result(file)
+    found = read_gemm_result(file)
     assert {it.precision for it in found.products} == {"fp32", "bf16"}
-    assert len(found.products) == 2 * len(shapes(16, 32))
+    assert len(found.products) == 2 * len(product_shapes(16, 32))
     assert found.copy_gb_s > 0.1
     assert all(1e-7 < it.tflops < 1e4 for it in found.products)
     assert found.best()["fp32"].tflops == max(it.tflops for it in found.products if it.precision == "fp32")
@@ -31,17 +31,17 @@ def test_the_json_is_that_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["bench", "gemm", *words]) == 0
     text = capsys.readouterr().out
     (tmp_path / "same.json").write_text(text)
-    assert json.loads(read_result(tmp_path / "same.json").to_json()) == json.loads(text)
+    assert json.loads(read_gemm_result(tmp_path / "same.json").to_json()) == json.loads(text)
 
 
 def test_speed_of_a_product() -> None:
-    product = Product("fp32", 1000, 1000, 1000, 2e-3)
+    product = MatrixProduct("fp32", 1000, 1000, 1000, 2e-3)
     assert product.tflops == pytest.approx(1.0)
-    assert Result("cpu", "", 1, 1.0, (product, Product("fp32", 10, 10, 10, 1.0))).best() == {"fp32": product}
+    assert GemmResult("cpu", "", 1, 1.0, (product, MatrixProduct("fp32", 10, 10, 10, 1.0))).best() == {"fp32": product}
 
 
 def test_shapes_are_cubes_and_those_of_layers() -> None:
-    found = shapes(256, 1024)
+    found = product_shapes(256, 1024)
     assert (256, 256, 256) in found
     assert {(2048, 4096, 1024), (2048, 1024, 4096), (2048, 1024, 1024)} <= set(found)
     assert len(set(found)) == len(found)
@@ -68,5 +68,5 @@ def test_other_files_are_no_result(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(UserError) as error:
-        read_result(path)
+        read_gemm_result(path)
     assert str(path) in str(error.value)

@@ -3,12 +3,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpc_train.api import World
-from hpc_train.bench.local import run_as_ranks
-from hpc_train.bench.result import summarise
-from hpc_train.bench.rounds import WARM_UP, Side, Timings, begin, take_rounds
-from hpc_train.bench.startup import StartUp, process_age
+from hpc_train.bench.local_ranks import run_local_ranks
+from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Side, time_rounds, warm_up_side
+from hpc_train.bench.step import StartupTimer, process_age
+from hpc_train.bench.step_rank import summarize_step
 from hpc_train.config.compose import compose
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 
@@ -21,10 +21,10 @@ def test_rounds_alternate_in_order_and_every_side_takes_its_steps() -> None:
                 taken.append(name)
                 yield float(world.rank)
 
-        sides = [begin(name, lambda name=name: side(name)) for name in "abc"]
-        assert len(taken) == 3 * WARM_UP
+        sides = [warm_up_side(name, lambda name=name: side(name)) for name in "abc"]
+        assert len(taken) == 3 * WARM_UP_STEPS
         taken.clear()
-        timings = take_rounds(sides, rounds=3, steps=2)
+        timings = time_rounds(sides, rounds=3, steps=2)
         return taken, sides[0].first_loss, timings.wall.shape
 
     for taken, loss, shape in run_ranks(on_rank, 2):
@@ -34,13 +34,13 @@ def test_rounds_alternate_in_order_and_every_side_takes_its_steps() -> None:
 
 
 def test_every_rank_gets_the_same_timings() -> None:
-    def on_rank(world: World) -> Timings:
+    def on_rank(world: World) -> RoundTimings:
         def busy() -> Iterator[float]:
             while True:
                 sum(range(10_000 * (1 + 20 * world.rank)))
                 yield 0.0
 
-        return take_rounds([Side("a", busy(), 0.0, 0.0)], rounds=3, steps=3)
+        return time_rounds([Side("a", busy(), 0.0, 0.0)], rounds=3, steps=3)
 
     first, second = run_ranks(on_rank, 2)
     np.testing.assert_array_equal(first.wall, second.wall)
@@ -50,11 +50,11 @@ def test_every_rank_gets_the_same_timings() -> None:
 
 def test_a_ratio_above_one_says_that_ours_is_faster() -> None:
     noise = np.array([1.0, 1.5, 0.9, 2.0, 1.1])[:, None]
-    timings = Timings(wall=noise * [0.1, 0.2, 0.05], cpu=noise * [0.4, 0.2, 0.4])
+    timings = RoundTimings(wall=noise * [0.1, 0.2, 0.05], cpu=noise * [0.4, 0.2, 0.4])
 
     def on_rank(world: World) -> dict[str, tuple[float, float, float, float]]:
         sides = [Side(name, iter(()), 5.0, 1.0) for name in ("hpc_train", "hand_written", "hand_written_tuned")]
-        result = summarise(compose([]), world, sides, timings, 100, 3, StartUp())
+        result = summarize_step(compose([]), world, sides, timings, 100, 3, StartupTimer())
         assert result.sides[0].seconds == pytest.approx(0.11)
         assert result.sides[0].tokens_per_second == pytest.approx(100 / 0.11)
         return {name: (ratio.wall, ratio.low, ratio.high, ratio.cpu) for name, ratio in result.ratios.items()}
@@ -66,7 +66,7 @@ def test_a_ratio_above_one_says_that_ours_is_faster() -> None:
 
 
 def test_start_up_counts_from_the_start_of_the_process() -> None:
-    startup = StartUp()
+    startup = StartupTimer()
     startup.mark("python")
     startup.mark("nothing")
     assert list(startup.parts) == ["python", "nothing"]
@@ -75,6 +75,6 @@ def test_start_up_counts_from_the_start_of_the_process() -> None:
 
 
 def test_the_exit_code_is_that_of_the_first_rank_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_as_ranks(["--version"], ranks=2, threads=1) == 0
+    assert run_local_ranks(["--version"], ranks=2, threads=1) == 0
     assert len(capfd.readouterr().out.split()) == 2
-    assert run_as_ranks(["no-such-command"], ranks=2, threads=1) == 2
+    assert run_local_ranks(["no-such-command"], ranks=2, threads=1) == 2

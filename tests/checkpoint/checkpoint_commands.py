@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
+from hpc_train.interfaces import TensorShard, World
 
 State = dict[str, Tensor]
 
@@ -45,28 +45,28 @@ def cut(size: int, index: int, parts: int) -> slice:
     return slice(size * index // parts, size * (index + 1) // parts)
 
 
-def sharded(tensors: State, dim: int, index: int, parts: int) -> list[Piece]:
+def sharded(tensors: State, dim: int, index: int, parts: int) -> list[TensorShard]:
     """One rank's pieces: tensors that have dimension `dim` are cut along it, the others are replicated."""
     return [_shard(name, tensor, dim, index, parts) for name, tensor in tensors.items()]
 
 
-def _shard(name: str, tensor: Tensor, dim: int, index: int, parts: int) -> Piece:
+def _shard(name: str, tensor: Tensor, dim: int, index: int, parts: int) -> TensorShard:
     if tensor.dim() <= dim:
-        return Piece(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.clone(), replica=index)
+        return TensorShard(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.clone(), replica=index)
     where = cut(tensor.shape[dim], index, parts)
     offset = tuple(where.start if d == dim else 0 for d in range(tensor.dim()))
     local = tensor.narrow(dim, where.start, where.stop - where.start).clone()
-    return Piece(name, tuple(tensor.shape), tensor.dtype, offset, local)
+    return TensorShard(name, tuple(tensor.shape), tensor.dtype, offset, local)
 
 
-def whole(tensors: State) -> list[Piece]:
+def whole(tensors: State) -> list[TensorShard]:
     """The pieces of a rank that has everything."""
     return sharded(tensors, 0, 0, 1)
 
 
-def blank(pieces: Iterable[Piece]) -> list[Piece]:
+def blank(pieces: Iterable[TensorShard]) -> list[TensorShard]:
     """The same rectangles, holding nothing yet."""
-    return [Piece(p.name, p.shape, p.dtype, p.offset, torch.zeros_like(p.local), p.replica) for p in pieces]
+    return [TensorShard(p.name, p.shape, p.dtype, p.offset, torch.zeros_like(p.local), p.replica) for p in pieces]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -75,20 +75,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
 
 
-def same_pieces(a: Iterable[Piece], b: Iterable[Piece]) -> bool:
+def same_pieces(a: Iterable[TensorShard], b: Iterable[TensorShard]) -> bool:
     """All rectangles bit for bit."""
     return all(p.name == q.name and same_bits(p.local, q.local) for p, q in zip(a, b, strict=True))
 
 
 def save_alone(directory: Path, step: int, tensors: State, extra: dict[str, Any] | None = None) -> None:
     """Commit a step from one process."""
-    save(directory, step, whole(tensors), extra or {}, alone()).wait()
+    save_step(directory, step, whole(tensors), extra or {}, alone()).wait()
 
 
 def holds(directory: Path, step: int, tensors: State) -> bool:
     """Whether a step loads, and loads these very bits."""
     pieces = blank(whole(tensors))
-    load(directory, step, pieces, alone())
+    load_step(directory, step, pieces, alone())
     return same_pieces(pieces, whole(tensors))
 
 

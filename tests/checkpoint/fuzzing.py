@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from checkpoint_helpers import State, alone, same_bits, whole
 
-from hpc_train.api import Piece
-from hpc_train.checkpoint import CheckpointError, Saver, load, resume, save, verify
-from hpc_train.checkpoint.commands.resharding import reshard
-from hpc_train.checkpoint.digests import digest_blocks
-from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.manifest import read
-from hpc_train.checkpoint.source import table_of
+from hpc_train.checkpoint import CheckpointError, Saver, load_step, resume_from_checkpoint, save_step, verify_step
+from hpc_train.checkpoint.format.block_digests import digest_blocks
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.load.verified_reader import read_digest_table
+from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.cli.checkpoint.convert import reshard_command
+from hpc_train.interfaces import TensorShard
 
 SECONDS = 2
 MEMORY = 64 << 20
@@ -126,9 +126,9 @@ class Base:
         }
         for name in self.files:  # so that no file is shared with another step any more
             self.put(name, self.files[name])
-        manifest = read(self.path, self.step)
+        manifest = read_manifest(self.path, self.step)
         for file in manifest.files:
-            table = table_of(self.path, file)
+            table = read_digest_table(self.path, file)
             if table.parts is not None:
                 taken = [(int(at), int(at + stored)) for _, _, at, stored, _, _ in table.parts.tolist()]
             else:
@@ -168,14 +168,14 @@ def make_bases(where: Path, older: Path) -> list[Base]:
     bases = []
     for name in ("plain", "split", "compressed", "shared"):
         directory, level = where / name, int(name == "compressed")
-        sharing = Incremental(Limits(least=0, run=1024)) if name == "shared" else None
+        sharing = IncrementalWriter(SharingLimits(least=0, run=1024)) if name == "shared" else None
         saver = Saver(directory, alone(), background=False, level=level, incremental=sharing)
         for step in (1, STEP):
             saver.save(step, whole(tensors(step)), {"consumed": step})
             for it in saver.wait():
                 it.wait()
         if name == "split":
-            reshard(str(directory / f"step-{STEP}"), str(where / "other"), 2, 0, True)
+            reshard_command(str(directory / f"step-{STEP}"), str(where / "other"), 2, 0, True)
             (directory / f"step-{STEP}").rename(where / "whole")
             (where / "other" / f"step-{STEP}").rename(directory / f"step-{STEP}")
         bases.append(Base(name, directory, tensors(STEP)))
@@ -183,7 +183,7 @@ def make_bases(where: Path, older: Path) -> list[Base]:
         archive.extractall(where, filter="data")
     for step, name in ((3, "format 4"), (6, "format 4, shared")):
         directory = where / f"older-{step}"
-        save(directory, 1, whole({"rows": torch.zeros(2)}), {}, alone()).wait()
+        save_step(directory, 1, whole({"rows": torch.zeros(2)}), {}, alone()).wait()
         (where / "older" / f"step-{step}").rename(directory / f"step-{step}")
         bases.append(Base(name, directory, {}, step=step))
     for base in bases:
@@ -195,14 +195,14 @@ def make_bases(where: Path, older: Path) -> list[Base]:
 
 def _as_it_is(base: Base) -> State:
     found = {}
-    for it in read(base.path, base.step).holdings.tensors:
+    for it in read_manifest(base.path, base.step).holdings.tensors:
         found[it.name] = torch.empty(it.shape, dtype=getattr(torch, it.dtype))
-    load(base.directory, base.step, whole_in_place(found), alone())
+    load_step(base.directory, base.step, whole_in_place(found), alone())
     return found
 
 
-def whole_in_place(found: State) -> list[Piece]:
-    return [Piece(name, tuple(it.shape), it.dtype, (0,) * it.dim(), it) for name, it in found.items()]
+def whole_in_place(found: State) -> list[TensorShard]:
+    return [TensorShard(name, tuple(it.shape), it.dtype, (0,) * it.dim(), it) for name, it in found.items()]
 
 
 # ---- changes
@@ -212,7 +212,7 @@ def seal(base: Base, body: dict[str, Any], draw: random.Random) -> bytes:
     """Return the text of a manifest with the right checksum."""
     body.pop("checksum", None)
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    return text[:-1] + f',"checksum":"{checksum_of(text)}"}}\n'.encode()
+    return text[:-1] + f',"checksum":"{checksum_bytes(text)}"}}\n'.encode()
 
 
 def spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -296,7 +296,7 @@ def manifest_bytes(base: Base, draw: random.Random) -> dict[str, bytes]:
     data = change_bytes(base.files["manifest.json"], draw)
     end = data.rfind(b',"checksum":')
     if end > 0 and draw.random() < 0.8:
-        data = data[:end] + f',"checksum":"{checksum_of(data[:end] + b"}")}"}}\n'.encode()
+        data = data[:end] + f',"checksum":"{checksum_bytes(data[:end] + b"}")}"}}\n'.encode()
     return {"manifest.json": data}
 
 
@@ -318,7 +318,7 @@ def with_table(base: Base, name: str, data: bytes, draw: random.Random, size: in
     body = json.loads(base.files["manifest.json"])
     for row in body["files"]:
         if row[0] == name:
-            row[2] = checksum_of(data)
+            row[2] = checksum_bytes(data)
             row[1] = row[1] if size is None else size
     return {"manifest.json": seal(base, body, draw)}
 
@@ -403,11 +403,11 @@ def run_case(bases: list[Base], seed: int) -> tuple[str, str]:
 
 def look(base: Base, also_resume: bool) -> str:
     pieces = [
-        Piece(it.name, it.shape, it.dtype, it.offset, torch.full_like(it.local, 77)) for it in whole(base.tensors)
+        TensorShard(it.name, it.shape, it.dtype, it.offset, torch.full_like(it.local, 77)) for it in whole(base.tensors)
     ]
     found: str | None = None
     try:
-        within_time(lambda: load(base.directory, base.step, pieces, alone()))
+        within_time(lambda: load_step(base.directory, base.step, pieces, alone()))
     except CheckpointError as error:
         found = str(error)
         assert "MemoryError" not in found, found
@@ -416,11 +416,11 @@ def look(base: Base, also_resume: bool) -> str:
     else:
         for piece in pieces:
             assert same_bits(piece.local, base.tensors[piece.name]), f"{piece.name} has other values"
-    problems = within_time(lambda: verify(base.directory, base.step))
+    problems = within_time(lambda: verify_step(base.directory, base.step))
     if found is not None:
         assert problems, f"verify finds nothing, and load says: {found}"
     if also_resume and base.tensors.keys() == tensors(1).keys():
-        resumed = within_time(lambda: resume(base.directory, "auto", pieces, alone()))
+        resumed = within_time(lambda: resume_from_checkpoint(base.directory, "auto", pieces, alone()))
         assert resumed is not None
         same = tensors(resumed.step)
         assert all(same_bits(it.local, same[it.name]) for it in pieces), "resume gives other values"

@@ -8,17 +8,17 @@ import torch
 from checkpoint_helpers import State, alone, holds, whole
 from torch import Tensor
 
-from hpc_train.checkpoint import Saved, Saver, verify
-from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.index import index_problem
-from hpc_train.checkpoint.manifest import Manifest, read
+from hpc_train.checkpoint import Saver, SaveResult, verify_step
+from hpc_train.checkpoint.format.hdf5_index import find_index_problem
+from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
+from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
 
-SMALL = Limits(least=0, run=1024)
+SMALL = SharingLimits(least=0, run=1024)
 
 
-def saver(directory: Path, limits: Limits = SMALL) -> Saver:
+def saver(directory: Path, limits: SharingLimits = SMALL) -> Saver:
     """Of one process."""
-    return Saver(directory, alone(), background=False, incremental=Incremental(limits))
+    return Saver(directory, alone(), background=False, incremental=IncrementalWriter(limits))
 
 
 def adapter(seed: int = 0) -> State:
@@ -45,7 +45,7 @@ def trained(tensors: State, step: int) -> State:
     return {name: fresh[name] if "adapter" in name else tensor for name, tensor in tensors.items()}
 
 
-def saved(of: Saver, step: int, tensors: State) -> Saved:
+def saved(of: Saver, step: int, tensors: State) -> SaveResult:
     """Save a step and see that it is right: bit for bit, in the eyes of `verify` and in its index."""
     of.save(step, whole(tensors), {"step": step})
     (it,) = of.wait()
@@ -57,13 +57,13 @@ def saved(of: Saver, step: int, tensors: State) -> Saved:
 def check(directory: Path, step: int, tensors: State) -> None:
     """A step is whole."""
     assert holds(directory, step, tensors)
-    assert verify(directory, step) == []
-    assert index_problem(directory / f"step-{step}", manifest(directory, step)) is None
+    assert verify_step(directory, step) == []
+    assert find_index_problem(directory / f"step-{step}", manifest(directory, step)) is None
 
 
 def manifest(directory: Path, step: int) -> Manifest:
     """Of a committed step."""
-    return read(directory / f"step-{step}", step)
+    return read_manifest(directory / f"step-{step}", step)
 
 
 def steps_of(directory: Path, step: int) -> list[int | None]:

@@ -9,30 +9,30 @@ import torch
 from checkpoint_helpers import blank, same_pieces, sharded, state, whole
 from sharing import LARGE
 
-from hpc_train.checkpoint import Saver, load, verify
-from hpc_train.checkpoint.crew import Sharing
+from hpc_train.checkpoint import Saver, load_step, verify_step
+from hpc_train.checkpoint.save.shared_file import WriterSharing
 from hpc_train.config.run import RunConfig
-from hpc_train.runtime.start import identity_map, join, shut_down, start
+from hpc_train.runtime.start import join, leave_process_group, make_identity_map, start
 
 
 def main(directory: Path) -> None:
     """Rows for every rank, another layout, then all on the last rank, then nothing at all."""
     torch.set_num_threads(1)
     task = join()
-    world = start(task, identity_map(task), RunConfig())
+    world = start(task, make_identity_map(task), RunConfig())
     last = world.rank == world.size - 1
     steps = {1: LARGE, 2: state(2), 3: state(3), 4: {}}
-    saver = Saver(directory, world, sharing=Sharing(parallel_hdf5=True))
+    saver = Saver(directory, world, sharing=WriterSharing(parallel_hdf5=True))
     for step, tensors in steps.items():
         mine = sharded(tensors, 0, world.rank, world.size) if step != 3 else whole(tensors) if last else []
         saver.save(step, mine, {})
         assert [str(it.error or "") for it in saver.wait()] == [""]
         found = blank(mine)
-        load(directory, step, found, world)
+        load_step(directory, step, found, world)
         assert same_pieces(found, mine), step
-        assert verify(directory, step, world) == []
+        assert verify_step(directory, step, world) == []
     print(f"rank {world.rank}: saved")
-    shut_down()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from checkpoint_helpers import State, random_bits, sharded, state
 
-from hpc_train.api import Piece, World
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.crew import Sharing
-from hpc_train.checkpoint.manifest import Manifest, read
-from hpc_train.checkpoint.storage import LocalStage
+from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
+from hpc_train.checkpoint.save.file_writer import LocalStage
+from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 LARGE = {"large": random_bits((300, 513), torch.float32, 7), **state(3)}
 """Blocks of its own for every rank, rows that end in the middle of one, and tensors that are smaller than a page."""
-Pieces = Callable[[World], Sequence[Piece]]
+Pieces = Callable[[World], Sequence[TensorShard]]
 
 
 def shards(tensors: State) -> Pieces:
@@ -35,7 +35,7 @@ def save_steps(
     directory: Path,
     steps: dict[int, Pieces],
     ranks: int,
-    sharing: Sharing,
+    sharing: WriterSharing,
     nodes: int = 1,
     disk: LocalStage | None = None,
 ) -> list[list[str]]:
@@ -52,7 +52,7 @@ def save_steps(
 
 
 def manifest(directory: Path, step: int = 1) -> Manifest:
-    return read(directory / f"step-{step}", step)
+    return read_manifest(directory / f"step-{step}", step)
 
 
 def files(directory: Path, step: int = 1) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.checkpoint.storage.kind import LUSTRE
+from hpc_train.checkpoint.storage.file_system import LUSTRE_MAGIC
 
 SCRIPT = Path(__file__).with_name("stand_in_lfs.py")
 
@@ -48,4 +48,4 @@ def put_on_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 def on_lustre(directory: Path) -> int:
     """What statfs(2) says of any directory on Lustre."""
-    return LUSTRE
+    return LUSTRE_MAGIC

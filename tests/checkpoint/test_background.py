@@ -12,8 +12,8 @@ import pytest
 from checkpoint_helpers import alone, blank, names, same_pieces, sharded, state, whole
 from faults import at_call, disk_full
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import Saved, Saver, load, newest
+from hpc_train.checkpoint import Saver, SaveResult, find_newest_verified, load_step
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
@@ -30,7 +30,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return free
 
 
-def change(pieces: list[Piece]) -> None:
+def change(pieces: list[TensorShard]) -> None:
     for piece in pieces:
         piece.local.zero_()
 
@@ -46,7 +46,7 @@ def test_the_pieces_may_change_at_once(tmp_path: Path, held_back: threading.Even
     assert (saved.step, saved.path) == (1, tmp_path / "step-1")
     assert 0 < saved.stall < saved.seconds
     found = blank(whole(state(1)))
-    assert load(tmp_path, 1, found, alone()) == {"consumed_samples": 8}
+    assert load_step(tmp_path, 1, found, alone()) == {"consumed_samples": 8}
     assert same_pieces(found, whole(state(1)))
     assert saver.wait() == [], "told once"
 
@@ -59,10 +59,10 @@ def test_the_next_save_waits_for_the_one_before(
     threading.Timer(0.2, held_back.set).start()
     with caplog.at_level(logging.WARNING):
         saver.save(2, whole(state(2)), {})
-    assert newest(tmp_path) == 1, "the first was committed before the second began"
+    assert find_newest_verified(tmp_path) == 1, "the first was committed before the second began"
     assert "step 2: waited" in caplog.text
     assert [saved.step for saved in saver.wait()] == [1, 2]
-    assert newest(tmp_path) == 2
+    assert find_newest_verified(tmp_path) == 2
 
 
 def test_a_layout_that_changes_between_saves(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_layout_that_changes_between_saves(tmp_path: Path) -> None:
         saver.save(step, whole(tensors), {})
         found = blank(whole(tensors))
         saver.wait()
-        load(tmp_path, step, found, alone())
+        load_step(tmp_path, step, found, alone())
         assert same_pieces(found, whole(tensors))
 
 
@@ -84,13 +84,13 @@ def test_a_failure_is_told_and_the_next_save_works(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     saver.save(2, whole(state(2)), {})
     assert [it.error for it in saver.wait()] == [None]
-    assert newest(tmp_path) == 2
+    assert find_newest_verified(tmp_path) == 2
 
 
 def test_in_the_foreground_the_outcome_is_known_at_once(tmp_path: Path) -> None:
     saver = Saver(tmp_path, alone(), background=False)
     saver.save(1, whole(state(1)), {})
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
     assert [saved.step for saved in saver.ended()] == [1]
 
 
@@ -98,7 +98,7 @@ def test_what_follows_a_commit_runs_on_rank_0_after_it(tmp_path: Path) -> None:
     def two_saves(world: World) -> tuple[list[Any], list[int]]:
         seen: list[Any] = []
 
-        def after(saved: Saved) -> None:
+        def after(saved: SaveResult) -> None:
             seen.append((saved.step, saved.path.is_dir()))
 
         saver = Saver(tmp_path, world, after=after)
@@ -111,7 +111,7 @@ def test_what_follows_a_commit_runs_on_rank_0_after_it(tmp_path: Path) -> None:
     answers = run_ranks(two_saves, 2)
     assert answers == [([(1, True), (2, True)], [1, 2]), ([], [1, 2])]
     found = blank(whole(state(2)))
-    load(tmp_path, 2, found, alone())
+    load_step(tmp_path, 2, found, alone())
     assert same_pieces(found, whole(state(2)))
 
 

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_commands import Terminal
 from checkpoint_helpers import save_alone, state
 
-from hpc_train.checkpoint.catalogue import found
+from hpc_train.checkpoint.storage.step_directory import find_steps
 
 OF_A_PLACE = {
     "ls": ("ls", "{}"),
@@ -110,4 +110,4 @@ def test_what_else_lies_in_a_directory_of_checkpoints_is_no_concern(run: Path) -
     (directory / "loop").symlink_to("loop")
     (directory / "notes.txt").touch()
     (directory / "step-x").mkdir()
-    assert list(found(directory)) == [5]
+    assert list(find_steps(directory)) == [5]

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from hpc_train.checkpoint import load
-from hpc_train.checkpoint.catalogue import readable
-from hpc_train.checkpoint.formats import safetensors_files
-from hpc_train.checkpoint.holdings import Tensor
-from hpc_train.checkpoint.offline.source import Held, blank
-from hpc_train.config.compose import compose, to_yaml
+from hpc_train.checkpoint import load_step
+from hpc_train.checkpoint.convert import safetensors_files
+from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_piece
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.checkpoint.storage.step_directory import try_read_manifest
+from hpc_train.config.compose import compose, config_to_yaml
 from hpc_train.config.model import ModelConfig
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says of one process
 SMALL = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.feed_forward=48")
@@ -53,8 +53,8 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
 
 def drawn(config: ModelConfig) -> nn.Module:
     """Our model, with values that no initialisation gives."""
-    module = build(config)
-    initialise(module, 3)
+    module = build_model(config)
+    initialise_parameters(module, 3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -69,16 +69,16 @@ def saved_run(run: Path, overrides: list[str]) -> nn.Module:
     weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     optimizer = {f"optim.exp_avg.{name}": torch.ones_like(tensor) for name, tensor in weights.items()}
     save_alone(run / "checkpoints", 8, {**weights, **optimizer}, {"consumed_samples": 64})
-    (run / "config.yaml").write_text(to_yaml(config))
+    (run / "config.yaml").write_text(config_to_yaml(config))
     return module
 
 
 def stored(directory: Path, step: int) -> State:
     """All tensors of a step."""
-    manifest = readable(directory / f"step-{step}", step)
+    manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
-    pieces = [blank(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
-    load(directory, step, pieces, alone())
+    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    load_step(directory, step, pieces, alone())
     return {piece.name: piece.local for piece in pieces}
 
 
@@ -139,14 +139,14 @@ def test_an_export_in_another_type(tmp_path: Path, terminal: Terminal) -> None:
 
 def test_large_exports_are_several_files_with_an_index(tmp_path: Path) -> None:
     state = {f"w{index}": torch.full((100,), float(index)) for index in range(5)}
-    source = Held(state, dict.fromkeys(state, torch.float32))
-    groups = [[Tensor(name, "float32", (100,))] for name in state]
-    files = safetensors_files.write(tmp_path, source, groups, dict, lambda done: None, most=900)
+    source = StateDictTensors(state, dict.fromkeys(state, torch.float32))
+    groups = [[SavedTensor(name, "float32", (100,))] for name in state]
+    files = safetensors_files.write_safetensors(tmp_path, source, groups, dict, lambda done: None, most=900)
     assert files == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}
     assert index["weight_map"]["w2"] == files[1]
-    assert_same(safetensors_files.read(tmp_path), state)
+    assert_same(safetensors_files.read_safetensors(tmp_path), state)
 
 
 EVERYTHING: State = {
@@ -240,16 +240,16 @@ def test_pickles_that_run_code_are_refused_and_do_not_run(tmp_path: Path, termin
 def test_models_that_do_not_fit_are_refused(tmp_path: Path, terminal: Terminal) -> None:
     run = tmp_path / "run"
     saved_run(run, FAMILIES["llama"])
-    (run / "config.yaml").write_text(to_yaml(compose([*FAMILIES["llama"], "model.feed_forward=50"])))
+    (run / "config.yaml").write_text(config_to_yaml(compose([*FAMILIES["llama"], "model.feed_forward=50"])))
     assert "is of shape" in terminal.refused("export", run, tmp_path / "out", "--format", "hf")
-    (run / "config.yaml").write_text(to_yaml(compose(FAMILIES["gpt2"])))
+    (run / "config.yaml").write_text(config_to_yaml(compose(FAMILIES["gpt2"])))
     assert "not one of model=" in terminal.refused("export", run, tmp_path / "out", "--format", "hf")
     (run / "config.yaml").unlink()
     assert "--config FILE" in terminal.refused("export", run, tmp_path / "out", "--format", "hf")
     assert names(tmp_path) == ["run"]
     new = tmp_path / "new"
     new.mkdir()
-    (new / "config.yaml").write_text(to_yaml(compose(FAMILIES["llama"])))
+    (new / "config.yaml").write_text(config_to_yaml(compose(FAMILIES["llama"])))
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     assert "the tensor 'w' is not one of" in terminal.refused("import", tmp_path / "w.pt", new, "--format", "torch")
 

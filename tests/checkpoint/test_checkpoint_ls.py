@@ -10,11 +10,10 @@ import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import names, save_alone, sharded, state
 
-from hpc_train.api import World
-from hpc_train.checkpoint import save
-from hpc_train.checkpoint.poison import mark_bad, poison_of
-from hpc_train.checkpoint.retention import new_token
-from hpc_train.checkpoint.weights import marked
+from hpc_train.checkpoint import save_step
+from hpc_train.checkpoint.storage.retention import make_token
+from hpc_train.checkpoint.storage.step_directory import explain_bad_step, mark_bad, mark_weights_only
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 
@@ -72,13 +71,13 @@ def test_ls_names_leftovers_weights_and_what_is_bad(run: Path, terminal: Termina
     for name in ("step-11.tmp-host.1.ab", "step-3.trash-host.1.ab"):
         (directory / name).mkdir()
         (directory / name / "file").write_bytes(b"12345")
-    save_alone(directory / "weights", 6, {"w": torch.ones(3)}, marked({}))
+    save_alone(directory / "weights", 6, {"w": torch.ones(3)}, mark_weights_only({}))
     mark_bad(directory, 10, "the loss diverged")
     listed = terminal.ok("ls", run, "--json").json
     seen = [(it["step"], it["committed"], it["state"], it["weights_only"], it["bad"]) for it in listed]
     assert seen == [
         (5, True, "committed", False, None),
-        (10, True, "committed", False, poison_of(directory / "step-10", None)),
+        (10, True, "committed", False, explain_bad_step(directory / "step-10", None)),
         (7, True, "committed", False, None),
         (6, True, "committed", True, None),
         (11, False, "unfinished", None, None),
@@ -112,7 +111,7 @@ def test_inspect_tells_tensors_and_how_they_are_cut(tmp_path: Path, terminal: Te
 
     def rank(world: World) -> None:
         pieces = sharded(state(0), 0, world.rank, world.size)
-        save(directory, 4, pieces, {"note": "a\x1b[2Jb"}, world).wait()
+        save_step(directory, 4, pieces, {"note": "a\x1b[2Jb"}, world).wait()
 
     run_ranks(rank, 2)
     facts = terminal.ok("inspect", tmp_path, "--tensors", "--json").json
@@ -162,7 +161,7 @@ def test_inspect_of_a_damaged_manifest_is_the_machines_fault(run: Path, terminal
 def test_prune_keeps_the_newest_commits(run: Path, terminal: Terminal) -> None:
     directory = run / "checkpoints"
     (directory / "step-3.trash-host.1.ab").mkdir()
-    host, _, random, machine = new_token().split(".")
+    host, _, random, machine = make_token().split(".")
     dead = f"step-4.tmp-{host}.4194305.{random}.{machine}"  # larger than any process id
     (directory / dead).mkdir()
     expected = {"removed": [5], "kept": [10, 7], "leftovers": ["step-3.trash-host.1.ab", dead], "dry_run": True}
@@ -189,7 +188,7 @@ def test_prune_of_one_step_or_of_no_number_is_refused(run: Path, terminal: Termi
 
 def test_a_run_that_saves_weights_only(tmp_path: Path, terminal: Terminal) -> None:
     for step in (3, 6):
-        save_alone(tmp_path / "checkpoints/weights", step, {"w": torch.ones(3)}, marked({}))
+        save_alone(tmp_path / "checkpoints/weights", step, {"w": torch.ones(3)}, mark_weights_only({}))
     listed = terminal.ok("ls", tmp_path, "--json").json
     assert [(it["step"], it["weights_only"]) for it in listed] == [(3, True), (6, True)]
     assert terminal.ok("inspect", tmp_path, "--json").json["weights_only"] is True

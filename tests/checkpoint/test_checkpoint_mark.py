@@ -14,13 +14,13 @@ from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, save_alone, state, whole
 
 from hpc_train import __version__
-from hpc_train.checkpoint import Saver, committed, resume
+from hpc_train.checkpoint import Saver, list_committed_steps, resume_from_checkpoint
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.files import checksum_of
-from hpc_train.checkpoint.manifest import from_bytes, read
-from hpc_train.checkpoint.origin import Origin, code_hash, this_code
+from hpc_train.checkpoint.format.manifest import parse_manifest, read_manifest
+from hpc_train.checkpoint.provenance import Origin, hash_code, identify_code
+from hpc_train.checkpoint.storage.file_system import checksum_bytes
 
-ORIGIN = Origin(*this_code(), config="c" * 64, model="d" * 64, attempt=3)
+ORIGIN = Origin(*identify_code(), config="c" * 64, model="d" * 64, attempt=3)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def resumed(run: Path) -> int | None:
-    found = resume(run / "checkpoints", "auto", blank(whole(state(0))), alone())
+    found = resume_from_checkpoint(run / "checkpoints", "auto", blank(whole(state(0))), alone())
     return found.step if found else None
 
 
@@ -76,14 +76,14 @@ def test_which_step_is_never_guessed(run: Path, terminal: Terminal) -> None:
 
 def saved(directory: Path, origin: Origin | None) -> None:
     saver = Saver(directory, alone(), background=False, origin=origin)
-    saver.save(len(committed(directory)) + 1, whole(state(0)), {})
+    saver.save(len(list_committed_steps(directory)) + 1, whole(state(0)), {})
     (it,) = saver.wait()
     it.wait()
 
 
 def test_a_step_says_what_made_it_and_how_long_it_took(tmp_path: Path, terminal: Terminal) -> None:
     saved(tmp_path / "checkpoints", ORIGIN)
-    manifest = read(tmp_path / "checkpoints/step-1", 1)
+    manifest = read_manifest(tmp_path / "checkpoints/step-1", 1)
     assert manifest.origin == ORIGIN
     assert manifest.times is not None
     facts = terminal.ok("inspect", tmp_path, "--json").json
@@ -117,9 +117,9 @@ def test_the_clock_does_not_order_steps(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("time.time", lambda hour=hour: 1e9 - 3600.0 * hour)
         saved(tmp_path, ORIGIN)
     monkeypatch.undo()
-    at = [read(tmp_path / f"step-{step}", step).times for step in (1, 2, 3)]
+    at = [read_manifest(tmp_path / f"step-{step}", step).times for step in (1, 2, 3)]
     assert all(a is not None and b is not None and a.at > b.at for a, b in pairwise(at))
-    assert committed(tmp_path) == [1, 2, 3]
+    assert list_committed_steps(tmp_path) == [1, 2, 3]
 
 
 def with_body(data: bytes, **changes: Any) -> bytes:
@@ -127,20 +127,20 @@ def with_body(data: bytes, **changes: Any) -> bytes:
     body = {key: value for key, value in {**json.loads(data), **changes}.items() if value is not None}
     body.pop("checksum")
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    return json.dumps({**body, "checksum": checksum_of(text)}).encode()
+    return json.dumps({**body, "checksum": checksum_bytes(text)}).encode()
 
 
 def test_manifests_of_other_releases(tmp_path: Path) -> None:
     """Earlier ones say nothing of this, later ones perhaps more."""
     saved(tmp_path, ORIGIN)
     data = (tmp_path / "step-1/manifest.json").read_bytes()
-    earlier = from_bytes(with_body(data, origin=None, times=None))
+    earlier = parse_manifest(with_body(data, origin=None, times=None))
     assert (earlier.origin, earlier.times) == (None, None)
-    later = from_bytes(with_body(data, origin={**json.loads(data)["origin"], "planet": "earth"}, weather="fine"))
+    later = parse_manifest(with_body(data, origin={**json.loads(data)["origin"], "planet": "earth"}, weather="fine"))
     assert later.origin == ORIGIN
     for wrong in ({"version": "1"}, [], "x", {"version": "1", "code": "x", "attempt": "third"}):
         with pytest.raises(CheckpointError, match="not a manifest"):
-            from_bytes(with_body(data, origin=wrong))
+            parse_manifest(with_body(data, origin=wrong))
 
 
 def test_the_hash_of_code_is_of_names_and_contents(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_the_hash_of_code_is_of_names_and_contents(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     expected = hashlib.sha256(b"a/x.py\x001\x001" + b"b/y.py\x001\x002").hexdigest()
-    assert code_hash.__wrapped__(tmp_path) == expected
+    assert hash_code.__wrapped__(tmp_path) == expected
     (tmp_path / "a/x.py").rename(tmp_path / "a/z.py")
-    assert code_hash.__wrapped__(tmp_path) != expected
+    assert hash_code.__wrapped__(tmp_path) != expected
 
 
 def test_what_differs_is_told_in_words() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_helpers import save_alone
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 
 COMMANDS = {
     "verify": ("verify", "{run}"),

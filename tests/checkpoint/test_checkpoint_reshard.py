@@ -14,12 +14,11 @@ from checkpoint_helpers import State, holds, names, random_bits, save_alone, sha
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.api import World
-from hpc_train.checkpoint import save
-from hpc_train.checkpoint.catalogue import readable
-from hpc_train.checkpoint.lock import take_lock
-from hpc_train.checkpoint.poison import mark_bad, poison_of
-from hpc_train.checkpoint.rectangle import Rectangle, slabs, uncovered
+from hpc_train.checkpoint import save_step
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, split_slabs
+from hpc_train.checkpoint.storage.lock import take_lock
+from hpc_train.checkpoint.storage.step_directory import explain_bad_step, mark_bad, try_read_manifest
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 
@@ -42,7 +41,9 @@ def tensors() -> State:
 @pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (3, 0), (7, 0), (3, 1), (5, 2), (40, 0)])
 def test_the_same_bits_in_other_files(tmp_path: Path, terminal: Terminal, ranks: int, dim: int) -> None:
     def rank(world: World) -> None:
-        save(tmp_path / "in", 9, sharded(tensors(), 1, world.rank, world.size), {"consumed_samples": 72}, world).wait()
+        save_step(
+            tmp_path / "in", 9, sharded(tensors(), 1, world.rank, world.size), {"consumed_samples": 72}, world
+        ).wait()
 
     run_ranks(rank, 2)
     told = terminal.ok("reshard", tmp_path / "in", tmp_path / "out", "--ranks", ranks, "--dim", dim, "--json").json
@@ -69,8 +70,8 @@ def test_the_same_bits_in_other_files(tmp_path: Path, terminal: Terminal, ranks:
 @settings(max_examples=60)
 def test_slabs_are_a_rectangle_in_the_order_of_its_memory(shape: list[int], offset: int, most: int) -> None:
     whole = Rectangle((offset,) * len(shape), tuple(shape))
-    parts = list(slabs(whole, most))
-    assert uncovered(whole, parts) is None
+    parts = list(split_slabs(whole, most))
+    assert explain_coverage(whole, parts) is None
     assert all(part.volume <= most for part in parts)
     numbers = torch.arange(whole.volume).reshape(shape)
     cut = [numbers[tuple(slice(a, a + n) for a, n in zip(p.start_in(whole), p.shape, strict=True))] for p in parts]
@@ -79,8 +80,8 @@ def test_slabs_are_a_rectangle_in_the_order_of_its_memory(shape: list[int], offs
 
 MEASURE = """
 import json, resource, sys
-from hpc_train.cli import main
-import hpc_train.checkpoint.commands.resharding
+from hpc_train.cli.main import main
+import hpc_train.cli.checkpoint.convert
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 before = peak()
 code = main(["checkpoint", "reshard", sys.argv[1], sys.argv[2], "--ranks", "3", "--json"])
@@ -97,7 +98,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["code"] == 0
     assert measured["grown"] < total / 2, (measured, total)
-    manifest = readable(tmp_path / "out/step-1", 1)
+    manifest = try_read_manifest(tmp_path / "out/step-1", 1)
     assert manifest is not None
     assert len(manifest.files) == 3
 
@@ -122,7 +123,7 @@ def test_what_is_bad_stays_bad(tmp_path: Path, terminal: Terminal) -> None:
     for step, why in ((1, "NaN"), (2, "marked bad: diverged")):
         terminal.ok("reshard", tmp_path / f"in/step-{step}", tmp_path / "out", "--ranks", 1)
         path = tmp_path / f"out/step-{step}"
-        assert why in str(poison_of(path, readable(path, step)))
+        assert why in str(explain_bad_step(path, try_read_manifest(path, step)))
 
 
 def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:

@@ -10,7 +10,7 @@ import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import save_alone, state
 
-from hpc_train.checkpoint.digests import BLOCK
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
 
 SHARD = "shards/000/000000.h5"
 
@@ -54,10 +54,13 @@ def test_a_flipped_bit_has_a_file_a_tensor_and_an_offset(directory: Path, termin
     assert (printed.code, printed.err) == (1, "")
     assert printed.json["ok"] is False
     problem = {"file": SHARD, "what": "its content is not what was committed", "tensor": "last"}
-    assert printed.json["problems"] == [{**problem, "offset": at // BLOCK * BLOCK}]
+    assert printed.json["problems"] == [{**problem, "offset": at // BLOCK_BYTES * BLOCK_BYTES}]
     plain = terminal.call("verify", directory / "step-1")
     assert (plain.code, plain.out) == (1, "")
-    assert f"{SHARD}: tensor 'last': its content is not what was committed at byte {at // BLOCK * BLOCK}" in plain.err
+    assert (
+        f"{SHARD}: tensor 'last': its content is not what was committed at byte {at // BLOCK_BYTES * BLOCK_BYTES}"
+        in plain.err
+    )
 
 
 def test_all_steps(directory: Path, terminal: Terminal) -> None:

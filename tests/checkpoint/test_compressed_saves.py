@@ -33,15 +33,20 @@ from incremental_helpers import adapter, check, steps_of, trained
 from safetensors.torch import load_file
 from test_layouts_random import LARGE, pieces_of, read, state_of
 
-from hpc_train.api import World
-from hpc_train.checkpoint import Saver, load, newest, prune, verify
-from hpc_train.checkpoint.chunks import LENGTH, chunk_shape, chunks_of
-from hpc_train.checkpoint.deflate import deflate, inflate
+from hpc_train.checkpoint import Saver, find_newest_verified, load_step, prune_steps, verify_step
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.image import Row
-from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.index import index_problem
-from hpc_train.checkpoint.manifest import read as read_manifest
+from hpc_train.checkpoint.format.block_digests import (
+    CHUNK_BYTES,
+    choose_chunk_shape,
+    deflate_chunk,
+    inflate_chunk,
+    iterate_chunks,
+)
+from hpc_train.checkpoint.format.hdf5_index import find_index_problem
+from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
+from hpc_train.checkpoint.format.manifest import read_manifest as read_manifest
+from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 LEVELS = pytest.mark.parametrize("level", [1, 6])
@@ -81,10 +86,10 @@ def saved(directory: Path, tensors: State, step: int = 1, level: int = 1) -> Pat
 def test_a_round_trip_takes_less_room(tmp_path: Path, level: int) -> None:
     step = saved(tmp_path, TRAINED, level=level)
     assert holds(tmp_path, 1, TRAINED)
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
     (file,) = read_manifest(step, 1).files
     assert file.bytes == (step / file.name).stat().st_size < 0.8 * file.image
-    assert index_problem(step, read_manifest(step, 1)) is None
+    assert find_index_problem(step, read_manifest(step, 1)) is None
 
 
 def test_the_exponents_of_numbers_are_what_is_spared(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_any_layout_into_any_other(tmp_path: Path, ranks: int) -> None:
 
     run_ranks(write, 4 if ranks == 1 else 1)
     assert run_ranks(read, 4, tmp_path, LARGE) == [[]] * 4
-    assert [verify(tmp_path, step) for step in range(len(LARGE))] == [[]] * len(LARGE)
+    assert [verify_step(tmp_path, step) for step in range(len(LARGE))] == [[]] * len(LARGE)
 
 
 def test_a_few_rows_and_a_few_columns(tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def test_a_few_rows_and_a_few_columns(tmp_path: Path) -> None:
         for index in (0, 7, parts - 1):
             wanted = sharded({"weight": TRAINED["weight"], "noise": TRAINED["noise"]}, dim, index, parts)
             found = blank(wanted)
-            assert load(tmp_path, 1, found, alone()) == {"n": 1}
+            assert load_step(tmp_path, 1, found, alone()) == {"n": 1}
             assert same_pieces(found, wanted)
 
 
@@ -192,13 +197,15 @@ def test_chunks_are_contiguous_and_make_up_the_whole() -> None:
     draw = random.Random(2)
     for _ in range(300):
         shape = tuple(draw.choice((1, 2, 3, 17, 300, 5000)) for _ in range(draw.randrange(1, 5)))
-        row = Row("w", shape, draw.choice((torch.uint8, torch.float32, torch.complex128)), (0,) * len(shape), shape)
-        chunk = chunk_shape(row)
+        row = DatasetRow(
+            "w", shape, draw.choice((torch.uint8, torch.float32, torch.complex128)), (0,) * len(shape), shape
+        )
+        chunk = choose_chunk_shape(row)
         if chunk is None or row.bytes > 1 << 24:
             continue
         item = row.dtype.itemsize
-        assert np.prod(chunk) * item <= max(LENGTH, item)
-        found = list(chunks_of(row, chunk))
+        assert np.prod(chunk) * item <= max(CHUNK_BYTES, item)
+        found = list(iterate_chunks(row, chunk))
         ends = [it.begin + it.size for it in found]
         assert [0, *ends] == [*(it.begin for it in found), row.bytes]
         strides = [int(np.prod(shape[dim + 1 :])) * item for dim in range(len(shape))]
@@ -225,14 +232,14 @@ def test_a_flipped_bit_in_any_chunk_has_a_tensor_and_an_offset(tmp_path: Path) -
         for chunk in chunks:
             at = chunk.byte_offset + chunk.size // 2
             flip(path, at)
-            (problem,) = verify(tmp_path, 1)
+            (problem,) = verify_step(tmp_path, 1)
             assert problem.offset == at // (128 << 10) * (128 << 10)
             assert (problem.file, problem.what) == ("shards/000/000000.h5", "its content is not what was committed")
             assert problem.tensor is not None
             with pytest.raises(CheckpointError, match=rf"step 1 .* is damaged: shards/000/000000\.h5: tensor '{name}'"):
-                load(tmp_path, 1, blank(whole({name: TRAINED[name]})), alone())
+                load_step(tmp_path, 1, blank(whole({name: TRAINED[name]})), alone())
             flip(path, at)
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
     assert holds(tmp_path, 1, TRAINED)
 
 
@@ -244,9 +251,9 @@ def test_the_tensor_that_is_named_is_the_one_that_is_lost(tmp_path: Path) -> Non
         middles = {name: file[name].id.get_chunk_info(file[name].id.get_num_chunks() // 2) for name in tensors}
     for name, chunk in middles.items():
         flip(path, chunk.byte_offset + chunk.size // 2)
-        assert [problem.tensor for problem in verify(tmp_path, 1)] == [name]
+        assert [problem.tensor for problem in verify_step(tmp_path, 1)] == [name]
         with pytest.raises(CheckpointError, match=f"tensor '{name}'"):
-            load(tmp_path, 1, blank(whole(tensors)), alone())
+            load_step(tmp_path, 1, blank(whole(tensors)), alone())
         others = {other: tensor for other, tensor in tensors.items() if other != name}
         assert holds(tmp_path, 1, others), "what is sound can still be had"
         flip(path, chunk.byte_offset + chunk.size // 2)
@@ -268,27 +275,27 @@ def test_damage_is_never_silent(tmp_path: Path, what: str) -> None:
         os.truncate(table, table.stat().st_size - 48)  # a part of it, and no digest
     else:
         flip(table, table.stat().st_size - 20)
-    (problem,) = verify(tmp_path, 1)
+    (problem,) = verify_step(tmp_path, 1)
     assert problem.file.startswith("shards/000/000000.h5")
     with pytest.raises(CheckpointError, match=r"step 1 .* is damaged: shards/000/000000\.h5"):
-        load(tmp_path, 1, blank(whole(TRAINED)), alone())
+        load_step(tmp_path, 1, blank(whole(TRAINED)), alone())
 
 
 def test_a_stream_of_other_bytes_is_an_error() -> None:
-    stream = deflate(memoryview(numbers((1000,)).numpy()).cast("B"), 4, 4000, 1)
+    stream = deflate_chunk(memoryview(numbers((1000,)).numpy()).cast("B"), 4, 4000, 1)
     assert stream is not None
     for wrong in (stream[:-1], stream[:50] + b"\0" + stream[51:], b"", stream[:-4] + b"\0\0\0\0"):
         with pytest.raises(CheckpointError, match="cannot be inflated"):
-            inflate(memoryview(wrong), 4, 4000)
+            inflate_chunk(memoryview(wrong), 4, 4000)
     with pytest.raises(CheckpointError, match="it has 4000 bytes inflated, and should have 4004"):
-        inflate(memoryview(stream), 4, 4004)
+        inflate_chunk(memoryview(stream), 4, 4004)
 
 
 def test_incremental_saves_of_compressed_files(tmp_path: Path) -> None:
     """What is shared stays as it was compressed; runs of rows that changed are chunks of their own."""
     frozen = {"body": numbers((500, 400)), "experts": numbers((3, 200, 100), torch.bfloat16)}
     tensors = {**frozen, **adapter(), "embedding": numbers((2000, 64))}
-    of = saver(tmp_path, incremental=Incremental(Limits(least=0, run=16 << 10)))
+    of = saver(tmp_path, incremental=IncrementalWriter(SharingLimits(least=0, run=16 << 10)))
     for step in range(1, 6):
         of.save(step, whole(tensors), {})
         of.wait()[0].wait()
@@ -300,8 +307,8 @@ def test_incremental_saves_of_compressed_files(tmp_path: Path) -> None:
         embedding[rows] = fresh[rows]
         tensors = {**tensors, **trained(adapter(), step), "embedding": embedding}
     assert steps_of(tmp_path, 5)[0] == 1
-    assert prune(tmp_path, keep=1) == [1, 2, 3, 4]
-    assert verify(tmp_path, 5) == []
+    assert prune_steps(tmp_path, keep=1) == [1, 2, 3, 4]
+    assert verify_step(tmp_path, 5) == []
 
 
 def test_with_and_without_in_one_directory(tmp_path: Path) -> None:
@@ -352,7 +359,7 @@ OLD, NEW = ({"w": numbers((100, 201), seed=seed), "n": torch.tensor(seed)} for s
 
 def old_or_new(directory: Path) -> str:
     """Which of them the newest sound step is; the next save works."""
-    found = newest(directory)
+    found = find_newest_verified(directory)
     assert found in (1, 2)
     assert holds(directory, found, OLD if found == 1 else NEW)
     assert holds(saved(directory, NEW, 3).parent, 3, NEW)

@@ -12,19 +12,20 @@ import torch
 from checkpoint_helpers import alone, blank, random_bits, same_pieces, save_alone, whole
 from faults import at_call, fails
 
-from hpc_train.checkpoint import CheckpointError, load, reading
-from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.strips import CELL
+from hpc_train.checkpoint import CheckpointError, load_step
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
+from hpc_train.checkpoint.load import reader
+from hpc_train.checkpoint.load.read_schedule import CELL_BYTES
 
 READS = 10
 SHARD = "shards/000/000000.h5"
-TENSORS = {"w": random_bits((READS * CELL // 4 - CELL // 8,), torch.float32)}
+TENSORS = {"w": random_bits((READS * CELL_BYTES // 4 - CELL_BYTES // 8,), torch.float32)}
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """More reads than there is memory for at a time."""
-    monkeypatch.setattr(reading, "WIDE", CELL)
+    monkeypatch.setattr(reader, "WIDE_READ_BYTES", CELL_BYTES)
     save_alone(tmp_path, 1, TENSORS)
     put_out_of_the_cache(tmp_path / "step-1" / SHARD)
     return tmp_path
@@ -38,7 +39,7 @@ def put_out_of_the_cache(path: Path) -> None:
 
 def loaded(directory: Path) -> bool:
     pieces = blank(whole(TENSORS))
-    load(directory, 1, pieces, alone())
+    load_step(directory, 1, pieces, alone())
     return same_pieces(pieces, whole(TENSORS))
 
 
@@ -65,7 +66,7 @@ def test_any_read_that_fails_ends_the_load(directory: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("of_read", [0, 4, READS - 1])
 def test_damage_in_any_read_ends_the_load(directory: Path, of_read: int) -> None:
-    shard, at = directory / "step-1" / SHARD, of_read * CELL + 3 * BLOCK
+    shard, at = directory / "step-1" / SHARD, of_read * CELL_BYTES + 3 * BLOCK_BYTES
     before = threading.active_count()
     with shard.open("r+b") as file:
         file.seek(at)

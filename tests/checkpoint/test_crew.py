@@ -9,12 +9,12 @@ import pytest
 from checkpoint_helpers import names
 from faults import at_call
 
-from hpc_train.checkpoint.commands.inspection import writers_of
-from hpc_train.checkpoint.crew import Crew, files_of
-from hpc_train.checkpoint.saving import prepare
-from hpc_train.checkpoint.shard import DIGESTS, folders, shard_name
-from hpc_train.checkpoint.storage import Place
-from hpc_train.checkpoint.turns import turns_of
+from hpc_train.checkpoint.format.block_digests import DIGESTS_SUFFIX
+from hpc_train.checkpoint.save.save_step import prepare_directory
+from hpc_train.checkpoint.save.shared_file import WriterGroup, assign_turns, group_ranks_by_file
+from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
+from hpc_train.checkpoint.storage.step_directory import list_shard_folders, shard_file_name
+from hpc_train.cli.checkpoint.inspect import writers_of
 
 RANKS = 10_000
 NODES = [rank // 8 for rank in range(RANKS)]
@@ -34,25 +34,25 @@ NODES = [rank // 8 for rank in range(RANKS)]
 def test_a_file_is_that_of_ranks_that_follow_one_another_on_a_node(
     nodes: list[int], ranks_per_file: int, files: list[tuple[int, int]]
 ) -> None:
-    assert files_of(nodes, ranks_per_file) == tuple(range(*ends) for ends in files)
+    assert group_ranks_by_file(nodes, ranks_per_file) == tuple(range(*ends) for ends in files)
 
 
 @pytest.mark.parametrize("ranks_per_file", [1, 3, 8, 0])
 def test_ten_thousand_ranks_never_meet_in_one_folder(tmp_path: Path, ranks_per_file: int) -> None:
     """Shard files with their tables of digests; and the folders for them take one mkdir each."""
-    files = files_of(NODES, ranks_per_file)
+    files = group_ranks_by_file(NODES, ranks_per_file)
     assert [rank for ranks in files for rank in ranks] == list(range(RANKS))
-    made = [shard_name(number, ranks) for number, ranks in enumerate(files)]
+    made = [shard_file_name(number, ranks) for number, ranks in enumerate(files)]
     assert len(set(made)) == len(files) == {1: 10_000, 3: 3750, 8: 1250, 0: 1250}[ranks_per_file]
     assert [writers_of(name) for name in made] == [len(ranks) for ranks in files]
-    entries = Counter(str(Path(name).parent) for file in made for name in (file, file + DIGESTS))
+    entries = Counter(str(Path(name).parent) for file in made for name in (file, file + DIGESTS_SUFFIX))
     assert max(entries.values()) <= 128
-    assert sorted(entries) == folders(len(files))
+    assert sorted(entries) == list_shard_folders(len(files))
 
-    needs = Crew(files, 0).of_files([1] * RANKS)
+    needs = WriterGroup(files, 0).of_files([1] * RANKS)
     assert needs == [len(ranks) for ranks in files]
     with at_call(0, lambda call, args: None) as calls:
-        token, _ = prepare(tmp_path / "step-1", needs, Place())
+        token, _ = prepare_directory(tmp_path / "step-1", needs, CheckpointDirectory())
     assert calls.count("mkdir") == len(entries) + 3, "and those of checkpoints, which is there, the step and shards/"
     assert len(calls) < len(entries) + 20
     assert names(tmp_path / f"step-1.tmp-{token}" / "shards") == [Path(folder).name for folder in sorted(entries)]
@@ -62,7 +62,7 @@ def test_ten_thousand_ranks_never_meet_in_one_folder(tmp_path: Path, ranks_per_f
 def test_ranks_of_a_node_take_turns(writers: int) -> None:
     """Every rank has one before it that knows of it, and the longest row is no longer than it must be."""
     nodes = [0] * 8 + [1] * 5 + [0] * 2
-    turns = [turns_of(rank, nodes, writers) for rank in range(len(nodes))]
+    turns = [assign_turns(rank, nodes, writers) for rank in range(len(nodes))]
     for rank, turn in enumerate(turns):
         for before, after in ((turn.before, rank), (rank, turn.after)):
             if before is not None and after is not None:

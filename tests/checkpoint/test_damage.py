@@ -11,11 +11,11 @@ import pytest
 import torch
 from checkpoint_helpers import alone, blank, holds, save_alone, sharded, state, whole
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import CheckpointError, load, newest, save, verify
-from hpc_train.checkpoint.holdings import gather
-from hpc_train.checkpoint.manifest import Manifest, ShardFile, from_bytes
+from hpc_train.checkpoint import CheckpointError, find_newest_verified, load_step, save_step, verify_step
+from hpc_train.checkpoint.format.manifest import Manifest, ShardFile, parse_manifest
+from hpc_train.checkpoint.format.shard_layout import gather_layouts
 from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
@@ -80,16 +80,16 @@ def two_steps(directory: Path) -> Path:
 def test_a_damaged_shard(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     do, what = SHARD_DAMAGE[damage]
     do(two_steps(tmp_path) / "shards/000/000000.h5")
-    (problem,) = verify(tmp_path, 2)
+    (problem,) = verify_step(tmp_path, 2)
     assert problem.file == "shards/000/000000.h5"
     assert what in problem.what
     with caplog.at_level(logging.WARNING):
-        assert newest(tmp_path) == 1
+        assert find_newest_verified(tmp_path) == 1
     assert "step 2" in caplog.text
     assert str(problem) in caplog.text
     pieces = blank(whole(state(2)))
     with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shards/000/000000\.h5"):
-        load(tmp_path, 2, pieces, alone())
+        load_step(tmp_path, 2, pieces, alone())
     assert holds(tmp_path, 1, state(1))
 
 
@@ -97,12 +97,12 @@ def test_a_damaged_shard(tmp_path: Path, damage: str, caplog: pytest.LogCaptureF
 def test_a_damaged_table_of_digests(tmp_path: Path, damage: str) -> None:
     do, what = DIGESTS_DAMAGE[damage]
     do(two_steps(tmp_path) / "shards/000/000000.h5.digests")
-    (problem,) = verify(tmp_path, 2)
+    (problem,) = verify_step(tmp_path, 2)
     assert problem.file == "shards/000/000000.h5.digests"
     assert what in problem.what
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
     with pytest.raises(CheckpointError, match=r"step 2 .* is damaged: shards/000/000000\.h5\.digests: .*" + what):
-        load(tmp_path, 2, blank(whole(state(2))), alone())
+        load_step(tmp_path, 2, blank(whole(state(2))), alone())
 
 
 MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -126,12 +126,12 @@ MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_manifest(tmp_path: Path, damage: str) -> None:
     do, what = MANIFEST_DAMAGE[damage]
     do(two_steps(tmp_path))
-    (problem,) = verify(tmp_path, 2)
+    (problem,) = verify_step(tmp_path, 2)
     assert problem.file == "manifest.json"
     assert what in problem.what
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
     with pytest.raises(CheckpointError, match=f"step 2 .* is damaged: manifest.json: .*{what}"):
-        load(tmp_path, 2, [], alone())
+        load_step(tmp_path, 2, [], alone())
 
 
 def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
@@ -141,26 +141,26 @@ def test_no_bit_of_a_small_shard_can_flip_unseen(tmp_path: Path) -> None:
     good = shard.read_bytes()
     for at in range(0, len(good), 29):
         flip(shard, at)
-        assert verify(tmp_path, 1) != []
+        assert verify_step(tmp_path, 1) != []
         shard.write_bytes(good)
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
 
 
 @pytest.mark.parametrize("name", ["../step-1/shards/000/000000.h5", "/etc/passwd", "shards/../../x.h5", "./x.h5"])
 def test_a_manifest_cannot_point_outside_of_its_directory(name: str) -> None:
-    manifest = Manifest(1, 1, 1, gather([]), (ShardFile(name, 1, "xxh3_128:0"),), {})
+    manifest = Manifest(1, 1, 1, gather_layouts([]), (ShardFile(name, 1, "xxh3_128:0"),), {})
     with pytest.raises(CheckpointError, match="not the name of a file of a step"):
-        from_bytes(manifest.to_bytes())
+        parse_manifest(manifest.to_bytes())
 
 
 def test_all_ranks_hear_of_one_damaged_shard(tmp_path: Path) -> None:
     def save_by_rows(world: World, step: int) -> None:
-        save(tmp_path, step, sharded(state(step), 0, world.rank, world.size), {}, world).wait()
+        save_step(tmp_path, step, sharded(state(step), 0, world.rank, world.size), {}, world).wait()
 
     def load_or_fail(world: World) -> tuple[str, int | None, int]:
         with pytest.raises(CheckpointError) as error:
-            load(tmp_path, 2, blank(sharded(state(2), 0, world.rank, world.size)), world)
-        return str(error.value), newest(tmp_path, world), len(verify(tmp_path, 2, world))
+            load_step(tmp_path, 2, blank(sharded(state(2), 0, world.rank, world.size)), world)
+        return str(error.value), find_newest_verified(tmp_path, world), len(verify_step(tmp_path, 2, world))
 
     for step in (1, 2):
         run_ranks(save_by_rows, 3, step)
@@ -177,7 +177,7 @@ def test_all_ranks_hear_of_a_tensor_that_one_of_them_misses(tmp_path: Path) -> N
     def load_or_fail(world: World) -> str:
         name = "w" if world.rank == 0 else "v"
         with pytest.raises(UserError) as error:
-            load(tmp_path, 1, [Piece(name, (2,), torch.float32, (0,), torch.zeros(2))], world)
+            load_step(tmp_path, 1, [TensorShard(name, (2,), torch.float32, (0,), torch.zeros(2))], world)
         return str(error.value)
 
     first, second = run_ranks(load_or_fail, 2)
@@ -186,7 +186,7 @@ def test_all_ranks_hear_of_a_tensor_that_one_of_them_misses(tmp_path: Path) -> N
 
 
 def test_nothing_there_is_nothing_newest(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
-    assert newest(tmp_path / "absent") is None
+    assert find_newest_verified(tmp_path) is None
+    assert find_newest_verified(tmp_path / "absent") is None
     with pytest.raises(UserError, match=r"step 3 .* it has none"):
-        verify(tmp_path, 3)
+        verify_step(tmp_path, 3)

@@ -17,8 +17,8 @@ import torch
 from checkpoint_helpers import alone, holds, names, random_bits, save_alone, sharded, state, whole
 from faults import CALLS, EVERY, Fault, at_all, at_call, disk_full, fails, is_killed, kill, short, torn
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import CheckpointError, Saver, newest, save
+from hpc_train.checkpoint import CheckpointError, Saver, find_newest_verified, save_step
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import RankFailure, run_ranks
 
 OLD, NEW = state(1), state(2)
@@ -36,7 +36,7 @@ def save_new(
     pieces = sharded(NEW, 0, world.rank, world.size)
     with at_call(number if rank == world.rank else 0, fault, EVERY, directory) as made:
         try:
-            save(directory, step, pieces, {}, world).wait()
+            save_step(directory, step, pieces, {}, world).wait()
         except CheckpointError as error:
             return str(error), made
     return "", made
@@ -44,7 +44,7 @@ def save_new(
 
 def save_and_die(world: World, directory: Path, step: int, number: int, rank: int) -> None:
     with at_call(number if rank == world.rank else 0, kill, EVERY, directory):
-        save(directory, step, sharded(NEW, 0, world.rank, world.size), {}, world).wait()
+        save_step(directory, step, sharded(NEW, 0, world.rank, world.size), {}, world).wait()
 
 
 def holding_old(directory: Path) -> Path:
@@ -97,7 +97,7 @@ def test_killed_at_any_call_of_two(tmp_path: Path, step: int) -> None:
 
 
 def old_or_new(directory: Path, step: int) -> str:
-    found = newest(directory)
+    found = find_newest_verified(directory)
     if found == step and holds(directory, step, NEW):
         return "new"
     assert found == 1
@@ -108,7 +108,7 @@ def old_or_new(directory: Path, step: int) -> str:
 def still_usable(directory: Path) -> None:
     """The next save commits, and takes away what the dead one left."""
     save_alone(directory, 3, NEW)
-    assert newest(directory) == 3
+    assert find_newest_verified(directory) == 3
     assert [name for name in names(directory) if ".tmp-" in name or ".trash-" in name] == []
 
 
@@ -144,7 +144,7 @@ def test_a_file_system_that_fails_from_some_call_on_and_recovers(tmp_path: Path,
     for step, number in ((1 + number % 2, number) for number in numbers):
         directory = holding_old(tmp_path / str(number))
         with at_call(number, ERRORS[kind], EVERY, directory, lasting=True), suppress(CheckpointError):
-            save(directory, step, whole(NEW), {}, alone()).wait()
+            save_step(directory, step, whole(NEW), {}, alone()).wait()
         old_or_new(directory, step)
         still_usable(directory)
 
@@ -222,7 +222,7 @@ def test_writes_and_reads_that_do_less_than_they_are_asked_for(tmp_path: Path) -
         save_alone(tmp_path, 1, OLD)
         assert holds(tmp_path, 1, OLD)
     assert {"pwrite", "preadv"} <= set(made)
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
 
 
 def test_a_disk_that_takes_nothing_and_says_no_error(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_a_file_system_may_refuse_is_done_without(tmp_path: Path, refusal: 
     with at_all(calls, fault):
         save_alone(tmp_path, 1, large)
         assert holds(tmp_path, 1, large)
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
 
 
 def test_everything_is_on_the_disk_before_its_name_is(tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_a_file_system_that_really_refuses_the_data(tmp_path: Path) -> None:
         if world.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
         rows = torch.ones(100, 1000)
-        pieces = [Piece(f"w{n}", (200, 1000), rows.dtype, (100 * world.rank, 0), rows) for n in range(3)]
+        pieces = [TensorShard(f"w{n}", (200, 1000), rows.dtype, (100 * world.rank, 0), rows) for n in range(3)]
         with pytest.raises(CheckpointError) as error:
-            save(tmp_path, 2, pieces, {}, world).wait()
+            save_step(tmp_path, 2, pieces, {}, world).wait()
         return str(error.value)
 
     first, second = run_ranks(save_large, 2)
@@ -327,14 +327,14 @@ def test_a_file_system_that_really_refuses_the_data(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="was not saved"):
-        save(tmp_path / "file" / "checkpoints", 1, whole(OLD), {}, alone()).wait()
+        save_step(tmp_path / "file" / "checkpoints", 1, whole(OLD), {}, alone()).wait()
 
 
 def test_an_error_of_the_training_code_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
     def save_nonsense(world: World) -> str:
-        pieces = (Piece(f"w{n}", (n,), torch.float32, (0,), torch.ones(n // (1 - world.rank))) for n in (1, 2))
+        pieces = (TensorShard(f"w{n}", (n,), torch.float32, (0,), torch.ones(n // (1 - world.rank))) for n in (1, 2))
         with pytest.raises(CheckpointError) as error:
-            save(tmp_path, 1, pieces, {}, world).wait()
+            save_step(tmp_path, 1, pieces, {}, world).wait()
         return str(error.value)
 
     first, second = run_ranks(save_nonsense, 2)

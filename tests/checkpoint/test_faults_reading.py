@@ -12,9 +12,16 @@ import pytest
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
 from faults import EVERY, Fault, at_call, fails, kill
 
-from hpc_train.api import World
-from hpc_train.checkpoint import CheckpointError, committed, newest, prune, resume, save
-from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint import (
+    CheckpointError,
+    find_newest_verified,
+    list_committed_steps,
+    prune_steps,
+    resume_from_checkpoint,
+    save_step,
+)
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 STATES = {1: state(1), 2: state(2)}
@@ -33,7 +40,7 @@ def loaded(directory: Path, world: World, number: int, fault: Fault) -> tuple[in
     pieces = blank(sharded(STATES[1], 0, world.rank, world.size))
     with at_call(number, fault, EVERY, directory) as made:
         try:
-            resumed = resume(directory, "auto", pieces, world)
+            resumed = resume_from_checkpoint(directory, "auto", pieces, world)
         except CheckpointError as error:
             assert "\n" not in str(error)  # noqa: PT017
             return str(error), len(made)
@@ -74,7 +81,7 @@ def test_a_directory_that_is_not_there_for_a_moment_is_no_empty_one(directory: P
         at_call(1, fails(errno.ENOENT), ("scandir",), directory),
         pytest.raises(CheckpointError, match="No such file"),
     ):
-        resume(directory, "auto", blank(whole(STATES[1])), alone())
+        resume_from_checkpoint(directory, "auto", blank(whole(STATES[1])), alone())
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -88,15 +95,15 @@ def test_any_call_that_fails_while_old_ones_are_removed(tmp_path: Path, name: st
         directory = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         with at_call(number, fails(getattr(errno, name)), EVERY, directory) as made:
             try:
-                prune(directory, keep=1)
+                prune_steps(directory, keep=1)
             except OSError as error:
                 assert error.errno == getattr(errno, name)  # noqa: PT017
-        steps = committed(directory)
+        steps = list_committed_steps(directory)
         assert len(steps) >= 1
-        assert newest(directory) == steps[-1]
+        assert find_newest_verified(directory) == steps[-1]
         assert name == "ENOENT" or steps[-1] == 3, "an error that may pass costs no checkpoint"
         save_alone(directory, 4, STATES[1])
-        assert prune(directory, keep=1) == steps
+        assert prune_steps(directory, keep=1) == steps
         assert names(directory) == ["step-4"]
 
 
@@ -112,16 +119,16 @@ def test_a_manifest_that_cannot_be_read_just_now_keeps_its_place_in_the_order(di
 
     (directory / "step-5").rename(directory / "away")
     with at_call(1, no_nine, ("io.open",), directory, lasting=True):
-        save(directory, 4, whole(STATES[2]), {}, alone()).wait()
-    assert committed(directory)[-2:] == [9, 4]
-    assert read(directory / "step-4", 4).sequence > read(directory / "step-9", 9).sequence
+        save_step(directory, 4, whole(STATES[2]), {}, alone()).wait()
+    assert list_committed_steps(directory)[-2:] == [9, 4]
+    assert read_manifest(directory / "step-4", 4).sequence > read_manifest(directory / "step-9", 9).sequence
 
 
 @pytest.mark.parametrize("content", [b"", b"step-9", b"1\n", b"../../etc"])
 def test_latest_is_derived_whatever_a_file_of_that_name_says(directory: Path, content: bytes) -> None:
     for name in ("LATEST", "latest", "latest_checkpointed_iteration.txt"):
         (directory / name).write_bytes(content)
-    assert newest(directory) == 2
+    assert find_newest_verified(directory) == 2
     assert loaded(directory, alone(), 0, kill)[0] == 2
     assert holds(directory, 2, STATES[2])
 
@@ -132,7 +139,7 @@ def test_shards_of_two_ranks_that_changed_places(tmp_path: Path) -> None:
     def save_both(world: World) -> None:
         for step in (1, 2):
             pieces = sharded({"w": state(step)["blocks.0.weight"][:6]}, 0, world.rank, world.size)
-            save(tmp_path, step, pieces, {}, world).wait()
+            save_step(tmp_path, step, pieces, {}, world).wait()
 
     run_ranks(save_both, 2)
     one, other = (tmp_path / "step-2" / "shards/000" / name for name in ("000000.h5", "000001.h5"))
@@ -140,7 +147,7 @@ def test_shards_of_two_ranks_that_changed_places(tmp_path: Path) -> None:
     one.rename(tmp_path / "aside")
     other.rename(one)
     (tmp_path / "aside").rename(other)
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1
     for suffix in ("", ".digests"):  # and with their digests
         (one.parent / f"{one.name}{suffix}").write_bytes((other.parent / f"{other.name}{suffix}").read_bytes())
-    assert newest(tmp_path) == 1
+    assert find_newest_verified(tmp_path) == 1

@@ -12,8 +12,8 @@ import pytest
 import torch
 from checkpoint_helpers import State, alone, whole
 
-from hpc_train.checkpoint import Saver, committed, save, verify
-from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint import Saver, list_committed_steps, save_step, verify_step
+from hpc_train.checkpoint.format.manifest import read_manifest
 
 
 def odd(seed: int) -> State:
@@ -31,35 +31,35 @@ def shards(directory: Path) -> list[bytes]:
 
 def test_the_files_are_those_of_a_save_that_copies_first(tmp_path: Path) -> None:
     state = odd(1)
-    save(tmp_path / "filled", 1, whole(state), {}, alone()).wait()
+    save_step(tmp_path / "filled", 1, whole(state), {}, alone()).wait()
     first = Saver(tmp_path / "copied", alone())
     first.save(1, whole(state), {})
     first.wait()[0].wait()
     assert shards(tmp_path / "filled") == shards(tmp_path / "copied")
-    assert verify(tmp_path / "filled", 1) == []
+    assert verify_step(tmp_path / "filled", 1) == []
 
 
 def test_what_is_not_contiguous_is_copied_first(tmp_path: Path) -> None:
     state = odd(1)
     state["a"] = torch.randn(3000, 1500).t()
-    save(tmp_path, 1, whole(state), {}, alone()).wait()
-    save(tmp_path / "same", 1, whole({**state, "a": state["a"].contiguous()}), {}, alone()).wait()
+    save_step(tmp_path, 1, whole(state), {}, alone()).wait()
+    save_step(tmp_path / "same", 1, whole({**state, "a": state["a"].contiguous()}), {}, alone()).wait()
     assert shards(tmp_path) == shards(tmp_path / "same")
 
 
 @pytest.mark.parametrize("name", ["a", "b", "half", "wide"])
 def test_the_last_element_is_looked_at(tmp_path: Path, name: str) -> None:
     state = odd(1)
-    save(tmp_path, 1, whole(state), {}, alone()).wait()
+    save_step(tmp_path, 1, whole(state), {}, alone()).wait()
     state[name][-1] = math.nan
-    save(tmp_path, 2, whole(state), {}, alone()).wait()
-    assert [read(tmp_path / f"step-{step}", step).finite for step in (1, 2)] == [True, False]
+    save_step(tmp_path, 2, whole(state), {}, alone()).wait()
+    assert [read_manifest(tmp_path / f"step-{step}", step).finite for step in (1, 2)] == [True, False]
 
 
 def test_a_mask_is_no_poison(tmp_path: Path) -> None:
     mask = torch.full((2048, 2048), -math.inf).triu(1)
-    save(tmp_path, 1, whole({**odd(1), "mask": mask}), {}, alone()).wait()
-    assert read(tmp_path / "step-1", 1).finite
+    save_step(tmp_path, 1, whole({**odd(1), "mask": mask}), {}, alone()).wait()
+    assert read_manifest(tmp_path / "step-1", 1).finite
 
 
 def test_once_nobody_waits_nothing_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,5 +79,5 @@ def test_once_nobody_waits_nothing_is_committed(tmp_path: Path, monkeypatch: pyt
     free.set()
     assert saver._under_way is not None
     saver._under_way.thread.join(60)
-    assert committed(tmp_path) == []
+    assert list_committed_steps(tmp_path) == []
     assert [saved.error is not None for saved in saver.ended()] == [True]

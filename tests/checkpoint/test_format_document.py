@@ -20,10 +20,12 @@ import xxhash
 from checkpoint_helpers import State, alone, whole
 from incremental_helpers import SMALL
 
-from hpc_train.checkpoint import Saver, chunks, listing, manifest, pattern, poison
-from hpc_train.checkpoint.digests import ALGORITHM, BLOCK
-from hpc_train.checkpoint.incremental import Incremental
-from hpc_train.checkpoint.origin import Origin, Times, this_code
+from hpc_train.checkpoint import Saver
+from hpc_train.checkpoint.format import block_digests, manifest, manifest_encoding
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
+from hpc_train.checkpoint.provenance import Origin, SaveTimes, identify_code
+from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.storage import step_directory
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint_format.md"
 KINDS = ("plain", "compressed", "incremental")
@@ -50,8 +52,8 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         alone(),
         background=False,
         level=int(request.param == "compressed"),
-        incremental=Incremental(SMALL) if incremental else None,
-        origin=Origin(*this_code(), config="c", model="m", attempt=1),
+        incremental=IncrementalWriter(SMALL) if incremental else None,
+        origin=Origin(*identify_code(), config="c", model="m", attempt=1),
     )
     for number in (1, 2):
         state = tensors(number)
@@ -163,7 +165,7 @@ def test_every_key_is_described_and_every_description_is_of_a_key(step: tuple[Pa
     of_layout = table_after("A *layout* describes")
     assert all(layout.keys() <= of_layout and of_layout - {"within"} <= layout.keys() for layout in body["layouts"])
     text = DOCUMENT.read_text()
-    for of in (Origin, Times):
+    for of in (Origin, SaveTimes):
         assert all(f"`{it.name}`" in text for it in fields(of) if it.name != "commit")
 
 
@@ -172,16 +174,16 @@ def test_its_numbers_are_those_of_the_code() -> None:
     numbers = {
         f"Format version {manifest.FORMAT_VERSION}.",
         f"| {manifest.FORMAT_VERSION} | tables",
-        f"| `block` | integer | {BLOCK} |",
-        f"| `algorithm` | text | `{ALGORITHM}` |",
-        f"at most 2^{(manifest.LARGEST_TEXT).bit_length() - 1} bytes, a mark {poison._REASON};",
-        f"from 0 to 2^{pattern.LARGEST.bit_length() - 1} ",
-        f"at most {listing.DIMENSIONS} dimensions",
-        f"2^{listing._FREE.bit_length() - 1} numbers and one for each byte",
-        f"at most {manifest._INFLATION} bytes for each byte",
-        f"`whole` is at most {chunks.LENGTH}",
-        f"chunks of at most {chunks.LENGTH} bytes",
-        f"A dataset of {chunks.LEAST} bytes and more",
-        *(f"`{name}`" for name in chunks.PART.names or ()),
+        f"| `block` | integer | {BLOCK_BYTES} |",
+        f"| `algorithm` | text | `{BLOCK_DIGEST_ALGORITHM}` |",
+        f"at most 2^{(manifest.MAX_MANIFEST_BYTES).bit_length() - 1} bytes, a mark {step_directory._MAX_REASON_BYTES};",
+        f"from 0 to 2^{manifest_encoding.LARGEST_INTEGER.bit_length() - 1} ",
+        f"at most {manifest_encoding.MAX_DIMENSIONS} dimensions",
+        f"2^{manifest_encoding._FREE.bit_length() - 1} numbers and one for each byte",
+        f"at most {manifest._MAX_INFLATION} bytes for each byte",
+        f"`whole` is at most {block_digests.CHUNK_BYTES}",
+        f"chunks of at most {block_digests.CHUNK_BYTES} bytes",
+        f"A dataset of {block_digests.MINIMUM_CHUNKED_BYTES} bytes and more",
+        *(f"`{name}`" for name in block_digests.PART_DTYPE.names or ()),
     }
     assert {it for it in numbers if it not in text} == set()

@@ -14,8 +14,15 @@ import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, whole
 
-from hpc_train.checkpoint import CheckpointError, committed, load, prune, resume, verify
-from hpc_train.checkpoint.poison import poison_of
+from hpc_train.checkpoint import (
+    CheckpointError,
+    list_committed_steps,
+    load_step,
+    prune_steps,
+    resume_from_checkpoint,
+    verify_step,
+)
+from hpc_train.checkpoint.storage.step_directory import explain_bad_step
 from hpc_train.regular_files import NotRegularError, open_regular, read_regular
 
 TENSORS = {"w": torch.arange(12.0).reshape(3, 4)}
@@ -86,12 +93,12 @@ def test_a_part_of_a_step_is_something_else(
     if (part, what) in {("shards", "a directory"), ("shards/000", "a directory")}:
         return replaced_by_an_empty_one(directory, part)
     replaced(directory / "step-2" / part, THINGS[what])
-    assert verify(directory, 2) != []
+    assert verify_step(directory, 2) != []
     with pytest.raises(CheckpointError, match="step 2"):
-        load(directory, 2, blank(whole(TENSORS)), alone())
+        load_step(directory, 2, blank(whole(TENSORS)), alone())
     pieces = blank(whole(TENSORS))
     with caplog.at_level(logging.WARNING):
-        found = resume(directory, "auto", pieces, alone())
+        found = resume_from_checkpoint(directory, "auto", pieces, alone())
     assert found is not None
     assert found.step == 1
     assert "it is skipped" in caplog.text
@@ -102,7 +109,7 @@ def test_a_part_of_a_step_is_something_else(
 
 def replaced_by_an_empty_one(directory: Path, part: str) -> None:
     replaced(directory / "step-2" / part, Path.mkdir)
-    assert verify(directory, 2) != []
+    assert verify_step(directory, 2) != []
 
 
 @pytest.mark.parametrize("what", THINGS)
@@ -111,8 +118,8 @@ def test_a_mark_that_is_something_else(directory: Path, what: str) -> None:
     if what == "a link":
         (path / "moved-bad").write_text("a reason\n")
     THINGS[what](path / "bad")
-    assert str(poison_of(path, None)).startswith("is marked bad: ")
-    found = resume(directory, "auto", blank(whole(TENSORS)), alone())
+    assert str(explain_bad_step(path, None)).startswith("is marked bad: ")
+    found = resume_from_checkpoint(directory, "auto", blank(whole(TENSORS)), alone())
     assert found is not None
     assert found.step == 1
 
@@ -130,36 +137,36 @@ def test_a_step_that_is_something_else(
 ) -> None:
     ENTRIES[what](directory / "step-30")
     with caplog.at_level(logging.WARNING):
-        assert committed(directory) == [1, 2]
+        assert list_committed_steps(directory) == [1, 2]
     assert f"{directory / 'step-30'} is passed over" in caplog.text
     terminal = Terminal(capsys)
     assert [it["step"] for it in terminal.call("ls", directory, "--json").json] == [1, 2]
     assert terminal.call("verify", directory, "--all").code == 0
     assert terminal.call("inspect", directory, "--json").json["step"] == 2
-    found = resume(directory, "auto", blank(whole(TENSORS)), alone())
+    found = resume_from_checkpoint(directory, "auto", blank(whole(TENSORS)), alone())
     assert found is not None
     assert found.step == 2
     save_alone(directory, 3, TENSORS)
-    assert prune(directory, 2) == [1]
+    assert prune_steps(directory, 2) == [1]
     save_alone(directory, 30, TENSORS)
     assert holds(directory, 30, TENSORS)
-    assert prune(directory, 1) == [2, 3]
+    assert prune_steps(directory, 1) == [2, 3]
     assert names(directory) == ["step-30"]
 
 
 def test_a_step_that_a_person_names_may_be_a_link(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to(directory / "step-1")
-    found = resume(tmp_path / "elsewhere", str(tmp_path / "best"), blank(whole(TENSORS)), alone())
+    found = resume_from_checkpoint(tmp_path / "elsewhere", str(tmp_path / "best"), blank(whole(TENSORS)), alone())
     assert found is not None
     assert (found.directory, found.step) == (directory, 1)
 
 
 def test_a_run_may_lie_behind_a_link(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(directory)
-    assert verify(tmp_path / "linked", 2) == []
+    assert verify_step(tmp_path / "linked", 2) == []
     assert holds(tmp_path / "linked", 2, TENSORS)
     save_alone(tmp_path / "linked", 3, TENSORS)
-    assert committed(directory) == [1, 2, 3]
+    assert list_committed_steps(directory) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["trash", "tmp"])
@@ -167,7 +174,7 @@ def test_a_leftover_that_is_a_link_goes_and_what_it_leads_to_stays(directory: Pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (directory / f"step-9.{kind}-elsewhere.1.ab").symlink_to(tmp_path / "mine")
-    prune(directory, 2, sole=True)
+    prune_steps(directory, 2, sole=True)
     assert names(directory) == ["step-1", "step-2"]
     assert (tmp_path / "mine" / "file").exists()
 

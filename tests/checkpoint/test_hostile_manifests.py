@@ -16,9 +16,9 @@ import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, sharded, whole
 
-from hpc_train.api import World
-from hpc_train.checkpoint import CheckpointError, load, resume, save, verify
-from hpc_train.checkpoint.files import checksum_of
+from hpc_train.checkpoint import CheckpointError, load_step, resume_from_checkpoint, save_step, verify_step
+from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 Body = dict[str, Any]
@@ -41,7 +41,7 @@ def reseal(step: Path, change: Callable[[Body], object]) -> None:
 
 def write_body(step: Path, body: Body) -> None:
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    end = f',"checksum":"{checksum_of(text)}"}}\n'.encode()
+    end = f',"checksum":"{checksum_bytes(text)}"}}\n'.encode()
     (step / "manifest.json").write_bytes(text[:-1] + end)
 
 
@@ -191,12 +191,12 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
 
 def refuses(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Check that every way to read step 2 refuses it, and that resuming takes step 1."""
-    assert verify(directory, 2) != []
+    assert verify_step(directory, 2) != []
     with pytest.raises(CheckpointError, match="step 2"):
-        load(directory, 2, poisoned(), alone())
+        load_step(directory, 2, poisoned(), alone())
     pieces = poisoned()
     with caplog.at_level(logging.WARNING):
-        resumed = resume(directory, "auto", pieces, alone())
+        resumed = resume_from_checkpoint(directory, "auto", pieces, alone())
     assert resumed is not None
     assert resumed.step == 1
     assert "it is skipped" in caplog.text
@@ -241,7 +241,7 @@ def test_the_command_says_what_the_function_says(directory: Path, what: str, ter
     reseal(directory / "step-2", CHANGES[what])
     found = terminal.call("verify", directory / "step-2", "--json")
     assert found.code == 1
-    assert [it["what"] for it in json.loads(found.out)["problems"]] == [it.what for it in verify(directory, 2)]
+    assert [it["what"] for it in json.loads(found.out)["problems"]] == [it.what for it in verify_step(directory, 2)]
 
 
 @pytest.mark.long  # compiles all of torch
@@ -262,13 +262,13 @@ def test_what_is_checked_does_not_hang_on_asserts(directory: Path) -> None:
 
 def two_of_a_rank(world: World, directory: Path) -> None:
     """Save rows that both ranks want, so that each would read some for the other."""
-    save(directory, 2, sharded(TENSORS, 0, world.rank, world.size), {}, world).wait()
+    save_step(directory, 2, sharded(TENSORS, 0, world.rank, world.size), {}, world).wait()
 
 
 def refused_by_all(world: World, directory: Path) -> str:
     pieces = blank(whole(TENSORS))
     with pytest.raises(CheckpointError) as error:
-        load(directory, 2, pieces, world)
+        load_step(directory, 2, pieces, world)
     return str(error.value)
 
 

@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hpc_train.checkpoint.convert import torch_files
+from hpc_train.checkpoint.convert.dcp import DcpTensors, parse_dcp_metadata
+from hpc_train.checkpoint.convert.rewrite import make_blank_piece
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.formats import pickled
-from hpc_train.checkpoint.formats.dcp import Stored
-from hpc_train.checkpoint.formats.dcp_metadata import parse_metadata
-from hpc_train.checkpoint.offline.source import blank
 from hpc_train.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch warns in a single process
@@ -108,26 +107,26 @@ def test_no_program_runs_from_a_file_of_torch_save(tmp_path: Path, way: str) -> 
     canary, file = tmp_path / "canary", tmp_path / "file.pt"
     for name, data in programs(canary).items():
         WAYS[way](file, data)
-        assert not read_or_refuse(lambda: pickled.read(file)), name
+        assert not read_or_refuse(lambda: torch_files.read_torch_file(file)), name
         assert not canary.exists(), name
 
 
 def test_no_program_runs_from_dcp_metadata(tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", write_dcp(tmp_path / "dcp")
-    sound, expected = (folder / ".metadata").read_bytes(), parse_metadata(folder)
+    sound, expected = (folder / ".metadata").read_bytes(), parse_dcp_metadata(folder)
     for name, data in programs(canary).items():
         (folder / ".metadata").write_bytes(data)
-        refuse(lambda: parse_metadata(folder))
+        refuse(lambda: parse_dcp_metadata(folder))
         assert not canary.exists(), name
         (folder / ".metadata").write_bytes(data[:-1] + b"0" + sound[2:])  # followed by sound metadata
-        assert read_or_refuse(lambda: parse_metadata(folder)) in (None, expected), name
+        assert read_or_refuse(lambda: parse_dcp_metadata(folder)) in (None, expected), name
         assert not canary.exists(), name
 
 
 def test_no_program_runs_from_dcp_data(tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", write_dcp(tmp_path / "dcp")
     names = {"w": "w"}
-    expected = parse_metadata(folder)
+    expected = parse_dcp_metadata(folder)
     (chunk,) = expected["w"].chunks
     file = folder / chunk.file
     sound = file.read_bytes()
@@ -137,9 +136,9 @@ def test_no_program_runs_from_dcp_data(tmp_path: Path) -> None:
         comment = chunk.size - len(archive)  # pads the item to the length that the metadata says
         content = archive[:-2] + struct.pack("<H", comment) + bytes(comment)
         file.write_bytes(sound[: chunk.begin] + content + sound[chunk.begin + chunk.size :])
-        stored = Stored(folder, expected, names, {"w": torch.float32})
+        stored = DcpTensors(folder, expected, names, {"w": torch.float32})
         (tensor,) = stored.tensors
-        refuse(lambda stored=stored, tensor=tensor: stored.fill([blank(tensor, tensor.rectangle)]))  # type: ignore[misc]
+        refuse(lambda stored=stored, tensor=tensor: stored.fill([make_blank_piece(tensor, tensor.rectangle)]))  # type: ignore[misc]
         assert not canary.exists(), name
 
 
@@ -151,10 +150,10 @@ def test_the_extension_registry_is_not_used(tmp_path: Path) -> None:
         data = programs(canary)["EXT1"]
         pickle.loads(b"\x80\x02\x82\x01.")  # now it is in the cache, and find_class is not called for it
         as_zip(tmp_path / "file.pt", data)
-        refuse(lambda: pickled.read(tmp_path / "file.pt"))
+        refuse(lambda: torch_files.read_torch_file(tmp_path / "file.pt"))
         folder = write_dcp(tmp_path / "dcp")
         (folder / ".metadata").write_bytes(data)
-        refuse(lambda: parse_metadata(folder))
+        refuse(lambda: parse_dcp_metadata(folder))
     finally:
         copyreg.remove_extension("posix", "system", 1)
         copyreg.clear_extension_cache()
@@ -184,10 +183,10 @@ def test_bombs_end_at_once(tmp_path: Path, name: str) -> None:
     data, folder = bombs()[name], write_dcp(tmp_path / "dcp")
     (folder / ".metadata").write_bytes(data)
     with little_memory():
-        refuse(lambda: parse_metadata(folder))
+        refuse(lambda: parse_dcp_metadata(folder))
         for write in WAYS.values():
             write(tmp_path / "file.pt", data)
-            assert not read_or_refuse(lambda: pickled.read(tmp_path / "file.pt"))
+            assert not read_or_refuse(lambda: torch_files.read_torch_file(tmp_path / "file.pt"))
 
 
 def rebuilt(
@@ -214,7 +213,7 @@ def rebuilt(
 def test_a_tensor_is_within_its_storage_and_its_storage_within_the_file(tmp_path: Path) -> None:
     file = tmp_path / "file.pt"
     as_zip(file, rebuilt((4, 4), (4, 1)))
-    assert pickled.read(file)["w"].shape == (4, 4)
+    assert torch_files.read_torch_file(file)["w"].shape == (4, 4)
     wrong: dict[str, bytes] = {
         "too long": rebuilt((17,), (1,)),
         "behind": rebuilt((4,), (1,), offset=13),
@@ -237,7 +236,7 @@ def test_a_tensor_is_within_its_storage_and_its_storage_within_the_file(tmp_path
     for data in wrong.values():
         as_zip(file, data)
         with little_memory():
-            refuse(lambda: pickled.read(file))
+            refuse(lambda: torch_files.read_torch_file(file))
 
 
 def test_archives_that_claim_too_much(tmp_path: Path) -> None:
@@ -245,17 +244,17 @@ def test_archives_that_claim_too_much(tmp_path: Path) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:  # 256 MiB in a few kilobytes
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", bytes(256 << 20))
-    refuse(lambda: pickled.read(file))
+    refuse(lambda: torch_files.read_torch_file(file))
     as_zip(file, data)
     sound = file.read_bytes()
     for place in range(sound.index(b"PK\x01\x02"), len(sound) - 4, 2):
         for value in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b"\xff\xff\xff\x7f"):
             file.write_bytes(sound[:place] + value + sound[place + 4 :])
             with little_memory():
-                read_or_refuse(lambda: pickled.read(file))
+                read_or_refuse(lambda: torch_files.read_torch_file(file))
     for size in range(0, len(sound), 7):
         file.write_bytes(sound[:size])
-        refuse(lambda: pickled.read(file))
+        refuse(lambda: torch_files.read_torch_file(file))
 
 
 def shared_tensor(names: bytes) -> bytes:
@@ -273,7 +272,7 @@ def test_what_a_pickle_names_again_and_again_is_bounded(tmp_path: Path) -> None:
     """A few kilobytes must not become gigabytes of names, nor hours of looking at entries."""
     file = tmp_path / "file.pt"
     as_zip(file, shared_tensor(b"}" + integers(1000, b"h\x00")))
-    assert len(pickled.read(file)) == 1000  # tied weights
+    assert len(torch_files.read_torch_file(file)) == 1000  # tied weights
     long_name = b"}X" + struct.pack("<I", 4000) + b"k" * 4000
     odd_keys = b"}q\x01(" + b")N" * 50_000 + b"u0"
     attacks = {
@@ -283,7 +282,7 @@ def test_what_a_pickle_names_again_and_again_is_bounded(tmp_path: Path) -> None:
     }
     for data in attacks.values():
         as_zip(file, data)
-        refuse(lambda: pickled.read(file))
+        refuse(lambda: torch_files.read_torch_file(file))
 
 
 @pytest.mark.parametrize("other", ["archive/data/0", "another/data/0", "another/data.pkl"])
@@ -297,7 +296,7 @@ def test_two_records_of_one_name_are_refused(tmp_path: Path, other: str) -> None
                 archive.writestr(other, b"\x01" * 64)
         else:
             archive.writestr(other, b"\x01" * 64)
-    refuse(lambda: pickled.read(tmp_path / "file.pt"))
+    refuse(lambda: torch_files.read_torch_file(tmp_path / "file.pt"))
 
 
 def test_chunks_that_many_tensors_share_are_bounded(tmp_path: Path) -> None:
@@ -314,7 +313,7 @@ def test_chunks_that_many_tensors_share_are_bounded(tmp_path: Path) -> None:
         metadata.storage_data[MetadataIndex(name, torch.Size([0]))] = place
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)
-    refuse(lambda: parse_metadata(folder))
+    refuse(lambda: parse_dcp_metadata(folder))
 
 
 def test_random_bytes_are_one_line(tmp_path: Path, terminal: Terminal) -> None:
@@ -333,7 +332,7 @@ def test_damaged_dcp_metadata_is_refused(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     for place in torch.randint(0, len(sound), (1000,), generator=generator).tolist():
         (folder / ".metadata").write_bytes(sound[:place] + bytes([sound[place] ^ 0x11]) + sound[place + 1 :])
-        found = read_or_refuse(lambda: parse_metadata(folder)) or {}
+        found = read_or_refuse(lambda: parse_dcp_metadata(folder)) or {}
         assert all(it.begin + it.size <= 1 << 20 for tensor in found.values() for it in tensor.chunks)
 
 
@@ -348,7 +347,7 @@ def test_dcp_metadata_that_leads_elsewhere(tmp_path: Path) -> None:
         with (tmp_path / "changed").open("wb") as file:
             pickle.dump(known, file)
         (tmp_path / "changed").replace(folder / ".metadata")
-        refuse(lambda: parse_metadata(folder))
+        refuse(lambda: parse_dcp_metadata(folder))
 
     def places(**fields: object) -> Callable[[Any], None]:
         def change(known: Any) -> None:
@@ -379,7 +378,7 @@ def test_dcp_metadata_that_leads_elsewhere(tmp_path: Path) -> None:
     for change in changes:
         changed(change)
         (folder / ".metadata").write_bytes(sound)
-    assert parse_metadata(folder).keys() == {"w", "model.b"}
+    assert parse_dcp_metadata(folder).keys() == {"w", "model.b"}
 
 
 def test_only_regular_files_are_opened(tmp_path: Path, terminal: Terminal) -> None:

@@ -13,23 +13,28 @@ import torch
 from checkpoint_helpers import alone, random_bits, same_bits
 from torch import Tensor
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import CheckpointError, load
-from hpc_train.checkpoint.chunks import chunk_shape, chunks_of
-from hpc_train.checkpoint.digests import BLOCK, blocks, digest_blocks
-from hpc_train.checkpoint.holdings import gather, held_by
-from hpc_train.checkpoint.image import Image, Row, make_image
-from hpc_train.checkpoint.index import index_problem
-from hpc_train.checkpoint.manifest import Manifest, read
-from hpc_train.checkpoint.rectangle import slabs
-from hpc_train.checkpoint.runs import merged, runs_of
-from hpc_train.checkpoint.saving import commit
-from hpc_train.checkpoint.section import make_head, make_section
-from hpc_train.checkpoint.shard import write_table
+from hpc_train.checkpoint import CheckpointError, load_step
+from hpc_train.checkpoint.format.block_digests import (
+    BLOCK_BYTES,
+    choose_chunk_shape,
+    count_blocks,
+    digest_blocks,
+    iterate_chunks,
+)
+from hpc_train.checkpoint.format.hdf5_index import find_index_problem
+from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, ShardImage, make_image
+from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
+from hpc_train.checkpoint.format.rectangle import split_slabs
+from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
+from hpc_train.checkpoint.save.incremental import merge_runs, split_runs
+from hpc_train.checkpoint.save.save_step import commit_step
+from hpc_train.checkpoint.save.shard_file import write_digest_table
+from hpc_train.checkpoint.save.shared_file import make_section, make_shared_head
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
-LONG = Row("long", (5 << 30,), torch.uint8, (0,), (5 << 30,))
-WIDE = Row("wide", (70_000, 40_001), torch.bfloat16, (0, 0), (70_000, 40_001))
+LONG = DatasetRow("long", (5 << 30,), torch.uint8, (0,), (5 << 30,))
+WIDE = DatasetRow("wide", (70_000, 40_001), torch.bfloat16, (0, 0), (70_000, 40_001))
 """Of 5.6 GB; behind the other, so that it begins beyond 32 bits."""
 ROWS = (LONG, WIDE)
 _EDGES = (1 << 31, 1 << 32)
@@ -47,18 +52,18 @@ def marks() -> Marks:
     return {"long": [*long, ((LONG.bytes - 9,), random_bits((9,), torch.uint8, 9))], "wide": wide}
 
 
-def pieces_of(found: Marks) -> list[Piece]:
+def pieces_of(found: Marks) -> list[TensorShard]:
     """What has every mark, and a little more."""
     pieces = []
     for row in ROWS:
         for begin, tensor in found[row.name]:
             rooms = (whole - at for at, whole in zip(begin, row.shape, strict=True))
             shape = tuple(min(size + 5, room) for size, room in zip(tensor.shape, rooms, strict=True))
-            pieces.append(Piece(row.name, row.shape, row.dtype, begin, torch.ones(shape, dtype=row.dtype)))
+            pieces.append(TensorShard(row.name, row.shape, row.dtype, begin, torch.ones(shape, dtype=row.dtype)))
     return pieces
 
 
-def right(pieces: Sequence[Piece], found: Marks) -> bool:
+def right(pieces: Sequence[TensorShard], found: Marks) -> bool:
     expected = []
     for row in ROWS:
         for _, tensor in found[row.name]:
@@ -68,7 +73,7 @@ def right(pieces: Sequence[Piece], found: Marks) -> bool:
     return all(same_bits(piece.local, like) for piece, like in zip(pieces, expected, strict=True))
 
 
-def bytes_at(row: Row, place: int, begin: tuple[int, ...], tensor: Tensor) -> list[tuple[int, bytes]]:
+def bytes_at(row: DatasetRow, place: int, begin: tuple[int, ...], tensor: Tensor) -> list[tuple[int, bytes]]:
     """(byte of the file, bytes) of every contiguous part of a mark."""
     item, inner = row.dtype.itemsize, row.shape[-1]
     lines = tensor.reshape(-1, tensor.shape[-1]).contiguous().view(torch.uint8).numpy()
@@ -83,28 +88,30 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     temporary = directory / "step-1.tmp-1"
     (temporary / NAME).parent.mkdir(parents=True)
     table = _write(temporary / NAME, image, marks())
-    held = held_by(ROWS, image)
-    file = write_table(temporary, NAME, image.size, table, held)
-    manifest = Manifest(1, 1, 1, gather([held]), (file,), {"n": 1})
-    assert commit(temporary, directory / "step-1", manifest) == image.size > 10 << 30
+    held = make_file_layout(ROWS, image)
+    file = write_digest_table(temporary, NAME, image.size, table, held)
+    manifest = Manifest(1, 1, 1, gather_layouts([held]), (file,), {"n": 1})
+    assert commit_step(temporary, directory / "step-1", manifest) == image.size > 10 << 30
     return directory
 
 
-def _write(path: Path, image: Image, found: Marks) -> list[int]:
+def _write(path: Path, image: ShardImage, found: Marks) -> list[int]:
     """The digests of its blocks; most are those of zeros."""
     parts = list(image.structure)
     for row, place in zip(ROWS, image.places, strict=True):
         parts += [part for begin, tensor in found[row.name] for part in bytes_at(row, place, begin, tensor)]
-    table = digest_blocks(memoryview(bytes(BLOCK))) * blocks(image.size)
+    table = digest_blocks(memoryview(bytes(BLOCK_BYTES))) * count_blocks(image.size)
     with path.open("w+b") as file:
         file.truncate(image.size)
         for at, data in parts:
             file.seek(at)
             file.write(data)
-        touched = {block for at, data in parts for block in range(at // BLOCK, (at + len(data) - 1) // BLOCK + 1)}
-        for block in {*touched, blocks(image.size) - 1}:
-            file.seek(block * BLOCK)
-            (table[block],) = digest_blocks(memoryview(file.read(BLOCK)))
+        touched = {
+            block for at, data in parts for block in range(at // BLOCK_BYTES, (at + len(data) - 1) // BLOCK_BYTES + 1)
+        }
+        for block in {*touched, count_blocks(image.size) - 1}:
+            file.seek(block * BLOCK_BYTES)
+            (table[block],) = digest_blocks(memoryview(file.read(BLOCK_BYTES)))
     return table
 
 
@@ -112,21 +119,21 @@ def test_places_and_sizes_are_beyond_32_bits(directory: Path) -> None:
     image = make_image(ROWS)
     assert image.places[1] >= LONG.bytes > 1 << 32
     assert WIDE.bytes > 1 << 32
-    manifest = read(directory / "step-1", 1)
+    manifest = read_manifest(directory / "step-1", 1)
     assert manifest.holdings.layouts[0].places.tolist() == list(image.places)
     assert manifest.size == image.size
 
 
 def test_what_lies_across_the_edges_is_loaded(directory: Path) -> None:
     pieces = pieces_of(marks())
-    assert load(directory, 1, pieces, alone()) == {"n": 1}
+    assert load_step(directory, 1, pieces, alone()) == {"n": 1}
     assert right(pieces, marks())
 
 
 def test_two_ranks_read_it_for_each_other(directory: Path) -> None:
     def rank(world: World) -> bool:
         pieces = pieces_of(marks())
-        load(directory, 1, pieces, world)
+        load_step(directory, 1, pieces, world)
         return right(pieces, marks())
 
     assert run_ranks(rank, 2) == [True, True]
@@ -142,9 +149,11 @@ def test_damage_there_has_an_address(directory: Path) -> None:
             file.seek(at)
             file.write(bytes([byte ^ 1]))
         if turn == "damaged":
-            with pytest.raises(CheckpointError, match=rf"tensor 'long': .* \(block at byte {at // BLOCK * BLOCK}\)"):
-                load(directory, 1, pieces_of(marks()), alone())
-    load(directory, 1, pieces_of(marks()), alone())
+            with pytest.raises(
+                CheckpointError, match=rf"tensor 'long': .* \(block at byte {at // BLOCK_BYTES * BLOCK_BYTES}\)"
+            ):
+                load_step(directory, 1, pieces_of(marks()), alone())
+    load_step(directory, 1, pieces_of(marks()), alone())
 
 
 def test_hdf5_finds_it_in_the_file(directory: Path) -> None:
@@ -154,11 +163,11 @@ def test_hdf5_finds_it_in_the_file(directory: Path) -> None:
         found = file["wide"][row : row + 2, column : column + 300]
         assert np.array_equal(found, mark.float().numpy(), equal_nan=True)
         assert file["long"][begin:].tobytes() == end.numpy().tobytes()
-    assert index_problem(directory / "step-1", read(directory / "step-1", 1)) is None
+    assert find_index_problem(directory / "step-1", read_manifest(directory / "step-1", 1)) is None
 
 
 def test_sections_of_several_ranks() -> None:
-    head = make_head([ROWS, ROWS], BLOCK)
+    head = make_shared_head([ROWS, ROWS], BLOCK_BYTES)
     section = make_section(ROWS)
     assert head.places == (section.places, section.places)
     assert head.begins[1] >= section.size > 10 << 30
@@ -166,19 +175,19 @@ def test_sections_of_several_ranks() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=["long", "wide"])
-def test_runs_and_chunks_make_up_the_whole(row: Row) -> None:
-    held = held_by([row], make_image([row]))
-    runs = runs_of(held)
+def test_runs_and_chunks_make_up_the_whole(row: DatasetRow) -> None:
+    held = make_file_layout([row], make_image([row]))
+    runs = split_runs(held)
     assert len(runs) <= 2048
     assert all(one.begin + one.size == other.begin for one, other in pairwise(runs))
     assert sum(run.size for run in runs) == row.bytes
-    assert [(whole.begin, whole.size) for whole, _ in merged(runs)] == [(held.places[0], row.bytes)]
-    chunk = chunk_shape(row)
+    assert [(whole.begin, whole.size) for whole, _ in merge_runs(runs)] == [(held.places[0], row.bytes)]
+    chunk = choose_chunk_shape(row)
     assert chunk is not None
-    found = list(chunks_of(row, chunk))
+    found = list(iterate_chunks(row, chunk))
     assert all(one.begin + one.size == other.begin for one, other in pairwise(found))
     assert found[-1].begin + found[-1].size == row.bytes
-    assert sum(slab.volume for slab in slabs(runs[0].rectangle, 1000)) == runs[0].rectangle.volume
+    assert sum(slab.volume for slab in split_slabs(runs[0].rectangle, 1000)) == runs[0].rectangle.volume
 
 
 def test_it_is_almost_all_holes(directory: Path) -> None:

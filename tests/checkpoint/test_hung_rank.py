@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import alone, holds, names, save_alone, sharded, state, whole
 
-from hpc_train.api import World
-from hpc_train.checkpoint import Saved, Saver, committed, newest, verify
+from hpc_train.checkpoint import Saver, SaveResult, find_newest_verified, list_committed_steps, verify_step
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 LIMIT = timedelta(seconds=5)
@@ -43,7 +43,7 @@ def train_on(world: World) -> float:
     return float(total) / world.size
 
 
-def errors(saved: list[Saved]) -> list[tuple[int, str]]:
+def errors(saved: list[SaveResult]) -> list[tuple[int, str]]:
     return [(it.step, str(it.error or "")) for it in saved]
 
 
@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_in_its_write(tmp_path: Path) -> None:
     assert "a rank is gone" in second[2][0][1]
     assert first[3] == second[3] == [(4, "")]
     assert [step for told in (first, second) for it in told for step, _ in it] == [2, 3, 4, 2, 3, 2, 4]
-    assert committed(tmp_path) == [1, 4]
+    assert list_committed_steps(tmp_path) == [1, 4]
     assert holds(tmp_path, 4, state(4))
 
 
@@ -111,7 +111,7 @@ def test_rank_0_hangs_while_it_commits(tmp_path: Path) -> None:
     assert all(error for told in (first, second) for _, error in told[0])
     assert "did not come in time" in second[0][0][1]
     assert first[2] == second[2] == [(3, "")]
-    assert [verify(tmp_path, step) for step in committed(tmp_path)] in ([[], []], [[], [], []])
+    assert [verify_step(tmp_path, step) for step in list_committed_steps(tmp_path)] in ([[], []], [[], [], []])
     assert holds(tmp_path, 3, state(3))
 
 
@@ -142,5 +142,5 @@ def test_one_process_whose_disk_hangs(tmp_path: Path, background: bool) -> None:
         assert (step, "nobody waits for it any more" in why) == (1, not background)
     saver.save(3, whole(state(3)), {})
     assert errors(saver.wait()) == [(3, "")]
-    assert newest(tmp_path) == 3
+    assert find_newest_verified(tmp_path) == 3
     assert names(tmp_path) == ["go", *(["step-1"] if background else []), "step-3"]

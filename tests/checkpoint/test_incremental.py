@@ -15,12 +15,19 @@ from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pie
 from faults import at_all, fails
 from incremental_helpers import SMALL, adapter, check, inodes, manifest, saved, saver, steps_of, trained
 
-from hpc_train.api import World
-from hpc_train.checkpoint import Saver, committed, load, prune, resume, verify
-from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.index import INDEX
-from hpc_train.checkpoint.shard import Stage
-from hpc_train.checkpoint.storage.staging import LocalStage
+from hpc_train.checkpoint import (
+    Saver,
+    list_committed_steps,
+    load_step,
+    prune_steps,
+    resume_from_checkpoint,
+    verify_step,
+)
+from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE
+from hpc_train.checkpoint.save.file_writer import LocalStage
+from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.shard_file import ShardStager
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 
@@ -74,7 +81,7 @@ def test_an_embedding_of_which_few_rows_change(tmp_path: Path) -> None:
 
 
 def test_a_step_moves_without_the_earlier_ones(tmp_path: Path) -> None:
-    of = saver(tmp_path, Limits(least=0, run=40))
+    of = saver(tmp_path, SharingLimits(least=0, run=40))
     tensors = {"w": torch.arange(60.0).reshape(3, 4, 5), "half": torch.arange(40).bfloat16()}
     saved(of, 1, tensors)
     for step, at in ((2, (1, 2)), (3, (1, 3)), (4, (0, 0))):
@@ -107,8 +114,8 @@ def test_many_saves_keep_to_few_files_and_to_twice_the_bytes(tmp_path: Path) -> 
         tensors = {"w": tensors["w"].clone()}
         tensors["w"][torch.randint(0, 2048, (20,), generator=generator)] += 1.0
     assert most > 3
-    assert prune(tmp_path, keep=1) == list(range(1, 20))
-    assert verify(tmp_path, 20) == []
+    assert prune_steps(tmp_path, keep=1) == list(range(1, 20))
+    assert verify_step(tmp_path, 20) == []
     names = {(tmp_path / "step-20" / file.name).stat().st_nlink for file in manifest(tmp_path, 20).files}
     assert names == {1}, "the file system has given back the rest"
 
@@ -128,7 +135,7 @@ def test_a_file_that_is_mostly_stale_is_written_anew_and_let_go(tmp_path: Path) 
 
 
 def test_only_so_many_files_are_shared(tmp_path: Path) -> None:
-    of = saver(tmp_path, Limits(files=1, least=0, run=1024))
+    of = saver(tmp_path, SharingLimits(files=1, least=0, run=1024))
     tensors = {name: random_bits((64, 64), torch.float32, n) for n, name in enumerate("abcdef")}
     for step, changed in enumerate(["", "a", "b", "c"], start=1):
         tensors = {name: it + 1 if name in changed else it for name, it in tensors.items()}
@@ -137,7 +144,7 @@ def test_only_so_many_files_are_shared(tmp_path: Path) -> None:
 
 
 def test_little_is_not_worth_a_name(tmp_path: Path) -> None:
-    of, tensors = saver(tmp_path, Limits()), adapter()
+    of, tensors = saver(tmp_path, SharingLimits()), adapter()
     saved(of, 1, tensors)
     assert saved(of, 2, trained(tensors, 2)).shared == 0, "less than 1 MiB"
     assert steps_of(tmp_path, 2) == [None]
@@ -146,7 +153,7 @@ def test_little_is_not_worth_a_name(tmp_path: Path) -> None:
 def test_every_so_many_saves_one_is_whole(tmp_path: Path) -> None:
     """Of those that were committed, so that it is the same on every rank; and then the first copy is let go."""
     tensors = adapter()
-    of = Saver(tmp_path, alone(), background=False, incremental=Incremental(SMALL, whole_every=3))
+    of = Saver(tmp_path, alone(), background=False, incremental=IncrementalWriter(SMALL, whole_every=3))
     for step in range(1, 8):
         if step == 4:
             with at_all(("rename",), fails(errno.EIO)):
@@ -156,17 +163,17 @@ def test_every_so_many_saves_one_is_whole(tmp_path: Path) -> None:
         tensors = trained(tensors, step)
     found = [steps_of(tmp_path, step) for step in range(1, 8)]
     assert found == [[None], [1, None], [1, None], [None], [4, None], [4, None], [None]]
-    assert prune(tmp_path, keep=1) == [1, 2, 3, 4, 5, 6]
-    assert verify(tmp_path, 7) == []
+    assert prune_steps(tmp_path, keep=1) == [1, 2, 3, 4, 5, 6]
+    assert verify_step(tmp_path, 7) == []
 
 
 def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
     """Free space is asked for that, and not for what is shared."""
-    it, tensors = Incremental(SMALL), adapter()
+    it, tensors = IncrementalWriter(SMALL), adapter()
     of = Saver(tmp_path, alone(), background=False, incremental=it)
     saved(of, 1, tensors)
     tensors = trained(tensors, 2)
-    changes = it.compare(Stage().take(whole(tensors)), 2)
+    changes = it.compare(ShardStager().take(whole(tensors)), 2)
     own = saved(of, 2, tensors)
     assert changes is not None
     assert changes.size == own.bytes - own.shared > 0
@@ -188,7 +195,10 @@ def test_a_step_that_is_not_later_is_whole(tmp_path: Path) -> None:
     of, tensors = saver(tmp_path), adapter()
     for step in (1, 2, 2, 1):
         saved(of, step, tensors)
-        assert steps_of(tmp_path, step) == ([1] if step == 2 and len(committed(tmp_path)) == 1 else [None]) or step == 2
+        assert (
+            steps_of(tmp_path, step) == ([1] if step == 2 and len(list_committed_steps(tmp_path)) == 1 else [None])
+            or step == 2
+        )
     assert steps_of(tmp_path, 1) == [None]
 
 
@@ -244,7 +254,7 @@ def test_a_file_with_all_the_names_it_can_have(tmp_path: Path) -> None:
 def test_a_disk_of_the_node_takes_whole_saves_only(tmp_path: Path) -> None:
     disk = tmp_path / "node"
     disk.mkdir()
-    of = Saver(tmp_path / "c", alone(), background=False, incremental=Incremental(SMALL), local=LocalStage(disk))
+    of = Saver(tmp_path / "c", alone(), background=False, incremental=IncrementalWriter(SMALL), local=LocalStage(disk))
     tensors = adapter()
     for step in (1, 2, 3):
         saved(of, step, tensors)
@@ -260,7 +270,7 @@ def test_two_writers_share_apart(tmp_path: Path) -> None:
         states[-1]["w"][rows] += 1.0
 
     def save_all(world: World) -> list[int]:
-        of = Saver(tmp_path, world, incremental=Incremental(SMALL))
+        of = Saver(tmp_path, world, incremental=IncrementalWriter(SMALL))
         for step, tensors in enumerate(states, start=1):
             of.save(step, sharded(tensors, 0, world.rank, world.size), {})
             assert [it.error for it in of.wait()] == [None]
@@ -275,14 +285,14 @@ def test_two_writers_share_apart(tmp_path: Path) -> None:
     def load_columns(world: World) -> bool:
         pieces = sharded(states[2], 1, world.rank, world.size)
         found = blank(pieces)
-        load(tmp_path, 3, found, world)
+        load_step(tmp_path, 3, found, world)
         return same_pieces(found, pieces)
 
     assert run_ranks(load_columns, 3) == [True] * 3
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of, tensors = saver(tmp_path / "c", Limits(least=0, run=200)), adapter()
+    of, tensors = saver(tmp_path / "c", SharingLimits(least=0, run=200)), adapter()
     for step in (1, 2, 3):
         tensors = trained(tensors, step)
         tensors["body.weight"][7 * step] = float(step)
@@ -300,7 +310,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [it["written_at"] for it in facts["files"]] == steps_of(tmp_path / "c", 3)
     assert "of it, written with step 1\n" in terminal.ok("inspect", step_3).out
     assert terminal.ok("verify", tmp_path / "c", "--all", "--json").json[2]["ok"]
-    (step_3 / INDEX).unlink()
+    (step_3 / INDEX_FILE).unlink()
     terminal.ok("inspect", step_3, "--index")
     check(tmp_path / "c", 3, tensors)
     terminal.ok("reshard", step_3, tmp_path / "resharded", "--ranks", "3")
@@ -326,10 +336,10 @@ def test_damage_in_a_file_of_several_steps_is_in_all_of_them(tmp_path: Path, cap
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
     for step in (2, 3, 4):
-        (problem,) = verify(tmp_path, step)
+        (problem,) = verify_step(tmp_path, step)
         assert problem.tensor == "body.weight"
     pieces = blank(whole(before))
-    resumed = resume(tmp_path, "auto", pieces, alone())
+    resumed = resume_from_checkpoint(tmp_path, "auto", pieces, alone())
     assert resumed is not None
     assert resumed.step == 1
     assert same_pieces(pieces, whole(before))

@@ -15,9 +15,9 @@ from faults import CALLS, EVERY, Fault, at_call, disk_full, fails, is_killed, ki
 from incremental_helpers import SMALL, check, saver, steps_of
 from power_loss import Disk, Operation, recorded, violations
 
-from hpc_train.api import World
-from hpc_train.checkpoint import Saver, committed, newest, prune, verify
-from hpc_train.checkpoint.incremental import Incremental
+from hpc_train.checkpoint import Saver, find_newest_verified, list_committed_steps, prune_steps, verify_step
+from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 
 MAKES = (*CALLS, "link")
@@ -27,7 +27,7 @@ NEXT: State = {**OLD, "trained": torch.arange(8.0) + 2}
 
 
 def on_two(directory: Path, world: World) -> Saver:
-    return Saver(directory, world, background=False, incremental=Incremental(SMALL))
+    return Saver(directory, world, background=False, incremental=IncrementalWriter(SMALL))
 
 
 def shares(directory: Path) -> Saver:
@@ -39,7 +39,7 @@ def shares(directory: Path) -> Saver:
 
 
 def old_or_new(directory: Path) -> str:
-    found = newest(directory)
+    found = find_newest_verified(directory)
     if found == 2 and holds(directory, 2, NEW):
         return "new"
     assert found == 1
@@ -135,10 +135,10 @@ def test_one_rank_that_fails_and_what_the_ranks_share_then(tmp_path: Path) -> No
     first, second = run_ranks(save_three, 2)
     assert first == second
     assert [error == "None" for error in first] == [True, False, True]
-    assert committed(tmp_path) == [1, 3]
+    assert list_committed_steps(tmp_path) == [1, 3]
     assert steps_of(tmp_path, 3) == [1, None, 1, None]
     check(tmp_path, 3, NEXT)
-    assert prune(tmp_path, keep=1) == [1]
+    assert prune_steps(tmp_path, keep=1) == [1]
     check(tmp_path, 3, NEXT)
 
 
@@ -164,8 +164,8 @@ def operations_of(directory: Path, ranks: int) -> tuple[Disk, list[Operation]]:
 
 
 def problem(directory: Path, returned: bool) -> str | None:
-    steps = committed(directory)
-    damaged = [it for it in steps if verify(directory, it)]
+    steps = list_committed_steps(directory)
+    damaged = [it for it in steps if verify_step(directory, it)]
     if damaged:
         return f"step {damaged} is there and damaged"
     is_new = steps[-1:] == [2] and holds(directory, 2, NEW)
@@ -212,7 +212,7 @@ def test_old_steps_go_while_the_last_needs_their_files(tmp_path: Path, fault: Fa
 
         def remove(directory: Path = directory, at: int = number) -> list[str]:
             with at_call(at, fault, EVERY, directory) as calls, suppress(OSError):
-                prune(directory, keep=1)
+                prune_steps(directory, keep=1)
             return calls
 
         made = remove() if fault is not kill else [""] * (number * is_killed(remove))

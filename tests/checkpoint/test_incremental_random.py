@@ -12,19 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from incremental_helpers import check
 
-from hpc_train.api import Piece
-from hpc_train.checkpoint import Saver, load
-from hpc_train.checkpoint.holdings import Held
-from hpc_train.checkpoint.image import Row
-from hpc_train.checkpoint.incremental import Incremental, Limits
-from hpc_train.checkpoint.rectangle import Rectangle, uncovered
-from hpc_train.checkpoint.runs import merged, runs_of
+from hpc_train.checkpoint import Saver, load_step
+from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage
+from hpc_train.checkpoint.format.shard_layout import FileLayout
+from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits, merge_runs, split_runs
+from hpc_train.interfaces import TensorShard
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (13, 7), "b": (2, 5, 6), "c": (31,), "d": (), "e": (1, 40), "f": (3, 0)}
 DTYPES = {"a": torch.float32, "b": torch.float64, "c": torch.bfloat16, "d": torch.int64, "e": torch.uint8}
 changes = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 90), st.integers(1, 40)), max_size=4)
 limits = st.builds(
-    Limits, files=st.integers(1, 4), live=st.floats(0, 1), least=st.sampled_from([0, 200]), run=st.integers(1, 300)
+    SharingLimits,
+    files=st.integers(1, 4),
+    live=st.floats(0, 1),
+    least=st.sampled_from([0, 200]),
+    run=st.integers(1, 300),
 )
 
 
@@ -40,11 +43,13 @@ def changed(tensors: State, what: list[tuple[str, int, int]], step: int) -> Stat
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(limits, st.lists(changes, min_size=2, max_size=6), st.integers(0, 5))
-def test_any_sequence_of_changes(limits: Limits, sequence: list[list[tuple[str, int, int]]], removed: int) -> None:
+def test_any_sequence_of_changes(
+    limits: SharingLimits, sequence: list[list[tuple[str, int, int]]], removed: int
+) -> None:
     tensors: State = {n: random_bits(SHAPES[n], DTYPES.get(n, torch.float32)) for n in SHAPES}
     folder = Path(tempfile.mkdtemp())
     try:
-        of = Saver(folder, alone(), background=False, incremental=Incremental(limits))
+        of = Saver(folder, alone(), background=False, incremental=IncrementalWriter(limits))
         states = {}
         for step, what in enumerate(sequence, start=1):
             tensors = states[step] = changed(tensors, what, step)
@@ -63,28 +68,28 @@ def test_any_sequence_of_changes(limits: Limits, sequence: list[list[tuple[str, 
 def rectangle(folder: Path, step: int, tensors: dict[int, State]) -> None:
     """A part of a tensor that begins and ends within what was saved."""
     part = tensors[step]["a"][3:11, 2:5].contiguous()
-    found = blank([Piece("a", (13, 7), part.dtype, (3, 2), part)])
-    load(folder, step, found, alone())
+    found = blank([TensorShard("a", (13, 7), part.dtype, (3, 2), part)])
+    load_step(folder, step, found, alone())
     assert same_bits(found[0].local, part)
     assert holds(folder, step, tensors[step])
-    assert same_pieces(found, [Piece("a", (13, 7), part.dtype, (3, 2), part)])
+    assert same_pieces(found, [TensorShard("a", (13, 7), part.dtype, (3, 2), part)])
 
 
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 200), st.data())
 def test_runs_are_the_rectangle_in_order_and_join_again(shape: list[int], length: int, data: st.DataObject) -> None:
-    row = Row("w", tuple(size + 3 for size in shape), torch.float32, tuple(1 for _ in shape), tuple(shape))
+    row = DatasetRow("w", tuple(size + 3 for size in shape), torch.float32, tuple(1 for _ in shape), tuple(shape))
     whole_row = Rectangle(row.offset, row.local_shape)
-    runs = runs_of(Held((row,), (4096,)), length)
-    assert uncovered(whole_row, [run.rectangle for run in runs]) is None
+    runs = split_runs(FileLayout((row,), (4096,)), length)
+    assert explain_coverage(whole_row, [run.rectangle for run in runs]) is None
     assert [run.begin for run in runs] == [4096 + sum(it.size for it in runs[:n]) for n in range(len(runs))]
     assert all(run.size == 4 * run.rectangle.volume for run in runs)
-    ((everything, parts),) = merged(runs)
+    ((everything, parts),) = merge_runs(runs)
     assert (everything.rectangle, everything.begin, everything.size) == (whole_row, 4096, row.bytes)
     assert parts == runs
     some = [run for run in runs if data.draw(st.booleans())]
-    joined = merged(some)
+    joined = merge_runs(some)
     assert [run for _, of in joined for run in of] == some
     others = [run.rectangle for run in runs if run not in some]
-    assert uncovered(whole_row, [it.rectangle for it, _ in joined] + others) is None
+    assert explain_coverage(whole_row, [it.rectangle for it, _ in joined] + others) is None
     for it, of in joined:
         assert (it.begin, it.size) == (of[0].begin, sum(run.size for run in of))

@@ -11,21 +11,21 @@ from checkpoint_helpers import alone, blank, random_bits, same_bits, same_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import load, newest, save, verify
-from hpc_train.checkpoint.rectangle import Rectangle, uncovered
+from hpc_train.checkpoint import find_newest_verified, load_step, save_step, verify_step
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
 def save_by_rows(world: World, directory: Path) -> None:
-    save(directory, 1, sharded(state(0), 0, world.rank, world.size), {"ranks": world.size}, world).wait()
+    save_step(directory, 1, sharded(state(0), 0, world.rank, world.size), {"ranks": world.size}, world).wait()
 
 
 def load_by(world: World, directory: Path, dim: int) -> tuple[bool, dict[str, object], int | None]:
     expected = sharded(state(0), dim, world.rank, world.size)
     pieces = blank(expected)
-    extra = load(directory, 1, pieces, world)
-    return same_pieces(pieces, expected), extra, newest(directory, world)
+    extra = load_step(directory, 1, pieces, world)
+    return same_pieces(pieces, expected), extra, find_newest_verified(directory, world)
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +43,16 @@ def test_saved_by_rows_on_four_ranks_loads_on_any(by_rows: Path, ranks: int, dim
 
 def test_saved_by_four_ranks_loads_whole_without_a_process_group(by_rows: Path) -> None:
     pieces = blank(whole(state(0)))
-    load(by_rows, 1, pieces, alone())
+    load_step(by_rows, 1, pieces, alone())
     assert same_pieces(pieces, whole(state(0)))
-    assert verify(by_rows, 1) == []
+    assert verify_step(by_rows, 1) == []
 
 
 def test_ranks_that_want_different_tensors(by_rows: Path) -> None:
     def load_one(world: World) -> bool:
         expected = whole(state(0))[world.rank : world.rank + 1] if world.rank < 2 else []
         pieces = blank(expected)
-        load(by_rows, 1, pieces, world)
+        load_step(by_rows, 1, pieces, world)
         return same_pieces(pieces, expected)
 
     assert run_ranks(load_one, 3) == [True] * 3
@@ -60,7 +60,7 @@ def test_ranks_that_want_different_tensors(by_rows: Path) -> None:
 
 def test_a_rank_without_pieces_writes_no_file(tmp_path: Path) -> None:
     def save_on_first(world: World) -> list[str]:
-        save(tmp_path, 1, whole(state(0)) if world.rank == 0 else [], {}, world).wait()
+        save_step(tmp_path, 1, whole(state(0)) if world.rank == 0 else [], {}, world).wait()
         return sorted(path.name for path in (tmp_path / "step-1").rglob("*.*"))
 
     assert run_ranks(save_on_first, 2) == [["000000.h5", "000000.h5.digests", "index.h5", "manifest.json"]] * 2
@@ -97,8 +97,10 @@ def two_partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle], l
     return shape, draw(partitions(shape)), draw(partitions(shape))
 
 
-def pieces_of(tensor: torch.Tensor, parts: list[Rectangle]) -> list[Piece]:
-    return [Piece("w", tuple(tensor.shape), tensor.dtype, part.offset, tensor[window(part)].clone()) for part in parts]
+def pieces_of(tensor: torch.Tensor, parts: list[Rectangle]) -> list[TensorShard]:
+    return [
+        TensorShard("w", tuple(tensor.shape), tensor.dtype, part.offset, tensor[window(part)].clone()) for part in parts
+    ]
 
 
 def window(part: Rectangle) -> tuple[slice, ...]:
@@ -113,10 +115,10 @@ def test_any_rectangles_to_any_rectangles(
     shape, saved, wanted = case
     tensor = random_bits(shape, dtype)
     with tempfile.TemporaryDirectory() as folder:
-        save(Path(folder), 1, pieces_of(tensor, saved), {}, alone()).wait()
+        save_step(Path(folder), 1, pieces_of(tensor, saved), {}, alone()).wait()
         expected = pieces_of(tensor, wanted)
         loaded = blank(expected)
-        load(Path(folder), 1, loaded, alone())
+        load_step(Path(folder), 1, loaded, alone())
     assert same_pieces(loaded, expected)
 
 
@@ -129,12 +131,12 @@ def test_any_rectangles_on_some_ranks_to_any_on_others(
     tensor = random_bits(shape, torch.float32)
 
     def write(world: World, directory: Path) -> None:
-        save(directory, 1, pieces_of(tensor, saved[world.rank :: world.size]), {}, world).wait()
+        save_step(directory, 1, pieces_of(tensor, saved[world.rank :: world.size]), {}, world).wait()
 
     def read(world: World, directory: Path) -> bool:
         expected = pieces_of(tensor, wanted[world.rank :: world.size])
         loaded = blank(expected)
-        load(directory, 1, loaded, world)
+        load_step(directory, 1, loaded, world)
         return same_pieces(loaded, expected)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -149,15 +151,15 @@ def test_a_partition_covers_and_any_change_of_it_does_not(
 ) -> None:
     shape, parts, _ = case
     tensor = Rectangle((0,) * len(shape), shape)
-    assert uncovered(tensor, parts) is None
-    assert "in no piece" in (uncovered(tensor, parts[1:]) or "")
-    assert "overlap" in (uncovered(tensor, [*parts, parts[0]]) or "")
+    assert explain_coverage(tensor, parts) is None
+    assert "in no piece" in (explain_coverage(tensor, parts[1:]) or "")
+    assert "overlap" in (explain_coverage(tensor, [*parts, parts[0]]) or "")
 
 
 def test_only_the_rectangle_that_is_wanted_is_touched(tmp_path: Path) -> None:
     tensor = random_bits((6, 6), torch.int64)
-    save(tmp_path, 1, pieces_of(tensor, [Rectangle((0, 0), (6, 6))]), {}, alone()).wait()
+    save_step(tmp_path, 1, pieces_of(tensor, [Rectangle((0, 0), (6, 6))]), {}, alone()).wait()
     around = torch.full((6, 6), -1)
-    load(tmp_path, 1, [Piece("w", (6, 6), torch.int64, (2, 3), around[2:4, 3:5])], alone())
+    load_step(tmp_path, 1, [TensorShard("w", (6, 6), torch.int64, (2, 3), around[2:4, 3:5])], alone())
     assert same_bits(around[2:4, 3:5], tensor[2:4, 3:5])
     assert (around == -1).sum() == 32

@@ -16,8 +16,8 @@ from checkpoint_helpers import State, blank, random_bits, same_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import load, save, verify
+from hpc_train.checkpoint import load_step, save_step, verify_step
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 CASES = 5
@@ -60,12 +60,12 @@ def rectangle(shape: tuple[int, ...], axes: list[Axis], rank: int) -> tuple[list
     return begin, end, replica
 
 
-def pieces_of(state: State, axes: list[Axis], rank: int) -> list[Piece]:
+def pieces_of(state: State, axes: list[Axis], rank: int) -> list[TensorShard]:
     found = []
     for name, tensor in state.items():
         begin, end, replica = rectangle(tuple(tensor.shape), axes, rank)
         local = tensor[tuple(slice(b, e) for b, e in zip(begin, end, strict=True))].clone()
-        found.append(Piece(name, tuple(tensor.shape), tensor.dtype, tuple(begin), local, replica))
+        found.append(TensorShard(name, tuple(tensor.shape), tensor.dtype, tuple(begin), local, replica))
     return found
 
 
@@ -107,7 +107,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Case]]:
 
 def write(world: World, directory: Path, found: list[Case]) -> None:
     for step, case in enumerate(found):
-        save(directory, step, pieces_of(state_of(case, step), case.saved, world.rank), {}, world).wait()
+        save_step(directory, step, pieces_of(state_of(case, step), case.saved, world.rank), {}, world).wait()
 
 
 def read(world: World, directory: Path, found: list[Case]) -> list[int]:
@@ -116,7 +116,7 @@ def read(world: World, directory: Path, found: list[Case]) -> list[int]:
     for step, case in enumerate(found):
         expected = pieces_of(state_of(case, step), case.wanted, world.rank)
         loaded = blank(expected)
-        load(directory, step, loaded, world)
+        load_step(directory, step, loaded, world)
         if not same_pieces(loaded, expected):
             wrong.append(step)
     return wrong
@@ -146,4 +146,4 @@ def test_large_tensors_that_cross_every_boundary_of_a_read(tmp_path: Path) -> No
     assert max(prod(case.shape) * 8 for case in LARGE) > 8 << 20
     run_ranks(write, 4, tmp_path, LARGE)
     assert run_ranks(read, 4, tmp_path, LARGE) == [[]] * 4
-    assert [verify(tmp_path, step) for step in range(len(LARGE))] == [[]] * len(LARGE)
+    assert [verify_step(tmp_path, step) for step in range(len(LARGE))] == [[]] * len(LARGE)

@@ -11,11 +11,23 @@ from checkpoint_helpers import random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.rectangle import Rectangle, is_grid, uncovered
-from hpc_train.checkpoint.strips import CELL, GAP, Strips, between, cut, ends, strips
-from hpc_train.checkpoint.targets import Target, view
-from hpc_train.checkpoint.transfer import WIDE, blocks_of, in_file_order, reads
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid
+from hpc_train.checkpoint.load.read_schedule import (
+    CELL_BYTES,
+    MAX_GAP_BYTES,
+    WIDE_READ_BYTES,
+    LoadDestination,
+    Strips,
+    copy_strips,
+    cut_at_cells,
+    list_blocks,
+    make_strips,
+    plan_block_reads,
+    sort_by_file,
+    strip_ends,
+    view_runs,
+)
 
 Run = tuple[int, int, int, int, int]
 """(file, begin, end, piece, at)"""
@@ -41,7 +53,9 @@ def runs(of: Strips) -> list[Run]:
 @st.composite
 def strip_rows(draw: st.DrawFn) -> list[tuple[int, ...]]:
     """Rows of several pieces one after the other in two files, with lengths from a byte to more than a cell."""
-    lengths = st.one_of(st.integers(1, 9), st.integers(BLOCK - 9, BLOCK + 9), st.integers(1, 3 * CELL))
+    lengths = st.one_of(
+        st.integers(1, 9), st.integers(BLOCK_BYTES - 9, BLOCK_BYTES + 9), st.integers(1, 3 * CELL_BYTES)
+    )
     free = [0, 0]
     found: list[tuple[int, ...]] = []
     for piece in range(draw(st.integers(1, 6))):
@@ -56,29 +70,29 @@ def strip_rows(draw: st.DrawFn) -> list[tuple[int, ...]]:
 @given(strip_rows())
 @settings(max_examples=200)
 def test_cut_strips_are_the_same_bytes_in_one_cell_each(rows: list[tuple[int, ...]]) -> None:
-    before = strips(rows)
-    after = cut(before)
+    before = make_strips(rows)
+    after = cut_at_cells(before)
     assert runs(after) == runs(before)
-    assert (after["begin"] // CELL == (ends(after) - 1) // CELL).all()
-    assert ((after["count"] == 1) | (after["stride"] - after["run"] <= GAP)).all()
+    assert (after["begin"] // CELL_BYTES == (strip_ends(after) - 1) // CELL_BYTES).all()
+    assert ((after["count"] == 1) | (after["stride"] - after["run"] <= MAX_GAP_BYTES)).all()
 
 
-@given(strip_rows(), st.sampled_from([CELL, WIDE]))
+@given(strip_rows(), st.sampled_from([CELL_BYTES, WIDE_READ_BYTES]))
 @settings(max_examples=100)
 def test_reads_have_all_strips_and_no_block_twice(rows: list[tuple[int, ...]], most: int) -> None:
-    plan = in_file_order(cut(strips(rows)))
-    sizes = [max([1, *ends(plan[plan["file"] == file]).tolist()]) for file in (0, 1)]
-    found = reads(plan, sizes, most)
+    plan = sort_by_file(cut_at_cells(make_strips(rows)))
+    sizes = [max([1, *strip_ends(plan[plan["file"] == file]).tolist()]) for file in (0, 1)]
+    found = plan_block_reads(plan, sizes, most)
     assert runs(np.concatenate([read.strips for read in found])) == runs(plan)
     for read in found:
         assert read.begin <= read.strips["begin"].min()
-        assert ends(read.strips).max() <= read.end
-        assert read.begin % BLOCK == 0
-        assert read.end % BLOCK == 0 or read.end == sizes[read.file]
+        assert strip_ends(read.strips).max() <= read.end
+        assert read.begin % BLOCK_BYTES == 0
+        assert read.end % BLOCK_BYTES == 0 or read.end == sizes[read.file]
         assert read.end - read.begin <= most
-    touched = list(zip(*blocks_of(found), strict=True))
+    touched = list(zip(*list_blocks(found), strict=True))
     assert len(set(touched)) == len(touched)
-    needed = {(f, b) for f, begin, end, _, _ in runs(plan) for b in range(begin // BLOCK, -(-end // BLOCK))}
+    needed = {(f, b) for f, begin, end, _, _ in runs(plan) for b in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))}
     assert needed <= set(touched)
     assert len(touched) <= 2 * len(needed)
 
@@ -105,7 +119,7 @@ def test_strips_copy_the_common_part_of_two_rectangles(case: tuple[Rectangle, Re
     saved, held, common = case
     file = np.arange(3 + saved.volume * item, dtype=np.int64)
     memory = np.full(held.volume * item, -1)
-    for _, begin, count, stride, run, _, at, step in between(0, 3, saved, 0, held, common, item):
+    for _, begin, count, stride, run, _, at, step in copy_strips(0, 3, saved, 0, held, common, item):
         for i in range(count):
             memory[at + i * step :][:run] = file[begin + i * stride :][:run]
     expected = np.full((*held.shape, item), -1)
@@ -127,19 +141,19 @@ def test_a_grid_is_known_and_any_change_of_it_is_not_one(lengths: list[list[int]
         for of_dims in (begins, lengths)
     )
     whole = tuple(sum(of_dim) for of_dim in lengths)
-    assert is_grid(whole, offsets, shapes)
-    assert not is_grid(whole, offsets[1:], shapes[1:])
-    assert not is_grid(whole, np.concatenate([offsets, offsets[:1]]), np.concatenate([shapes, shapes[:1]]))
+    assert forms_grid(whole, offsets, shapes)
+    assert not forms_grid(whole, offsets[1:], shapes[1:])
+    assert not forms_grid(whole, np.concatenate([offsets, offsets[:1]]), np.concatenate([shapes, shapes[:1]]))
     if len(offsets) > 1:
         moved = np.concatenate([offsets[:1], offsets[:1], offsets[2:]])
-        assert not is_grid(whole, moved, np.concatenate([shapes[:1], shapes[:1], shapes[2:]]))
+        assert not forms_grid(whole, moved, np.concatenate([shapes[:1], shapes[:1], shapes[2:]]))
 
 
 def test_what_is_no_grid_may_cover_all_the_same() -> None:
     parts = [Rectangle((0, 0), (2, 1)), Rectangle((0, 1), (1, 2)), Rectangle((1, 1), (1, 2))]
     offsets, shapes = (np.array([getattr(p, of) for p in parts]) for of in ("offset", "shape"))
-    assert is_grid((2, 3), offsets, shapes) is False
-    assert uncovered(Rectangle((0, 0), (2, 3)), parts) is None
+    assert forms_grid((2, 3), offsets, shapes) is False
+    assert explain_coverage(Rectangle((0, 0), (2, 3)), parts) is None
 
 
 @given(boxes(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
@@ -153,10 +167,10 @@ def test_memory_of_a_device_is_filled_as_that_of_the_host(
     found = []
     for on_device in (False, True):
         local = torch.zeros(held.volume + 3, dtype=dtype)[3:].reshape(held.shape)
-        target = Target(local)
+        target = LoadDestination(local)
         if on_device:
             target.memory = None
-        for _, begin, count, stride, run, _, at, step in between(0, 0, saved, 0, held, common, dtype.itemsize):
-            target.put(at, step, view(data, begin, count, stride, run))
+        for _, begin, count, stride, run, _, at, step in copy_strips(0, 0, saved, 0, held, common, dtype.itemsize):
+            target.put(at, step, view_runs(data, begin, count, stride, run))
         found.append(local.reshape(-1).view(torch.uint8))
     assert torch.equal(*found)

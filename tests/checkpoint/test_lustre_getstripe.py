@@ -11,8 +11,7 @@ from getstripe_forms import Form, render
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint.storage.getstripe import Placed, Striped, parse
-from hpc_train.checkpoint.storage.striping import MIB, Component
+from hpc_train.checkpoint.storage.lustre import MIB, FileStriping, PlacedComponent, StripeComponent, parse_getstripe
 
 FORMS = {
     "new": Form(),
@@ -51,17 +50,17 @@ def component(draw: st.DrawFn, start: int, end: int, form: Form, first: bool) ->
     }
 
 
-def meant(it: dict[str, Any], form: Form) -> Placed:
+def meant(it: dict[str, Any], form: Form) -> PlacedComponent:
     on_mdt = it["pattern"] == "mdt"
     composite_flags = ("init",) if it["end"] != -1 or it["start"] else ()
-    stripes = Component(
+    stripes = StripeComponent(
         end=None if it["end"] == -1 else it["end"],
         count=it["count"],
         size=None if on_mdt else it["size"],
         pool=it["pool"] or None,
         on_mdt=on_mdt,
     )
-    return Placed(
+    return PlacedComponent(
         stripes,
         tuple(it["osts"]),
         it["osts"][0] if it["osts"] else None,
@@ -76,8 +75,8 @@ def test_every_form_is_read(name: str, data: st.DataObject) -> None:
     form = FORMS[name]
     made = data.draw(components(form, 4 if name in COMPOSITE else 1))
     text = render("/mnt/lustre/a file", made, form)
-    found = parse(text, "/mnt/lustre/a file")
-    assert found == Striped(tuple(meant(it, form) for it in made)), text
+    found = parse_getstripe(text, "/mnt/lustre/a file")
+    assert found == FileStriping(tuple(meant(it, form) for it in made)), text
 
 
 def test_the_mark_of_an_ost_that_was_asked_for() -> None:
@@ -85,21 +84,21 @@ def test_the_mark_of_an_ost_that_was_asked_for() -> None:
     text = render("/f", [it], Form(marked=12))
     assert text.splitlines()[-2].endswith(" *")
     assert "\nlmm_pool:           pooltest\n" in text
-    assert parse(text, "/f").parts[0].osts == (7, 12)
+    assert parse_getstripe(text, "/f").parts[0].osts == (7, 12)
 
 
 def test_a_default_as_very_old_releases_print_it() -> None:
     it = {"start": 0, "end": -1, "count": 1, "size": MIB, "pool": "", "pattern": "raid0", "osts": []}
     text = render("/mnt/lustre", [it], Form(directory=True, ancient=True))
     assert text == "/mnt/lustre\n(Default) stripe_count: 1 stripe_size: 1M stripe_offset: -1\n"
-    assert parse(text, "/mnt/lustre").parts == (Placed(Component(count=1, size=MIB)),)
+    assert parse_getstripe(text, "/mnt/lustre").parts == (PlacedComponent(StripeComponent(count=1, size=MIB)),)
 
 
 def test_a_count_of_all_osts_in_sixteen_bits_and_a_released_file() -> None:
     text = (
         "lmm_stripe_count:  65535\nlmm_stripe_size:   65536\nlmm_pattern:       raid0,released\nlmm_stripe_offset: -1\n"
     )
-    (placed,) = parse(text).parts
+    (placed,) = parse_getstripe(text).parts
     assert (placed.component.count, placed.released, placed.osts) == (-1, True, ())
 
 
@@ -117,11 +116,11 @@ def test_a_count_of_all_osts_in_sixteen_bits_and_a_released_file() -> None:
 )
 def test_what_is_no_layout(text: str) -> None:
     with pytest.raises(ValueError, match=r"no layout|is not a number"):
-        parse(text, "/mnt/lustre/f")
+        parse_getstripe(text, "/mnt/lustre/f")
 
 
 @given(st.text())
 def test_any_text_is_a_layout_or_a_value_error(text: str) -> None:
     for candidate in (text, f"stripe_count: {text}", f"lmm_stripe_count: 1\nlcme_extent.e_end: {text}"):
         with suppress(ValueError):
-            assert parse(candidate).parts
+            assert parse_getstripe(candidate).parts

@@ -10,15 +10,24 @@ from pathlib import Path
 import pytest
 from stand_in_servers import Servers, put_on_path
 
-from hpc_train.checkpoint.storage.getstripe import Placed
-from hpc_train.checkpoint.storage.lfs import ALREADY_STRIPED, LfsError, count_osts, get_layout, lfs, set_layout
-from hpc_train.checkpoint.storage.striping import ALL, MIB, Component
+from hpc_train.checkpoint.storage.lustre import (
+    ALL_OSTS,
+    ALREADY_STRIPED,
+    MIB,
+    LfsError,
+    PlacedComponent,
+    StripeComponent,
+    count_osts,
+    get_stripe_layout,
+    run_lfs,
+    set_stripe_layout,
+)
 
-WIDE = (Component(count=4, size=16 * MIB),)
+WIDE = (StripeComponent(count=4, size=16 * MIB),)
 PROGRESSIVE = (
-    Component(end=MIB, count=0, on_mdt=True),
-    Component(end=256 * MIB, count=1, size=MIB),
-    Component(count=4, size=MIB),
+    StripeComponent(end=MIB, count=0, on_mdt=True),
+    StripeComponent(end=256 * MIB, count=1, size=MIB),
+    StripeComponent(count=4, size=MIB),
 )
 
 
@@ -44,28 +53,28 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     [
         WIDE,
         PROGRESSIVE,
-        (Component(count=ALL, size=64 << 10),),
-        (Component(count=2, size=MIB, pool="flash"),),
+        (StripeComponent(count=ALL_OSTS, size=64 << 10),),
+        (StripeComponent(count=2, size=MIB, pool="flash"),),
     ],
     ids=["plain", "progressive", "all", "pool"],
 )
 def test_what_is_set_is_what_is_read_of_the_folder_and_of_files_and_folders_in_it(
-    servers: Servers, folder: Path, layout: tuple[Component, ...], dialect: str
+    servers: Servers, folder: Path, layout: tuple[StripeComponent, ...], dialect: str
 ) -> None:
     servers.are(pools={"flash": [5, 6, 7]}, dialect=dialect)
-    assert set_layout(folder, layout) == ""
+    assert set_stripe_layout(folder, layout) == ""
     (folder / "sub").mkdir()
     (folder / "sub" / "file").touch()
-    assert get_layout(folder).layout == layout
-    assert get_layout(folder / "sub").layout == layout
-    assert get_layout(folder / "sub" / "file").layout == layout
+    assert get_stripe_layout(folder).layout == layout
+    assert get_stripe_layout(folder / "sub").layout == layout
+    assert get_stripe_layout(folder / "sub" / "file").layout == layout
     moved = folder.rename(folder.with_name("moved"))
-    assert get_layout(moved).layout == layout
+    assert get_stripe_layout(moved).layout == layout
 
 
 def test_what_lfs_is_told(servers: Servers, folder: Path) -> None:
-    set_layout(folder, WIDE)
-    set_layout(folder, PROGRESSIVE)
+    set_stripe_layout(folder, WIDE)
+    set_stripe_layout(folder, PROGRESSIVE)
     assert servers.calls == [
         ["setstripe", "-c", "4", "-S", "16M", str(folder)],
         ["setstripe", *shlex.split("-E 1M -L mdt -E 256M -c 1 -S 1M -E -1 -c 4 -S 1M"), str(folder)],
@@ -74,35 +83,35 @@ def test_what_lfs_is_told(servers: Servers, folder: Path) -> None:
 
 def test_the_objects_of_a_file(servers: Servers, folder: Path) -> None:
     servers.are(osts=8, inactive=[1])
-    set_layout(folder / "file", WIDE)
-    assert get_layout(folder / "file").parts == (Placed(WIDE[0], osts=(0, 2, 3, 4), first=0),)
+    set_stripe_layout(folder / "file", WIDE)
+    assert get_stripe_layout(folder / "file").parts == (PlacedComponent(WIDE[0], osts=(0, 2, 3, 4), first=0),)
 
 
 def test_a_file_that_exists_keeps_its_layout_be_it_empty(servers: Servers, folder: Path) -> None:
     (folder / "touched").touch()
     with pytest.raises(LfsError, match=f"exit 17: setstripe error for '{folder}/touched': stripe already set") as error:
-        set_layout(folder / "touched", WIDE)
+        set_stripe_layout(folder / "touched", WIDE)
     assert error.value.code == ALREADY_STRIPED
-    set_layout(folder, WIDE)
-    set_layout(folder, PROGRESSIVE)
-    assert get_layout(folder).layout == PROGRESSIVE, "that of a directory is replaced"
+    set_stripe_layout(folder, WIDE)
+    set_stripe_layout(folder, PROGRESSIVE)
+    assert get_stripe_layout(folder).layout == PROGRESSIVE, "that of a directory is replaced"
 
 
 @pytest.mark.parametrize(
     ("facts", "layout", "why"),
     [
-        ({}, Component(pool="gone"), "exit 22: setstripe error for '{}': pool 'gone' does not exist"),
+        ({}, StripeComponent(pool="gone"), "exit 22: setstripe error for '{}': pool 'gone' does not exist"),
         ({"mode": "denied"}, WIDE[0], "exit 13: setstripe error for '{}': Permission denied"),
         ({"mode": "not-lustre"}, WIDE[0], "exit 25: setstripe error for '{}': Inappropriate ioctl for device"),
         ({"mode": "garbage-error"}, WIDE[0], "exit 3: .* \\[31mLBUG"),
     ],
 )
 def test_a_refusal_is_one_line(
-    servers: Servers, folder: Path, facts: dict[str, str], layout: Component, why: str
+    servers: Servers, folder: Path, facts: dict[str, str], layout: StripeComponent, why: str
 ) -> None:
     servers.are(**facts)
     with pytest.raises(LfsError, match="^lfs setstripe: " + why.format(folder / "new")) as error:
-        set_layout(folder / "new", (layout,))
+        set_stripe_layout(folder / "new", (layout,))
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 300
     assert (folder / "new").exists() == (facts.get("mode") == "not-lustre"), "it opens the file before it asks"
@@ -110,42 +119,42 @@ def test_a_refusal_is_one_line(
 
 def test_a_warning_of_one_that_succeeds(servers: Servers, folder: Path) -> None:
     servers.are(mode="restricted")
-    assert "restricted by your administrator" in set_layout(folder, WIDE)
+    assert "restricted by your administrator" in set_stripe_layout(folder, WIDE)
 
 
 @pytest.mark.parametrize("mode", ["hang", "hang-with-child"])
 def test_one_that_hangs_is_left_behind(servers: Servers, folder: Path, mode: str) -> None:
     servers.are(mode=mode)
     with pytest.raises(LfsError, match=r"lfs setstripe: no answer in 0\.5 s") as error:
-        set_layout(folder, WIDE, seconds=0.5)
+        set_stripe_layout(folder, WIDE, seconds=0.5)
     assert error.value.code is None
 
 
 def test_no_lfs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(LfsError, match="lfs is not on PATH") as error:
-        lfs(["df"])
+        run_lfs(["df"])
     assert error.value.missing
     (folder / "lfs").write_bytes(b"\x7fELF nonsense")
     (folder / "lfs").chmod(0o755)
     with pytest.raises(LfsError, match="lfs cannot be run: Exec format error"):
-        lfs(["df"])
+        run_lfs(["df"])
 
 
 def test_output_that_is_no_layout(servers: Servers, folder: Path) -> None:
     servers.are(mode="garbage")
     with pytest.raises(LfsError, match="it printed no layout"):
-        get_layout(folder)
+        get_stripe_layout(folder)
     assert count_osts(folder) is None
 
 
 def test_a_path_that_reads_like_an_option_or_like_a_layout(servers: Servers, tmp_path: Path) -> None:
     folder = tmp_path / "lmm_stripe_count:  9 lcme_id:  7\n -d"
     folder.mkdir()
-    set_layout(folder, PROGRESSIVE)
-    assert get_layout(folder).layout == PROGRESSIVE
+    set_stripe_layout(folder, PROGRESSIVE)
+    assert get_stripe_layout(folder).layout == PROGRESSIVE
     (folder / "file").touch()
-    assert get_layout(folder / "file").layout == PROGRESSIVE
+    assert get_stripe_layout(folder / "file").layout == PROGRESSIVE
 
 
 def test_counting_osts(servers: Servers, folder: Path, tmp_path: Path) -> None:
@@ -161,7 +170,7 @@ def test_counting_osts_where_only_the_kernel_answers(tmp_path: Path, monkeypatch
     for name, count in (("home", 4), ("scratch", 96)):
         (tmp_path / f"{name}-clilov-ffff8a").mkdir()
         (tmp_path / f"{name}-clilov-ffff8a" / "numobd").write_text(f"{count}\n")
-    monkeypatch.setattr("hpc_train.checkpoint.storage.lfs.ROOTS", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr("hpc_train.checkpoint.storage.lustre.LOV_ROOTS", (tmp_path / "none", tmp_path))
     assert count_osts(tmp_path, "10.0.0.1@tcp:10.0.0.2@tcp:/scratch") == 96
     assert count_osts(tmp_path, "10.0.0.1@tcp:/archive") is None
 
@@ -205,15 +214,15 @@ def test_the_stand_in_takes_units_and_hands_options_down(servers: Servers, folde
         == 0
     )
     half = 512 << 10
-    assert get_layout(folder).layout == (
-        Component(end=MIB, count=0, on_mdt=True),
-        Component(end=64 * MIB, count=2, size=half, pool="flash"),
-        Component(end=1 << 30, count=8, size=half, pool="flash"),
-        Component(count=ALL, size=half, pool="flash"),
+    assert get_stripe_layout(folder).layout == (
+        StripeComponent(end=MIB, count=0, on_mdt=True),
+        StripeComponent(end=64 * MIB, count=2, size=half, pool="flash"),
+        StripeComponent(end=1 << 30, count=8, size=half, pool="flash"),
+        StripeComponent(count=ALL_OSTS, size=half, pool="flash"),
     )
-    assert [it.overstriped for it in get_layout(folder).parts] == [False, True, False, False]
+    assert [it.overstriped for it in get_stripe_layout(folder).parts] == [False, True, False, False]
     assert run("setstripe", "-d", folder).returncode == 0
-    assert get_layout(folder).layout == (Component(count=1, size=MIB),)
+    assert get_stripe_layout(folder).layout == (StripeComponent(count=1, size=MIB),)
 
 
 def test_the_stand_in_prints_in_the_forms_of_the_real_one(servers: Servers, folder: Path) -> None:

@@ -13,13 +13,11 @@ import torch
 from checkpoint_helpers import alone, blank, same_pieces, sharded, state, whole
 from stand_in_servers import Servers, on_lustre, put_on_path
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import Saver, load, newest, verify
-from hpc_train.checkpoint.storage.lfs import get_layout
-from hpc_train.checkpoint.storage.place import Place
-from hpc_train.checkpoint.storage.striper import Striper
-from hpc_train.checkpoint.storage.striping import MIB, Component, step_layouts
+from hpc_train.checkpoint import Saver, find_newest_verified, load_step, verify_step
+from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper
+from hpc_train.checkpoint.storage.lustre import MIB, StripeComponent, get_stripe_layout, list_step_layouts
 from hpc_train.config.train import LustreConfig
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 AUTO = LustreConfig()
@@ -30,16 +28,16 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
     return put_on_path(tmp_path / "servers", monkeypatch)
 
 
-def lustre(wishes: LustreConfig = AUTO, seconds: float = 20) -> Place:
-    return Place(striper=Striper(wishes, seconds), magic=on_lustre)
+def lustre(wishes: LustreConfig = AUTO, seconds: float = 20) -> CheckpointDirectory:
+    return CheckpointDirectory(striper=LustreStriper(wishes, seconds), magic=on_lustre)
 
 
-def save_steps(directory: Path, place: Place, steps: int = 1) -> None:
+def save_steps(directory: Path, place: CheckpointDirectory, steps: int = 1) -> None:
     saver = Saver(directory, alone(), background=False, place=place)
     for step in range(1, steps + 1):
         saver.save(step, whole(state(step)), {})
     assert [it.error for it in saver.wait()] == [None] * steps
-    assert newest(directory) == steps
+    assert find_newest_verified(directory) == steps
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -49,11 +47,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_step_and_its_shards_are_striped_before_they_have_files(servers: Servers, tmp_path: Path) -> None:
     save_steps(tmp_path / "c", lustre())
     step = tmp_path / "c" / "step-1"
-    assert get_layout(step / "manifest.json").layout == step_layouts(AUTO)[0]
-    shards = (Component(count=1, size=16 * MIB),)
+    assert get_stripe_layout(step / "manifest.json").layout == list_step_layouts(AUTO)[0]
+    shards = (StripeComponent(count=1, size=16 * MIB),)
     for path in (step / "shards", step / "shards" / "000", step / "shards" / "000" / "000000.h5"):
-        assert get_layout(path).layout == shards
-    assert get_layout(tmp_path / "c").layout == (Component(count=1, size=MIB),), "the user's directory is left as it is"
+        assert get_stripe_layout(path).layout == shards
+    assert get_stripe_layout(tmp_path / "c").layout == (StripeComponent(count=1, size=MIB),), (
+        "the user's directory is left as it is"
+    )
 
 
 def test_two_calls_a_save_and_one_to_count_the_osts(servers: Servers, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_older_servers_get_what_they_can_and_are_asked_once(
     assert warnings(caplog) == []
     servers.are(dom=False)
     save_steps(tmp_path / "d", lustre())
-    assert get_layout(tmp_path / "d" / "step-1").layout == step_layouts(AUTO)[1]
+    assert get_stripe_layout(tmp_path / "d" / "step-1").layout == list_step_layouts(AUTO)[1]
 
 
 def test_few_large_files_are_spread_and_written_in_whole_rounds(servers: Servers, tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_few_large_files_are_spread_and_written_in_whole_rounds(servers: Servers
     wishes = LustreConfig(stripe_size_mib=1)
     saver = Saver(tmp_path, alone(), background=False, place=lustre(wishes))
     large = torch.zeros(20 * MIB, dtype=torch.uint8)
-    saver.save(1, [Piece("w", tuple(large.shape), large.dtype, (0,), large)], {})
+    saver.save(1, [TensorShard("w", tuple(large.shape), large.dtype, (0,), large)], {})
     (saved,) = saver.wait()
     saved.wait()
-    assert get_layout(tmp_path / "step-1" / "shards").layout == (Component(count=5, size=MIB),)
-    assert verify(tmp_path, 1) == []
+    assert get_stripe_layout(tmp_path / "step-1" / "shards").layout == (StripeComponent(count=5, size=MIB),)
+    assert verify_step(tmp_path, 1) == []
     behaviour = saver.place._behaviour
     assert behaviour is not None
     assert behaviour.write_bytes == 20 * MIB, "the least multiple of a round of 5 MiB that is at least 16 MiB"
@@ -93,10 +93,10 @@ def test_few_large_files_are_spread_and_written_in_whole_rounds(servers: Servers
 def test_the_wishes_of_the_user(servers: Servers, tmp_path: Path) -> None:
     servers.are(pools={"flash": [2, 3]})
     save_steps(tmp_path / "c", lustre(LustreConfig(stripe_count=2, stripe_size_mib=4, pool="flash", progressive=False)))
-    (shard,) = get_layout(tmp_path / "c" / "step-1" / "shards" / "000" / "000000.h5").parts
-    assert shard.component == Component(count=2, size=4 * MIB, pool="flash")
+    (shard,) = get_stripe_layout(tmp_path / "c" / "step-1" / "shards" / "000" / "000000.h5").parts
+    assert shard.component == StripeComponent(count=2, size=4 * MIB, pool="flash")
     assert shard.osts == (2, 3)
-    assert get_layout(tmp_path / "c" / "step-1").layout == (Component(count=1, size=MIB, pool="flash"),)
+    assert get_stripe_layout(tmp_path / "c" / "step-1").layout == (StripeComponent(count=1, size=MIB, pool="flash"),)
 
 
 def test_none_means_that_lfs_is_never_called(servers: Servers, tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_none_means_that_lfs_is_never_called(servers: Servers, tmp_path: Path) -
 def test_elsewhere_lfs_is_never_called_and_who_wants_it_is_told(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_steps(tmp_path / "c", Place())
+    save_steps(tmp_path / "c", CheckpointDirectory())
     assert warnings(caplog) == []
-    save_steps(tmp_path / "d", Place(striper=Striper(LustreConfig(stripe_count=4))), steps=2)
+    save_steps(tmp_path / "d", CheckpointDirectory(striper=LustreStriper(LustreConfig(stripe_count=4))), steps=2)
     (warning,) = warnings(caplog)
     assert f"checkpoint.lustre has no effect: {tmp_path / 'd'} is not on Lustre" in warning
     assert servers.calls == []
@@ -234,5 +234,5 @@ def test_what_was_saved_so_is_loaded(servers: Servers, tmp_path: Path) -> None:
 
     assert run_ranks(save, 2) == [1, 1]
     found = blank(whole(state(1)))
-    load(tmp_path / "c", 1, found, alone())
+    load_step(tmp_path / "c", 1, found, alone())
     assert same_pieces(found, whole(state(1)))

@@ -12,18 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint.storage.getstripe import Placed
-from hpc_train.checkpoint.storage.lov import get_attribute, pack, set_attribute, unpack
-from hpc_train.checkpoint.storage.striping import (
-    ALL,
+from hpc_train.checkpoint.storage.lustre import (
+    ALL_OSTS,
+    MAX_STRIPES,
     MIB,
-    MOST,
-    Component,
-    in_words,
-    round_bytes,
-    setstripe_arguments,
-    shard_layout,
-    step_layouts,
+    PlacedComponent,
+    StripeComponent,
+    choose_shard_layout,
+    describe_stripes,
+    format_setstripe_arguments,
+    get_lov_attribute,
+    list_step_layouts,
+    pack_lov,
+    set_lov_attribute,
+    stripe_round_bytes,
+    unpack_lov,
 )
 from hpc_train.config.compose import compose
 from hpc_train.config.train import LustreConfig
@@ -39,7 +42,7 @@ AUTO = LustreConfig()
         (8 * GIB, 1024, 96, 1),  # more files than OSTs: each on one
         (8 * GIB, 96, 96, 1),
         (8 * GIB, 16, 96, 6),  # shared out
-        (8 * GIB, 1, 96, MOST),
+        (8 * GIB, 1, 96, MAX_STRIPES),
         (8 * GIB, 1, 4, 4),
         (64 * MIB, 1, 96, 1),  # too small to be worth it
         (256 * MIB, 1, 96, 4),
@@ -50,12 +53,12 @@ AUTO = LustreConfig()
     ],
 )
 def test_stripes_of_a_shard(largest: int, files: int, osts: int | None, count: int) -> None:
-    assert shard_layout(largest, files, osts, AUTO) == (Component(count=count, size=16 * MIB),)
+    assert choose_shard_layout(largest, files, osts, AUTO) == (StripeComponent(count=count, size=16 * MIB),)
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 20000), st.none() | st.integers(1, 2000), st.integers(1, 4095))
 def test_no_layout_is_one_that_lustre_refuses(largest: int, files: int, osts: int | None, size_mib: int) -> None:
-    (it,) = shard_layout(largest, files, osts, LustreConfig(stripe_size_mib=size_mib))
+    (it,) = choose_shard_layout(largest, files, osts, LustreConfig(stripe_size_mib=size_mib))
     assert 1 <= it.count <= (osts or 2000)
     assert it.size is not None
     assert it.size % (64 << 10) == 0
@@ -64,16 +67,18 @@ def test_no_layout_is_one_that_lustre_refuses(largest: int, files: int, osts: in
 
 def test_what_the_user_wants_comes_first() -> None:
     wishes = LustreConfig(stripe_count=-1, stripe_size_mib=4, pool="flash")
-    assert shard_layout(MIB, 10_000, 96, wishes) == (Component(count=ALL, size=4 * MIB, pool="flash"),)
-    assert {it.pool for layout in step_layouts(wishes) for it in layout if not it.on_mdt} == {"flash"}
+    assert choose_shard_layout(MIB, 10_000, 96, wishes) == (
+        StripeComponent(count=ALL_OSTS, size=4 * MIB, pool="flash"),
+    )
+    assert {it.pool for layout in list_step_layouts(wishes) for it in layout if not it.on_mdt} == {"flash"}
 
 
 def test_the_directory_of_a_step_has_something_for_every_server() -> None:
-    best, without_dom, plain = step_layouts(AUTO)
-    assert best[0] == Component(end=MIB, count=0, on_mdt=True)
+    best, without_dom, plain = list_step_layouts(AUTO)
+    assert best[0] == StripeComponent(end=MIB, count=0, on_mdt=True)
     assert without_dom == best[1:]
     assert len(plain) == 1
-    assert step_layouts(LustreConfig(progressive=False)) == [plain]
+    assert list_step_layouts(LustreConfig(progressive=False)) == [plain]
     for layout in (best, without_dom):
         ends = [it.end for it in layout]
         assert ends[-1] is None
@@ -81,24 +86,29 @@ def test_the_directory_of_a_step_has_something_for_every_server() -> None:
 
 
 def test_arguments() -> None:
-    words = setstripe_arguments(step_layouts(AUTO)[0])
+    words = format_setstripe_arguments(list_step_layouts(AUTO)[0])
     assert words == shlex.split("-E 1M -L mdt -E 256M -c 1 -S 1M -E -1 -c 4 -S 1M")
-    assert setstripe_arguments((Component(count=2, size=64 << 10, pool="scratch.flash"),)) == shlex.split(
+    assert format_setstripe_arguments((StripeComponent(count=2, size=64 << 10, pool="scratch.flash"),)) == shlex.split(
         "-c 2 -S 64K -p scratch.flash"
     )
-    assert setstripe_arguments((Component(count=ALL),)) == ["-c", "-1"]
+    assert format_setstripe_arguments((StripeComponent(count=ALL_OSTS),)) == ["-c", "-1"]
 
 
 def test_words() -> None:
-    assert in_words((Component(count=4, size=16 * MIB),)) == "4 x 16 MiB"
-    assert in_words((Component(count=ALL, size=64 << 10, pool="flash"),)) == "all OSTs x 64 KiB of pool flash"
-    assert in_words(step_layouts(AUTO)[0]) == "to 1 MiB: on the MDT, to 256 MiB: 1 x 1 MiB, then: 4 x 1 MiB"
+    assert describe_stripes((StripeComponent(count=4, size=16 * MIB),)) == "4 x 16 MiB"
+    assert (
+        describe_stripes((StripeComponent(count=ALL_OSTS, size=64 << 10, pool="flash"),))
+        == "all OSTs x 64 KiB of pool flash"
+    )
+    assert (
+        describe_stripes(list_step_layouts(AUTO)[0]) == "to 1 MiB: on the MDT, to 256 MiB: 1 x 1 MiB, then: 4 x 1 MiB"
+    )
 
 
 def test_bytes_of_a_round() -> None:
-    assert round_bytes((Component(count=4, size=16 * MIB),), 96) == 64 * MIB
-    assert round_bytes((Component(count=ALL, size=MIB),), 96) == 96 * MIB
-    assert round_bytes((Component(count=ALL, size=MIB),), None) == MIB
+    assert stripe_round_bytes((StripeComponent(count=4, size=16 * MIB),), 96) == 64 * MIB
+    assert stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), 96) == 96 * MIB
+    assert stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), None) == MIB
 
 
 # The attribute, against bytes written out by hand.
@@ -106,58 +116,58 @@ def test_bytes_of_a_round() -> None:
 
 def test_the_attribute_of_a_plain_layout() -> None:
     expected = bytes.fromhex("d00bd10b 01000000" + "00" * 16 + "00000001 0400 ffff")
-    assert pack((Component(count=4, size=16 * MIB),)) == expected
+    assert pack_lov((StripeComponent(count=4, size=16 * MIB),)) == expected
     assert len(expected) == 32
 
 
 def test_the_attribute_with_a_pool() -> None:
     expected = bytes.fromhex("d00bd30b 01000000" + "00" * 16 + "00001000 ffff ffff") + b"flash" + bytes(11)
-    assert pack((Component(count=ALL, size=MIB, pool="scratch.flash"),)) == expected
+    assert pack_lov((StripeComponent(count=ALL_OSTS, size=MIB, pool="scratch.flash"),)) == expected
     assert len(expected) == 48
 
 
 def test_the_attribute_of_a_file_has_its_objects() -> None:
     objects = b"".join(struct.pack("<QQII", 100 + n, 0, 0, ost) for n, ost in enumerate((5, 3)))
     plain = bytes.fromhex("d00bd10b 01000000" + "11" * 16 + "00001000 0200 0000") + objects
-    assert unpack(plain).parts == (Placed(Component(count=2, size=MIB), (5, 3), 0),)
+    assert unpack_lov(plain).parts == (PlacedComponent(StripeComponent(count=2, size=MIB), (5, 3), 0),)
     pooled = bytes.fromhex("d00bd30b 01000000" + "11" * 16 + "00001000 0200 0000") + b"flash".ljust(16, b"\0") + objects
-    assert unpack(pooled).parts == (Placed(Component(count=2, size=MIB, pool="flash"), (5, 3), 0),)
+    assert unpack_lov(pooled).parts == (PlacedComponent(StripeComponent(count=2, size=MIB, pool="flash"), (5, 3), 0),)
 
 
 @given(
-    st.integers(1, 2000) | st.just(ALL),
+    st.integers(1, 2000) | st.just(ALL_OSTS),
     st.integers(1, 65535),
     st.none() | st.from_regex(r"[a-z0-9_-]{1,15}", fullmatch=True),
 )
 def test_what_is_packed_is_unpacked(count: int, units: int, pool: str | None) -> None:
-    layout = (Component(count=count, size=units << 16, pool=pool),)
-    assert unpack(pack(layout)).layout == layout
+    layout = (StripeComponent(count=count, size=units << 16, pool=pool),)
+    assert unpack_lov(pack_lov(layout)).layout == layout
 
 
 @given(st.binary(max_size=200))
 def test_other_bytes_are_a_value_error(data: bytes) -> None:
     for candidate in (data, bytes.fromhex("d00bd30b01000000") + data, bytes.fromhex("d00bd60b") + data):
         with suppress(ValueError):
-            assert unpack(candidate).parts
+            assert unpack_lov(candidate).parts
 
 
 def test_what_the_attribute_cannot_say() -> None:
     with pytest.raises(ValueError, match="several components"):
-        pack(step_layouts(AUTO)[0])
+        pack_lov(list_step_layouts(AUTO)[0])
     with pytest.raises(ValueError, match="longer than 15 bytes"):
-        pack((Component(pool="a_very_long_name_"),))
+        pack_lov((StripeComponent(pool="a_very_long_name_"),))
     with pytest.raises(ValueError, match="several components"):
-        unpack(struct.pack("<I", 0x0BD60BD0) + bytes(60))
+        unpack_lov(struct.pack("<I", 0x0BD60BD0) + bytes(60))
 
 
 def test_the_attribute_goes_through_the_kernel(tmp_path: Path) -> None:
     """Under another name, since no kernel takes this one but on Lustre; there it says so."""
-    layout = (Component(count=4, size=16 * MIB, pool="flash"),)
-    set_attribute(tmp_path, layout, "user.lov")
-    assert get_attribute(tmp_path, "user.lov").layout == layout
+    layout = (StripeComponent(count=4, size=16 * MIB, pool="flash"),)
+    set_lov_attribute(tmp_path, layout, "user.lov")
+    assert get_lov_attribute(tmp_path, "user.lov").layout == layout
     assert os.listxattr(tmp_path) == ["user.lov"]
     with pytest.raises(OSError, match="not supported"):
-        set_attribute(tmp_path, layout)
+        set_lov_attribute(tmp_path, layout)
 
 
 @pytest.mark.parametrize(

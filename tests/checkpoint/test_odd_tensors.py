@@ -15,12 +15,13 @@ import torch
 from checkpoint_helpers import State, alone, blank, holds, random_bits, same_pieces, save_alone, sharded, whole
 from faults import is_killed
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import image, load, save, verify
-from hpc_train.checkpoint.digests import BLOCK
-from hpc_train.checkpoint.saving import finish, take
-from hpc_train.checkpoint.section import make_head
-from hpc_train.checkpoint.shard import Stage
+from hpc_train.checkpoint import load_step, save_step, verify_step
+from hpc_train.checkpoint.format import hdf5_layout
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
+from hpc_train.checkpoint.save.save_step import stage_step, write_and_commit
+from hpc_train.checkpoint.save.shard_file import ShardStager
+from hpc_train.checkpoint.save.shared_file import make_shared_head
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 NAMES = ("ünïcödé.重み.вес", "emoji 🔥.weight", "a" * 3000, "deep." * 400 + "w", "with/slash", "..", "  ", "%2F", "w@1")
@@ -30,23 +31,23 @@ def test_two_names_of_one_storage(tmp_path: Path) -> None:
     """Tied weights: each name has the values, and a load may tie them or not."""
     shared = random_bits((6, 4), torch.float32)
     tied: State = {"embed.weight": shared, "out.weight": shared, "row": shared[2], "transposed": shared.t()}
-    pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tied.items()]
-    save(tmp_path, 1, pieces, {}, alone()).wait()
+    pieces = [TensorShard(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in tied.items()]
+    save_step(tmp_path, 1, pieces, {}, alone()).wait()
     assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in tied.items()})
     into = torch.zeros(6, 4)
-    both = [Piece(name, (6, 4), into.dtype, (0, 0), into) for name in ("embed.weight", "out.weight")]
-    load(tmp_path, 1, both, alone())
+    both = [TensorShard(name, (6, 4), into.dtype, (0, 0), into) for name in ("embed.weight", "out.weight")]
+    load_step(tmp_path, 1, both, alone())
     assert same_pieces(whole({"w": into}), whole({"w": shared}))
 
 
 def test_locals_that_are_views(tmp_path: Path) -> None:
     base = random_bits((8, 10), torch.float64)
     views = {"columns": base[:, 2:5], "rows": base[::2], "transposed": base.t(), "expanded": base[:1].expand(5, 10)}
-    pieces = [Piece(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in views.items()]
-    save(tmp_path, 1, pieces, {}, alone()).wait()
+    pieces = [TensorShard(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in views.items()]
+    save_step(tmp_path, 1, pieces, {}, alone()).wait()
     assert holds(tmp_path, 1, {name: tensor.clone() for name, tensor in views.items()})
     target = torch.zeros(10, 8, dtype=torch.float64)
-    load(tmp_path, 1, [Piece("columns", (8, 3), base.dtype, (0, 0), target.t()[:, :3])], alone())
+    load_step(tmp_path, 1, [TensorShard("columns", (8, 3), base.dtype, (0, 0), target.t()[:, :3])], alone())
     assert torch.equal(target.t()[:, :3].contiguous().view(torch.int64), base[:, 2:5].contiguous().view(torch.int64))
 
 
@@ -58,13 +59,13 @@ def test_empty_and_scalar_ones_and_all_names(tmp_path: Path, ranks: int) -> None
 
     def save_and_load(world: World) -> bool:
         pieces = sharded(tensors, 0, world.rank, world.size)
-        save(tmp_path, 1, pieces, {}, world).wait()
+        save_step(tmp_path, 1, pieces, {}, world).wait()
         other = blank(sharded(tensors, 1, world.rank, world.size))
-        load(tmp_path, 1, other, world)
+        load_step(tmp_path, 1, other, world)
         return same_pieces(other, sharded(tensors, 1, world.rank, world.size))
 
     assert run_ranks(save_and_load, ranks) == [True] * ranks
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
     assert holds(tmp_path, 1, tensors)
 
 
@@ -74,10 +75,10 @@ def test_very_many_tiny_ones(tmp_path: Path) -> None:
     assert holds(tmp_path, 1, many)
 
 
-ROWS = [image.Row(name, (2000,), torch.float32, (0,), (2000,)) for name in "ab"]
+ROWS = [hdf5_layout.DatasetRow(name, (2000,), torch.float32, (0,), (2000,)) for name in "ab"]
 STRUCTURES: dict[str, Callable[[], object]] = {
-    "of a rank": lambda: image.make_image(ROWS),
-    "of several ranks": lambda: make_head([ROWS, ROWS], BLOCK),
+    "of a rank": lambda: hdf5_layout.make_image(ROWS),
+    "of several ranks": lambda: make_shared_head([ROWS, ROWS], BLOCK_BYTES),
 }
 
 
@@ -114,15 +115,15 @@ def test_no_memory_for_the_copy_on_one_rank(tmp_path: Path) -> None:
     weight = torch.zeros(32 << 20, dtype=torch.uint8)
 
     def save_both(world: World) -> list[str | None]:
-        stage, told = Stage(), []
+        stage, told = ShardStager(), []
         for step in (1, 2):
             pieces = sharded({"w": weight}, 0, world.rank, world.size)
             limits = resource.getrlimit(resource.RLIMIT_AS)
             if world.rank == 1 and step == 1:
                 resource.setrlimit(resource.RLIMIT_AS, (virtual_memory() + (10 << 20), limits[1]))
-            taken = take(stage, step, pieces, {})
+            taken = stage_step(stage, step, pieces, {})
             resource.setrlimit(resource.RLIMIT_AS, limits)
-            told.append(finish(tmp_path, taken, world).error)
+            told.append(write_and_commit(tmp_path, taken, world).error)
         return [str(error) if error else None for error in told]
 
     first, second = run_ranks(save_both, 2)

@@ -11,8 +11,8 @@ import torch
 from checkpoint_helpers import alone, blank, same_pieces, whole
 from test_hostile_manifests import reseal
 
-from hpc_train.checkpoint import CheckpointError, load, verify
-from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint import CheckpointError, load_step, verify_step
+from hpc_train.checkpoint.format.manifest import read_manifest
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(4, 6) + 0.5
 HALVES = {f"half.{index}": torch.full((3,), float(index)).bfloat16() for index in range(4)}
@@ -37,11 +37,11 @@ def directory(tmp_path: Path) -> Path:
 def test_it_is_sound_and_has_what_was_saved(directory: Path, step: int) -> None:
     version, tensors = FORMATS[step]
     assert f'"format_version":{version},' in (directory / f"step-{step}/manifest.json").read_text()
-    assert verify(directory, step) == []
+    assert verify_step(directory, step) == []
     pieces = blank(whole(tensors))
-    assert load(directory, step, pieces, alone()) == {"consumed": step + 2}
+    assert load_step(directory, step, pieces, alone()) == {"consumed": step + 2}
     assert same_pieces(pieces, whole(tensors))
-    holdings = read(directory / f"step-{step}", step).holdings
+    holdings = read_manifest(directory / f"step-{step}", step).holdings
     assert {it.name: it.shape for it in holdings.tensors} == {name: tuple(it.shape) for name, it in tensors.items()}
 
 
@@ -53,6 +53,6 @@ def swap_two_halves(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("step", FORMATS)
 def test_a_lie_is_found_without_a_seal(directory: Path, step: int) -> None:
     reseal(directory / f"step-{step}", swap_two_halves)
-    assert "half." in verify(directory, step)[0].what
+    assert "half." in verify_step(directory, step)[0].what
     with pytest.raises(CheckpointError, match="half"):
-        load(directory, step, blank(whole(FORMATS[step][1])), alone())
+        load_step(directory, step, blank(whole(FORMATS[step][1])), alone())

@@ -20,17 +20,16 @@ import pytest
 from checkpoint_helpers import alone, holds, sharded, state
 from sharing import LARGE, files
 
-from hpc_train.checkpoint import Saver, committed, mpio, verify
-from hpc_train.checkpoint.crew import Sharing
-from hpc_train.checkpoint.digests import digest_blocks
-from hpc_train.checkpoint.holdings import gather
-from hpc_train.checkpoint.manifest import Manifest
-from hpc_train.checkpoint.saving import commit
-from hpc_train.checkpoint.section import make_section
-from hpc_train.checkpoint.shard import Stage, shard_name
-from hpc_train.checkpoint.shared_file import SharedFile
-from hpc_train.checkpoint.storage.policy import USUAL
-from hpc_train.checkpoint.team import datasets
+from hpc_train.checkpoint import Saver, list_committed_steps, verify_step
+from hpc_train.checkpoint.format.block_digests import digest_blocks
+from hpc_train.checkpoint.format.manifest import Manifest
+from hpc_train.checkpoint.format.shard_layout import gather_layouts
+from hpc_train.checkpoint.save import parallel_hdf5
+from hpc_train.checkpoint.save.save_step import commit_step
+from hpc_train.checkpoint.save.shard_file import ShardStager
+from hpc_train.checkpoint.save.shared_file import SharedFile, WriterSharing, list_datasets, make_section
+from hpc_train.checkpoint.storage.file_system import DEFAULT_POLICY
+from hpc_train.checkpoint.storage.step_directory import shard_file_name
 from hpc_train.errors import UserError
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n")
@@ -55,34 +54,34 @@ def mpirun(ranks: int, *words: str | Path) -> str:
 
 def test_a_step_whose_data_hdf5_has_written_with_mpi(tmp_path: Path) -> None:
     """All but the driver is here: the structure before it, digests, manifest and commit after it."""
-    temporary, name, ranks = tmp_path / "step-1.tmp-1", shard_name(0, range(3)), range(3)
+    temporary, name, ranks = tmp_path / "step-1.tmp-1", shard_file_name(0, range(3)), range(3)
     path = temporary / name
     path.parent.mkdir(parents=True)
     pieces = [[piece for piece in sharded(LARGE, 0, rank, 3) if not piece.replica] for rank in ranks]
-    staged = [Stage(make=make_section).take(of_rank) for of_rank in pieces]
+    staged = [ShardStager(make=make_section).take(of_rank) for of_rank in pieces]
     file = SharedFile()
-    spots = file.lay(path, [it.held for it in staged], USUAL)
+    spots = file.lay(path, [it.held for it in staged], DEFAULT_POLICY)
     for rank, spot, it in zip(ranks, spots, staged, strict=True):
-        mine = [(data.name, bytes(data.bytes)) for data in datasets(spot, it)]
+        mine = [(data.name, bytes(data.bytes)) for data in list_datasets(spot, it)]
         Path(f"{tmp_path}/{rank}").write_bytes(pickle.dumps(mine))
-    said = mpirun(3, PYTHON, mpio_ranks.__file__, mpio.__file__, path, tmp_path)
+    said = mpirun(3, PYTHON, mpio_ranks.__file__, parallel_hdf5.__file__, path, tmp_path)
     assert sorted(re.findall("rank . of .", said)) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     file.settle(path)
     ((shard, held),) = file.end(temporary, name, [digest_blocks(it.image[: it.size]) for it in staged])
-    commit(temporary, tmp_path / "step-1", Manifest(1, 0, 3, gather([held]), (shard,), {}))
-    assert verify(tmp_path, 1) == []
+    commit_step(temporary, tmp_path / "step-1", Manifest(1, 0, 3, gather_layouts([held]), (shard,), {}))
+    assert verify_step(tmp_path, 1) == []
     assert holds(tmp_path, 1, LARGE)
 
 
 def test_whole_saves_where_this_h5py_has_mpi_and_one_line_where_it_has_not(tmp_path: Path) -> None:
     if not h5py.get_config().mpi:
         with pytest.raises(UserError) as caught:
-            Saver(tmp_path, alone(), sharing=Sharing(parallel_hdf5=True))
+            Saver(tmp_path, alone(), sharing=WriterSharing(parallel_hdf5=True))
         assert str(caught.value) == REFUSED
         return
     said = mpirun(3, sys.executable, parallel_hdf5_ranks.__file__, tmp_path).splitlines()
     assert sorted(said) == [f"rank {rank}: saved" for rank in range(3)]
-    assert committed(tmp_path) == [1, 2, 3, 4]
-    assert [files(tmp_path, step) for step in committed(tmp_path)] == [["000000-000002.h5"]] * 3 + [[]]
+    assert list_committed_steps(tmp_path) == [1, 2, 3, 4]
+    assert [files(tmp_path, step) for step in list_committed_steps(tmp_path)] == [["000000-000002.h5"]] * 3 + [[]]
     assert holds(tmp_path, 1, LARGE)
     assert holds(tmp_path, 3, state(3))

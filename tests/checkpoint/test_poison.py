@@ -12,21 +12,21 @@ import torch
 from checkpoint_helpers import State, alone, blank, holds, save_alone, sharded, whole
 from faults import EVERY, at_call, fails
 
-from hpc_train.api import World
 from hpc_train.checkpoint import (
     CheckpointError,
     Saver,
-    committed,
+    list_committed_steps,
     mark_bad,
-    prune,
-    resume,
-    save,
-    unmark,
-    verify,
+    prune_steps,
+    resume_from_checkpoint,
+    save_step,
+    unmark_bad,
+    verify_step,
 )
-from hpc_train.checkpoint.manifest import read
-from hpc_train.checkpoint.retention import Also
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.storage.retention import KeepRules
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 FLOATS = (
@@ -42,11 +42,11 @@ GOOD = {"w": torch.ones(3, 4), "optim.exp_avg.w": torch.zeros(3, 4), "n": torch.
 
 
 def is_finite(directory: Path, step: int) -> bool:
-    return read(directory / f"step-{step}", step).finite
+    return read_manifest(directory / f"step-{step}", step).finite
 
 
 def resumed_step(directory: Path) -> int | None:
-    resumed = resume(directory, "auto", blank(whole(GOOD)), alone())
+    resumed = resume_from_checkpoint(directory, "auto", blank(whole(GOOD)), alone())
     return resumed.step if resumed else None
 
 
@@ -60,7 +60,7 @@ def test_one_element_of_any_type_is_seen(tmp_path: Path, dtype: torch.dtype, val
     bad[3, 2] = value
     save_alone(tmp_path, 2, {**GOOD, "x": bad, "y": torch.ones(2)})
     assert (is_finite(tmp_path, 1), is_finite(tmp_path, 2)) == (True, False)
-    assert verify(tmp_path, 2) == [], "it is what was saved"
+    assert verify_step(tmp_path, 2) == [], "it is what was saved"
 
 
 @pytest.mark.parametrize("name", ["w", "optim.exp_avg.w"])
@@ -89,8 +89,8 @@ def test_one_rank_that_has_it_is_enough(tmp_path: Path) -> None:
     bad["w"][7] = math.inf
 
     def save_both(world: World) -> None:
-        save(tmp_path, 1, sharded({"w": torch.arange(8.0)}, 0, world.rank, world.size), {}, world).wait()
-        save(tmp_path, 2, sharded(bad, 0, world.rank, world.size), {}, world).wait()
+        save_step(tmp_path, 1, sharded({"w": torch.arange(8.0)}, 0, world.rank, world.size), {}, world).wait()
+        save_step(tmp_path, 2, sharded(bad, 0, world.rank, world.size), {}, world).wait()
 
     run_ranks(save_both, 2)
     assert (is_finite(tmp_path, 1), is_finite(tmp_path, 2)) == (True, False)
@@ -113,7 +113,7 @@ def test_it_is_passed_over_with_a_warning_and_can_still_be_had_by_its_step(
     assert "step 2" in caplog.text
     assert "NaN or infinity" in caplog.text
     assert holds(tmp_path, 2, GOOD)
-    resumed = resume(tmp_path, "2", blank(whole(GOOD)), alone())
+    resumed = resume_from_checkpoint(tmp_path, "2", blank(whole(GOOD)), alone())
     assert resumed is not None
     assert resumed.step == 2
 
@@ -130,7 +130,7 @@ def test_all_ranks_pass_over_it(tmp_path: Path) -> None:
     poisoned(tmp_path, 2)
 
     def step_of(world: World) -> int | None:
-        resumed = resume(tmp_path, "auto", blank(sharded(GOOD, 0, world.rank, world.size)), world)
+        resumed = resume_from_checkpoint(tmp_path, "auto", blank(sharded(GOOD, 0, world.rank, world.size)), world)
         return resumed.step if resumed else None
 
     assert run_ranks(step_of, 2) == [1, 1]
@@ -145,9 +145,9 @@ def test_a_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert resumed_step(tmp_path) == 1
     assert "step 2 in" in caplog.text
     assert "marked bad: the loss exploded here" in caplog.text
-    assert verify(tmp_path, 2) == []
-    unmark(tmp_path, 2)
-    unmark(tmp_path, 2)
+    assert verify_step(tmp_path, 2) == []
+    unmark_bad(tmp_path, 2)
+    unmark_bad(tmp_path, 2)
     assert resumed_step(tmp_path) == 2
     with pytest.raises(UserError, match="step 7 is not in"):
         mark_bad(tmp_path, 7, "?")
@@ -173,7 +173,7 @@ def test_any_call_that_fails_leaves_a_mark_or_none(tmp_path: Path) -> None:
             except (CheckpointError, OSError):
                 expected = {1, 2}
         assert resumed_step(tmp_path) in expected
-        unmark(tmp_path, 2)
+        unmark_bad(tmp_path, 2)
     assert number > 5
 
 
@@ -190,10 +190,10 @@ def test_retention_never_counts_them(tmp_path: Path) -> None:
         save_alone(tmp_path, step, GOOD)
     for step in (3, 4):
         poisoned(tmp_path, step)
-    assert prune(tmp_path, keep=2) == [3], "the newest good ones stay, and the newest bad one, to be looked at"
-    assert committed(tmp_path) == [1, 2, 4]
+    assert prune_steps(tmp_path, keep=2) == [3], "the newest good ones stay, and the newest bad one, to be looked at"
+    assert list_committed_steps(tmp_path) == [1, 2, 4]
     save_alone(tmp_path, 5, GOOD)
-    assert prune(tmp_path, keep=2) == [1, 4]
+    assert prune_steps(tmp_path, keep=2) == [1, 4]
 
 
 def test_nor_are_they_the_best_or_one_for_good(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_nor_are_they_the_best_or_one_for_good(tmp_path: Path) -> None:
     for step, loss in ((10, 1.0), (20, 0.1), (30, 2.0)):
         saver.save(step, whole(GOOD), {}, finite=step != 20, validation_loss=loss)
         saver.wait()
-    assert prune(tmp_path, 1, Also(every=20, best=1)) == [20]
-    assert committed(tmp_path) == [10, 30]
+    assert prune_steps(tmp_path, 1, KeepRules(every=20, best=1)) == [20]
+    assert list_committed_steps(tmp_path) == [10, 30]
 
 
 def test_state_with_specials_comes_back_bit_for_bit(tmp_path: Path) -> None:

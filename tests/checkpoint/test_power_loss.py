@@ -14,8 +14,8 @@ from checkpoint_helpers import alone, holds, save_alone, sharded, state
 from power_loss import Disk, Operation, put, recorded
 from power_loss import violations as all_violations
 
-from hpc_train.api import World
-from hpc_train.checkpoint import committed, prune, save, verify
+from hpc_train.checkpoint import list_committed_steps, prune_steps, save_step, verify_step
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 OLD, NEW = state(1), state(2)
@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 def operations_of_a_save(directory: Path, step: int, ranks: int = 1) -> list[Operation]:
     def save_new(world: World) -> list[Operation]:
         with recorded(directory) as seen:
-            save(directory, step, sharded(NEW, 0, world.rank, world.size), {}, world).wait()
+            save_step(directory, step, sharded(NEW, 0, world.rank, world.size), {}, world).wait()
         return seen
 
     every = [save_new(alone())] if ranks == 1 else run_ranks(save_new, ranks)
@@ -49,8 +49,8 @@ def violations(before: Disk, operations: Sequence[Operation], step: int, scratch
 
 def problem(directory: Path, step: int, returned: bool) -> str | None:
     """Why this is neither the old state nor the new one; after the save has returned it must be the new one."""
-    steps = committed(directory)
-    damaged = [it for it in steps if verify(directory, it)]
+    steps = list_committed_steps(directory)
+    damaged = [it for it in steps if verify_step(directory, it)]
     if damaged:
         return f"step {damaged} is there and damaged"
     is_new = steps[-1:] == [step] and holds(directory, step, NEW)
@@ -100,7 +100,7 @@ def test_the_power_fails_while_old_steps_are_removed(directory: Path) -> None:
         save_alone(directory, step, NEW)
     before = Disk.holding(directory)
     with recorded(directory) as operations:
-        assert prune(directory, keep=1) == [1, 2]
+        assert prune_steps(directory, keep=1) == [1, 2]
     drawn, seen = random.Random(1), set()
     for operation in operations:
         before.apply(operation)
@@ -109,9 +109,11 @@ def test_the_power_fails_while_old_steps_are_removed(directory: Path) -> None:
             if names not in seen:  # only names go: contents are those from before
                 seen.add(names)
                 at = put(found, directory.parent / f"found-{len(seen)}")
-                assert committed(at)[-1] == 3
+                assert list_committed_steps(at)[-1] == 3
                 assert holds(at, 3, NEW)
-                assert [step for step in committed(at) if verify(at, step)] == [], "what has its name has its files"
+                assert [step for step in list_committed_steps(at) if verify_step(at, step)] == [], (
+                    "what has its name has its files"
+                )
     assert len(seen) == 3, "none is removed, the first, or both"
 
 
@@ -138,4 +140,4 @@ def test_what_is_found_can_be_loaded_and_saved_over(directory: Path) -> None:
             at = put(found, directory.parent / f"found-{number}")
             save_alone(at, 3, NEW)
             assert holds(at, 3, NEW)
-            assert committed(at)[-1] == 3
+            assert list_committed_steps(at)[-1] == 3

@@ -13,8 +13,9 @@ import torch
 from checkpoint_helpers import State, holds, random_bits, save_alone, sharded
 from faults import of_descriptor
 
-from hpc_train.api import World
-from hpc_train.checkpoint import CheckpointError, load, source
+from hpc_train.checkpoint import CheckpointError, load_step
+from hpc_train.checkpoint.load import verified_reader
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 LARGE: State = {"w": random_bits((900, 1024), torch.float32), "small": random_bits((3,), torch.float64, 1)}
@@ -24,7 +25,7 @@ LARGE: State = {"w": random_bits((900, 1024), torch.float32), "small": random_bi
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A step that readers take for one that is not in memory."""
     save_alone(tmp_path, 1, LARGE)
-    monkeypatch.setattr(source, "_is_cached", lambda descriptor: False)
+    monkeypatch.setattr(verified_reader, "_is_cached", lambda descriptor: False)
     return tmp_path
 
 
@@ -67,7 +68,7 @@ def test_at_a_read_of_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch
         whole = [piece.local.clone() for piece in wanted]
         for piece in wanted:
             piece.local.zero_()
-        load(directory, 1, wanted, world)
+        load_step(directory, 1, wanted, world)
         as_bytes = zip((piece.local for piece in wanted), whole, strict=True)
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in as_bytes)
 

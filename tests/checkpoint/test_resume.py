@@ -8,9 +8,9 @@ import pytest
 import torch
 from checkpoint_helpers import alone, save_alone
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import CheckpointError, resume
+from hpc_train.checkpoint import CheckpointError, resume_from_checkpoint
 from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
@@ -23,8 +23,8 @@ def run(tmp_path: Path) -> Path:
 
 def choose(directory: Path, how: str, world: World | None = None) -> tuple[Path, int] | None:
     """(directory, step) of what is loaded, which is what was saved at that step."""
-    piece = Piece("w", (2,), torch.float32, (0,), torch.zeros(2))
-    resumed = resume(directory, how, [piece], world or alone())
+    piece = TensorShard("w", (2,), torch.float32, (0,), torch.zeros(2))
+    resumed = resume_from_checkpoint(directory, how, [piece], world or alone())
     assert piece.local.tolist() == ([float(resumed.step)] * 2 if resumed else [0, 0])
     return (resumed.directory, resumed.step) if resumed else None
 

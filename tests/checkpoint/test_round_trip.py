@@ -11,9 +11,16 @@ import pytest
 import torch
 from checkpoint_helpers import State, alone, blank, holds, names, random_bits, same_bits, save_alone, state, whole
 
-from hpc_train.api import Piece
-from hpc_train.checkpoint import CheckpointError, committed, load, newest, save, verify
+from hpc_train.checkpoint import (
+    CheckpointError,
+    find_newest_verified,
+    list_committed_steps,
+    load_step,
+    save_step,
+    verify_step,
+)
 from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard
 
 DTYPES = [
     torch.float64,
@@ -38,14 +45,14 @@ def test_every_dtype_and_shape_round_trips_bit_for_bit(tmp_path: Path, dtype: to
     }
     save_alone(tmp_path, 1, tensors)
     assert holds(tmp_path, 1, tensors)
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
 
 
 def test_extra_comes_back_as_json_holds_it(tmp_path: Path) -> None:
     extra = {"consumed_samples": 2**60, "lr": 0.1, "config": {"hash": "é\n"}, "by_step": {10: 1, 9: 2}, "none": None}
     save_alone(tmp_path, 3, state(0), extra)
-    assert load(tmp_path, 3, [], alone()) == json.loads(json.dumps(extra))
-    assert verify(tmp_path, 3) == []
+    assert load_step(tmp_path, 3, [], alone()) == json.loads(json.dumps(extra))
+    assert verify_step(tmp_path, 3) == []
 
 
 @pytest.mark.parametrize("extra", [{"loss": float("nan")}, {"tensor": torch.zeros(1)}])
@@ -53,29 +60,29 @@ def test_extra_that_json_cannot_hold_is_refused_and_nothing_is_committed(
     tmp_path: Path, extra: dict[str, object]
 ) -> None:
     with pytest.raises(CheckpointError, match="was not saved"):
-        save(tmp_path, 1, whole(state(0)), extra, alone())
+        save_step(tmp_path, 1, whole(state(0)), extra, alone())
     assert names(tmp_path) == []
 
 
 def test_pieces_that_are_not_contiguous_or_need_gradients(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 6))
     columns = weight.t()
-    save(tmp_path, 1, [Piece("w", (6, 4), weight.dtype, (0, 0), columns)], {}, alone()).wait()
+    save_step(tmp_path, 1, [TensorShard("w", (6, 4), weight.dtype, (0, 0), columns)], {}, alone()).wait()
     target = torch.nn.Parameter(torch.zeros(4, 6))
-    load(tmp_path, 1, [Piece("w", (6, 4), weight.dtype, (0, 0), target.t())], alone())
+    load_step(tmp_path, 1, [TensorShard("w", (6, 4), weight.dtype, (0, 0), target.t())], alone())
     assert same_bits(target.detach(), weight.detach())
 
 
 def test_only_replica_zero_is_written(tmp_path: Path) -> None:
-    first = Piece("w", (2,), torch.float32, (0,), torch.ones(2), replica=0)
-    copy = Piece("w", (2,), torch.float32, (0,), torch.full((2,), 7.0), replica=1)
-    save(tmp_path, 1, [copy, first], {}, alone()).wait()
-    load(tmp_path, 1, [copy], alone())
+    first = TensorShard("w", (2,), torch.float32, (0,), torch.ones(2), replica=0)
+    copy = TensorShard("w", (2,), torch.float32, (0,), torch.full((2,), 7.0), replica=1)
+    save_step(tmp_path, 1, [copy, first], {}, alone()).wait()
+    load_step(tmp_path, 1, [copy], alone())
     assert copy.local.tolist() == [1.0, 1.0]
 
 
 def test_the_handle_tells_what_was_written(tmp_path: Path) -> None:
-    saved = save(tmp_path / "made" / "on demand", 5, whole(state(0)), {}, alone())
+    saved = save_step(tmp_path / "made" / "on demand", 5, whole(state(0)), {}, alone())
     saved.wait()
     assert saved.path == tmp_path / "made" / "on demand" / "step-5"
     assert saved.bytes == (saved.path / "shards/000/000000.h5").stat().st_size
@@ -92,8 +99,8 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
 def test_after_a_rollback_the_newest_is_the_last_committed_not_the_highest(tmp_path: Path) -> None:
     for step in (5, 10, 15, 7):
         save_alone(tmp_path, step, state(step))
-    assert committed(tmp_path) == [5, 10, 15, 7]
-    assert newest(tmp_path) == 7
+    assert list_committed_steps(tmp_path) == [5, 10, 15, 7]
+    assert find_newest_verified(tmp_path) == 7
 
 
 ODD_NAMES = [
@@ -121,9 +128,9 @@ def test_odd_names(tmp_path: Path) -> None:
 
 def test_two_pieces_of_one_rank_with_names_that_look_like_offsets(tmp_path: Path) -> None:
     tensor = random_bits((4, 2), torch.float32)
-    halves = [Piece("w", (4, 2), tensor.dtype, (row, 0), tensor[row : row + 2]) for row in (0, 2)]
-    decoy = Piece("w@0,0", (2, 2), tensor.dtype, (0, 0), random_bits((2, 2), torch.float32, 1))
-    save(tmp_path, 1, [*halves, decoy], {}, alone()).wait()
+    halves = [TensorShard("w", (4, 2), tensor.dtype, (row, 0), tensor[row : row + 2]) for row in (0, 2)]
+    decoy = TensorShard("w@0,0", (2, 2), tensor.dtype, (0, 0), random_bits((2, 2), torch.float32, 1))
+    save_step(tmp_path, 1, [*halves, decoy], {}, alone()).wait()
     assert holds(tmp_path, 1, {"w": tensor, "w@0,0": decoy.local})
 
 
@@ -161,7 +168,7 @@ def test_what_the_model_wants_and_the_checkpoint_lacks_is_named(tmp_path: Path) 
     save_alone(tmp_path, 5, {"w": torch.ones(2, 3)})
 
     def loading(name: str, local: torch.Tensor) -> None:
-        load(tmp_path, 5, [Piece(name, tuple(local.shape), local.dtype, (0,) * local.dim(), local)], alone())
+        load_step(tmp_path, 5, [TensorShard(name, tuple(local.shape), local.dtype, (0,) * local.dim(), local)], alone())
 
     with pytest.raises(UserError, match=r"step 5 in .* has no tensor 'v'"):
         loading("v", torch.zeros(2, 3))
@@ -175,7 +182,7 @@ def test_nothing_is_written_when_one_of_the_tensors_is_missing(tmp_path: Path) -
     save_alone(tmp_path, 5, {"w": torch.ones(2)})
     pieces = blank(whole({"w": torch.ones(2), "v": torch.ones(2)}))
     with pytest.raises(UserError):
-        load(tmp_path, 5, pieces, alone())
+        load_step(tmp_path, 5, pieces, alone())
     assert pieces[0].local.tolist() == [0.0, 0.0]
 
 
@@ -189,7 +196,7 @@ def test_nothing_is_written_when_one_of_the_tensors_is_missing(tmp_path: Path) -
     ],
 )
 def test_pieces_that_do_not_make_a_whole_tensor_are_not_committed(tmp_path: Path, offsets: list[int], why: str) -> None:
-    pieces = [Piece("w", (4,), torch.float32, (offset,), torch.ones(2)) for offset in offsets]
+    pieces = [TensorShard("w", (4,), torch.float32, (offset,), torch.ones(2)) for offset in offsets]
     with pytest.raises(CheckpointError, match=f"tensor 'w': .*({why})"):
-        save(tmp_path, 1, pieces, {}, alone()).wait()
+        save_step(tmp_path, 1, pieces, {}, alone()).wait()
     assert names(tmp_path) == []

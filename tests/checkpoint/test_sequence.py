@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoint_helpers import alone, whole
 
-from hpc_train.checkpoint import CheckpointError, save
-from hpc_train.checkpoint.manifest import MANIFEST, read, sequence
+from hpc_train.checkpoint import CheckpointError, save_step
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, read_manifest, read_sequence
 
 LIKE_IT = ',"sequence":9,"step":1,"tensors":['
 
@@ -27,25 +27,25 @@ LIKE_IT = ',"sequence":9,"step":1,"tensors":['
 def test_nothing_else_is_taken_for_it(tmp_path: Path, extra: dict[str, object]) -> None:
     state = {LIKE_IT: torch.ones(3), "sequence": torch.ones(2), "checksum": torch.ones(1)}
     for number in range(1, 4):
-        save(tmp_path, 1, whole(state), extra, alone()).wait()
-        assert read(tmp_path / "step-1", 1).sequence == sequence(tmp_path / "step-1", 1) == number
+        save_step(tmp_path, 1, whole(state), extra, alone()).wait()
+        assert read_manifest(tmp_path / "step-1", 1).sequence == read_sequence(tmp_path / "step-1", 1) == number
 
 
 def test_a_damaged_text_and_that_of_another_step_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, 1, whole({"w": torch.ones(3)}), {}, alone()).wait()
+    save_step(tmp_path, 1, whole({"w": torch.ones(3)}), {}, alone()).wait()
     path = tmp_path / "step-1"
     with pytest.raises(CheckpointError, match="not the manifest of that step"):
-        sequence(path, 2)
-    text = (path / MANIFEST).read_bytes()
+        read_sequence(path, 2)
+    text = (path / MANIFEST_FILE).read_bytes()
     assert b'"sequence":1,' in text
-    (path / MANIFEST).write_bytes(text.replace(b'"sequence":1,', b'"sequence":2,'))
+    (path / MANIFEST_FILE).write_bytes(text.replace(b'"sequence":1,', b'"sequence":2,'))
     with pytest.raises(CheckpointError, match="does not match its own checksum"):
-        sequence(path, 1)
+        read_sequence(path, 1)
 
 
 def test_a_text_that_somebody_has_set_out_anew_still_tells_it(tmp_path: Path) -> None:
-    save(tmp_path, 1, whole({"w": torch.ones(3)}), {}, alone()).wait()
+    save_step(tmp_path, 1, whole({"w": torch.ones(3)}), {}, alone()).wait()
     path = tmp_path / "step-1"
-    body = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(body, indent=1))
-    assert read(path, 1).sequence == sequence(path, 1) == 1
+    body = json.loads((path / MANIFEST_FILE).read_text())
+    (path / MANIFEST_FILE).write_text(json.dumps(body, indent=1))
+    assert read_manifest(path, 1).sequence == read_sequence(path, 1) == 1

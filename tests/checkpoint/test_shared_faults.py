@@ -17,13 +17,13 @@ from faults import Fault, at_call, disk_full, fails, kill, of_descriptor, torn
 from power_loss import Disk, Operation, recorded, violations
 from sharing import LARGE, on_nodes
 
-from hpc_train.api import World
-from hpc_train.checkpoint import Saver, committed, newest, verify
-from hpc_train.checkpoint.crew import Sharing
+from hpc_train.checkpoint import Saver, find_newest_verified, list_committed_steps, verify_step
+from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 
 OLD, NEW = state(1), state(2)
-TWO_A_FILE = Sharing(ranks_per_file=2, writers_per_node=2)
+TWO_A_FILE = WriterSharing(ranks_per_file=2, writers_per_node=2)
 
 
 def save(saver: Saver, step: int) -> list[str]:
@@ -41,11 +41,11 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path, rank: int, call: str) -> 
 
     with pytest.raises(RankFailure, match=r"died without a word|gone, or did not come"):
         run_ranks(die, 4)
-    assert committed(tmp_path) == [1]
-    assert newest(tmp_path) == 1
+    assert list_committed_steps(tmp_path) == [1]
+    assert find_newest_verified(tmp_path) == 1
     assert holds(tmp_path, 1, OLD)
     run_ranks(lambda world: save(Saver(tmp_path, world, sharing=TWO_A_FILE), 3), 4)
-    assert newest(tmp_path) == 3
+    assert find_newest_verified(tmp_path) == 3
     assert holds(tmp_path, 3, LARGE)
     assert names(tmp_path) == ["step-1", "step-3"]
 
@@ -70,18 +70,18 @@ def test_a_call_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, fau
         assert f"rank {rank}: [Errno " in error
         assert "\n" not in error
     assert told[0][-1] == [""]
-    assert committed(tmp_path) == [1, 3]
-    assert verify(tmp_path, 3) == []
+    assert list_committed_steps(tmp_path) == [1, 3]
+    assert verify_step(tmp_path, 3) == []
     assert holds(tmp_path, 3, LARGE)
 
 
 def test_direct_writes_that_are_refused_are_done_without(tmp_path: Path) -> None:
     def work(world: World) -> list[str]:
         with at_call(1 if world.rank else 0, fails(errno.EINVAL), ("pwrite",), tmp_path):
-            return save(Saver(tmp_path, world, sharing=Sharing(0)), 1)
+            return save(Saver(tmp_path, world, sharing=WriterSharing(0)), 1)
 
     assert run_ranks(work, 2) == [[""]] * 2
-    assert verify(tmp_path, 1) == []
+    assert verify_step(tmp_path, 1) == []
     assert holds(tmp_path, 1, LARGE)
 
 
@@ -91,15 +91,15 @@ def test_the_power_fails_while_ranks_write_a_file_together(tmp_path: Path) -> No
     before = Disk.holding(directory)
 
     def work(world: World) -> list[Operation]:
-        saver = Saver(directory, world, sharing=Sharing(0))
+        saver = Saver(directory, world, sharing=WriterSharing(0))
         with recorded(directory) as seen:
             saver.save(2, sharded(NEW, 0, world.rank, world.size), {})
             assert [it.error for it in saver.wait()] == [None]
         return seen
 
     def problem(found: Path, returned: bool) -> str | None:
-        steps = committed(found)
-        if any(verify(found, step) for step in steps):
+        steps = list_committed_steps(found)
+        if any(verify_step(found, step) for step in steps):
             return "a step is there and damaged"
         return None if (steps == [1, 2] and holds(found, 2, NEW)) or (steps == [1] and not returned) else f"{steps}"
 
@@ -127,7 +127,7 @@ def test_so_many_of_a_node_write_at_a_time(tmp_path: Path, writers: int, ranks_p
                 moments.extend((begun, time.monotonic()))
             return written
 
-        saver = Saver(tmp_path, on_nodes(world, 2), sharing=Sharing(ranks_per_file, writers))
+        saver = Saver(tmp_path, on_nodes(world, 2), sharing=WriterSharing(ranks_per_file, writers))
         with patch.object(os, "pwrite", pwrite):
             assert save(saver, 1) == [""]
         return moments[0], moments[-1]
@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_in_its_turn_stops_no_later_save(tmp_path: Path) -> No
 
     def work(world: World) -> list[list[str]]:
         limit = timedelta(seconds=4)
-        saver, go = Saver(tmp_path, world, sharing=Sharing(0, 1), timeout=limit), tmp_path / "go"
+        saver, go = Saver(tmp_path, world, sharing=WriterSharing(0, 1), timeout=limit), tmp_path / "go"
         real = os.fsync
 
         def fsync(descriptor: int) -> None:
@@ -164,5 +164,5 @@ def test_a_rank_that_hangs_in_its_turn_stops_no_later_save(tmp_path: Path) -> No
     assert all(said[0][0] for said in told)
     assert "did not come in time" in told[2][0][0]
     assert [said[1][-1] for said in told] == [""] * 3
-    assert committed(tmp_path) == [1, 3]
+    assert list_committed_steps(tmp_path) == [1, 3]
     assert holds(tmp_path, 3, LARGE)

@@ -19,13 +19,12 @@ import torch
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
 from faults import at_call, disk_full
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import Saver, load, newest, verify
+from hpc_train.checkpoint import Saver, find_newest_verified, load_step, verify_step
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.storage import staging
-from hpc_train.checkpoint.storage.kind import FileSystem
-from hpc_train.checkpoint.storage.policy import USUAL
-from hpc_train.checkpoint.storage.staging import LocalStage
+from hpc_train.checkpoint.save import file_writer
+from hpc_train.checkpoint.save.file_writer import LocalStage
+from hpc_train.checkpoint.storage.file_system import DEFAULT_POLICY, FileSystem
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
@@ -34,8 +33,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStage:
     """A disk of the node. Where the tests' own directory is in memory, it is taken for one all the same."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    real = staging.file_system
-    monkeypatch.setattr(staging, "file_system", lambda path: replace(real(path), kind="ext4"))
+    real = file_writer.detect_file_system
+    monkeypatch.setattr(file_writer, "detect_file_system", lambda path: replace(real(path), kind="ext4"))
     return LocalStage(folder)
 
 
@@ -57,7 +56,7 @@ def test_what_goes_through_comes_out(disk: LocalStage, tmp_path: Path, size: int
     copy = disk.put(memory, size)
     assert copy is not None
     assert names(disk.directory) == [], "it has no name there"
-    digests = copy.copy_to(tmp_path / "file", replace(USUAL, direct=direct))
+    digests = copy.copy_to(tmp_path / "file", replace(DEFAULT_POLICY, direct=direct))
     copy.close()
     assert (tmp_path / "file").read_bytes() == memory[:size]
     assert digests == copy.digests
@@ -75,7 +74,7 @@ def test_damage_on_the_disk_of_the_node_shows(disk: LocalStage, tmp_path: Path, 
         file.write(bytes([byte[0] ^ 1]))
         os.fsync(file.fileno())
     with pytest.raises(CheckpointError, match="stage_dir was damaged"):
-        copy.copy_to(tmp_path / "file", USUAL)
+        copy.copy_to(tmp_path / "file", DEFAULT_POLICY)
     copy.close()
 
 
@@ -86,7 +85,7 @@ def test_a_disk_that_has_no_files_without_names(
     copy = disk.put(image(5000), 5000)
     assert copy is not None
     assert names(disk.directory) == []
-    assert copy.copy_to(tmp_path / "file", USUAL) == copy.digests
+    assert copy.copy_to(tmp_path / "file", DEFAULT_POLICY) == copy.digests
     copy.close()
 
 
@@ -106,9 +105,9 @@ def test_a_save_by_way_of_the_disk(disk: LocalStage, tmp_path: Path) -> None:
 
     assert run_ranks(save, 2) == [[None, None]] * 2
     found = blank(whole(state(2)))
-    load(directory, 2, found, alone())
+    load_step(directory, 2, found, alone())
     assert same_pieces(found, whole(state(2)))
-    assert verify(directory, 1) == []
+    assert verify_step(directory, 1) == []
     assert names(disk.directory) == []
 
 
@@ -130,7 +129,7 @@ def test_the_memory_is_back_while_the_shared_directory_is_slow(
     saver.save(1, whole(tensors), {})
     assert reached.wait(60)
     assert lazily_free() - before > 12 << 20, "nearly all of the 16 MiB are the kernel's for the taking"
-    assert newest(tmp_path / "c") is None
+    assert find_newest_verified(tmp_path / "c") is None
     free.set()
     assert [it.error for it in saver.wait()] == [None]
     assert holds(tmp_path / "c", 1, tensors)
@@ -172,7 +171,7 @@ def test_a_disk_that_is_of_no_use_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, facts: dict[str, Any], why: str
 ) -> None:
     system = FileSystem("ext4", Path("/"), "", (), 1 << 40, None)
-    monkeypatch.setattr(staging, "file_system", lambda path: replace(system, **facts))
+    monkeypatch.setattr(file_writer, "detect_file_system", lambda path: replace(system, **facts))
     disk = LocalStage(tmp_path)
     for _ in range(2):
         assert disk.put(image(5000), 5000) is None
@@ -198,13 +197,13 @@ import os, sys, time, torch
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from checkpoint_helpers import alone, state, whole
-from hpc_train.api import Piece
+from hpc_train.interfaces import TensorShard as Piece
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.storage import LocalStage
-from hpc_train.checkpoint.storage import staging
+from hpc_train.checkpoint.save.file_writer import LocalStage
+from hpc_train.checkpoint.save import file_writer as staging
 from dataclasses import replace
-real = staging.file_system
-staging.file_system = lambda path: replace(real(path), kind="ext4")
+real = staging.detect_file_system
+staging.detect_file_system = lambda path: replace(real(path), kind="ext4")
 disk, shared = map(Path, sys.argv[2:4])
 write, seen = os.pwrite, []
 def pwrite(descriptor, data, offset):
@@ -235,7 +234,7 @@ def test_killed_in_the_middle(disk: LocalStage, tmp_path: Path, when: str) -> No
     assert (said, there) == ("now\n", [])
     assert process.returncode == -signal.SIGKILL
     assert names(disk.directory) == []
-    assert newest(tmp_path / "c") == 1
+    assert find_newest_verified(tmp_path / "c") == 1
     assert holds(tmp_path / "c", 1, state(1))
     save_alone(tmp_path / "c", 3, state(3))
     assert [name for name in names(tmp_path / "c") if "tmp" in name] == []
@@ -255,7 +254,7 @@ def test_a_save_without_room_is_refused_before_anything_is_made(
 
     def save(world: World) -> tuple[str, list[str]]:
         rows = torch.ones(100, 1000)
-        pieces = [Piece("w", (200, 1000), rows.dtype, (100 * world.rank, 0), rows)]
+        pieces = [TensorShard("w", (200, 1000), rows.dtype, (100 * world.rank, 0), rows)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "statvfs", lambda _: Space(600, 1024, 1000, 1000))
             with at_call(0, disk_full) as made:

@@ -13,9 +13,17 @@ import pytest
 from checkpoint_helpers import names
 
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.storage.kind import FileSystem, file_system, magic_number, mount_of
-from hpc_train.checkpoint.storage.policy import WRITE, behaviour, probe
-from hpc_train.checkpoint.storage.space import check_space, human
+from hpc_train.checkpoint.storage.file_system import (
+    WRITE_BYTES,
+    FileSystem,
+    check_free_space,
+    choose_write_policy,
+    detect_file_system,
+    find_mount,
+    format_size,
+    probe_directory,
+    read_magic_number,
+)
 
 GIB = 1 << 30
 TABLE = r"""
@@ -43,16 +51,16 @@ def on(kind: str, **facts: Any) -> FileSystem:
 
 def test_this_machine(tmp_path: Path) -> None:
     """Against what the kernel says elsewhere: /proc is proc, and a file system is called as it is mounted."""
-    assert magic_number(Path("/proc")) == 0x9FA0
-    assert file_system(Path("/proc")).kind == "proc"
-    system = file_system(tmp_path)
+    assert read_magic_number(Path("/proc")) == 0x9FA0
+    assert detect_file_system(Path("/proc")).kind == "proc"
+    system = detect_file_system(tmp_path)
     assert system.mount.is_mount()
     assert system.mount.stat().st_dev == tmp_path.stat().st_dev
-    assert system.kind == mount_of(tmp_path).type
+    assert system.kind == find_mount(tmp_path).type
     space = os.statvfs(tmp_path)
     assert abs(system.free_bytes - space.f_bavail * space.f_frsize) < GIB
     with pytest.raises(FileNotFoundError):
-        file_system(tmp_path / "none")
+        detect_file_system(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -66,18 +74,18 @@ def test_this_machine(tmp_path: Path) -> None:
     ],
 )
 def test_the_mount_of_a_path(tmp_path: Path, path: str, point: str, type: str, source: str) -> None:
-    mount = mount_of(Path(path), mounts(tmp_path))
+    mount = find_mount(Path(path), mounts(tmp_path))
     assert (mount.point, mount.type, mount.source) == (Path(point), type, source)
 
 
 def test_options_of_the_mount_and_of_the_file_system(tmp_path: Path) -> None:
-    assert mount_of(Path("/scratch/noflock"), mounts(tmp_path)).options == ("rw", "checksum")
-    assert mount_of(Path("/"), mounts(tmp_path)).options == ("rw", "relatime", "discard")
+    assert find_mount(Path("/scratch/noflock"), mounts(tmp_path)).options == ("rw", "checksum")
+    assert find_mount(Path("/"), mounts(tmp_path)).options == ("rw", "relatime", "discard")
 
 
 def test_a_table_that_says_nothing(tmp_path: Path) -> None:
-    assert mount_of(tmp_path, mounts(tmp_path, "")).type == "unknown"
-    assert file_system(tmp_path, mounts(tmp_path, ""), lambda _: 0x12345678).kind == "unknown (0x12345678)"
+    assert find_mount(tmp_path, mounts(tmp_path, "")).type == "unknown"
+    assert detect_file_system(tmp_path, mounts(tmp_path, ""), lambda _: 0x12345678).kind == "unknown (0x12345678)"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_a_table_that_says_nothing(tmp_path: Path) -> None:
 )
 def test_kinds(tmp_path: Path, number: int, mounted_as: str, kind: str) -> None:
     table = mounts(tmp_path, f"1 0 0:1 / / rw - {mounted_as} x rw\n")
-    assert file_system(tmp_path, table, lambda _: number).kind == kind
+    assert detect_file_system(tmp_path, table, lambda _: number).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_flock_on_lustre(option: str, flock: bool) -> None:
 
 
 def test_the_probe_tells_what_the_directory_can_and_leaves_nothing(tmp_path: Path) -> None:
-    found = probe(tmp_path)
+    found = probe_directory(tmp_path)
     assert names(tmp_path) == []
     words = ["dd", "if=/dev/zero", f"of={tmp_path / 'x'}", "bs=4096", "count=1", "oflag=direct"]
     assert found[0] == (subprocess.run(words, capture_output=True).returncode == 0)
@@ -136,8 +144,8 @@ def test_a_refusal_of_direct_writes_is_an_answer(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, refuse)
-    found = behaviour(on("fuse"), tmp_path)
-    assert (found.direct, found.write_bytes) == (False, WRITE)
+    found = choose_write_policy(on("fuse"), tmp_path)
+    assert (found.direct, found.write_bytes) == (False, WRITE_BYTES)
     assert names(tmp_path) == []
 
 
@@ -147,14 +155,14 @@ def test_a_full_disk_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        probe(tmp_path)
+        probe_directory(tmp_path)
     assert names(tmp_path) == []
 
 
 def test_what_the_user_says_about_direct_writes_holds(tmp_path: Path) -> None:
-    assert not behaviour(on("ext4"), tmp_path, "buffered").direct
-    assert behaviour(on("tmpfs"), tmp_path, "direct").direct
-    assert not behaviour(on("tmpfs"), tmp_path).direct, "there is no disk to go to directly"
+    assert not choose_write_policy(on("ext4"), tmp_path, "buffered").direct
+    assert choose_write_policy(on("tmpfs"), tmp_path, "direct").direct
+    assert not choose_write_policy(on("tmpfs"), tmp_path).direct, "there is no disk to go to directly"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def test_what_the_user_says_about_direct_writes_holds(tmp_path: Path) -> None:
 )
 def test_a_write_covers_whole_rounds_of_stripes(tmp_path: Path, round_mib: int | None, write_mib: int) -> None:
     round_bytes = round_mib << 20 if round_mib else None
-    assert behaviour(on("lustre"), tmp_path, round_bytes=round_bytes).write_bytes == write_mib << 20
+    assert choose_write_policy(on("lustre"), tmp_path, round_bytes=round_bytes).write_bytes == write_mib << 20
 
 
 # Room
@@ -170,10 +178,10 @@ def test_a_write_covers_whole_rounds_of_stripes(tmp_path: Path, round_mib: int |
 
 def test_room_for_all_ranks_or_one_line_that_says_how_much_is_missing(tmp_path: Path) -> None:
     needs = [GIB, GIB // 2, 0]
-    check_space(on("ext4", free_bytes=2 * GIB), tmp_path, needs)
-    check_space(on("btrfs", free_bytes=2 * GIB, free_files=None), tmp_path, needs)
+    check_free_space(on("ext4", free_bytes=2 * GIB), tmp_path, needs)
+    check_free_space(on("btrfs", free_bytes=2 * GIB, free_files=None), tmp_path, needs)
     with pytest.raises(CheckpointError) as error:
-        check_space(on("ext4", free_bytes=GIB), tmp_path, needs)
+        check_free_space(on("ext4", free_bytes=GIB), tmp_path, needs)
     text = str(error.value)
     assert re.match(rf"it needs 1\.50 GiB, {re.escape(str(tmp_path))} has 1\.00 GiB free: remove old checkpoints", text)
     assert "checkpoint.keep" in text
@@ -181,9 +189,9 @@ def test_room_for_all_ranks_or_one_line_that_says_how_much_is_missing(tmp_path: 
 
 
 def test_files_are_counted_too(tmp_path: Path) -> None:
-    check_space(on("ext4", free_files=7), tmp_path, [1, 1, 1])
+    check_free_space(on("ext4", free_files=7), tmp_path, [1, 1, 1])
     with pytest.raises(CheckpointError, match=r"it needs 7 files, .* may have 6 more"):
-        check_space(on("ext4", free_files=6), tmp_path, [1, 1, 1])
+        check_free_space(on("ext4", free_files=6), tmp_path, [1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -191,4 +199,4 @@ def test_files_are_counted_too(tmp_path: Path) -> None:
     [(0, "0.00 KiB"), (1536, "1.50 KiB"), (5 << 20, "5.00 MiB"), (3 * GIB // 2, "1.50 GiB"), (1 << 42, "4.00 TiB")],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
-    assert human(size) == text
+    assert format_size(size) == text

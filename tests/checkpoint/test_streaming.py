@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from faults import at_call, fails
 
-from hpc_train.checkpoint.digests import BLOCK, digest_blocks
-from hpc_train.checkpoint.image import ALIGNMENT
-from hpc_train.checkpoint.storage.policy import USUAL
-from hpc_train.checkpoint.stream import Stream, write_part, write_stream
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, digest_blocks
+from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT
+from hpc_train.checkpoint.save.file_writer import WriteStream, write_file_part, write_stream
+from hpc_train.checkpoint.storage.file_system import DEFAULT_POLICY
 
-SIZE = 37 * BLOCK + 4321
-SMALL = replace(USUAL, write_bytes=4 * BLOCK)
+SIZE = 37 * BLOCK_BYTES + 4321
+SMALL = replace(DEFAULT_POLICY, write_bytes=4 * BLOCK_BYTES)
 PIECES = 3 + 9
 """The first chunk is written in parts."""
 
@@ -54,7 +54,7 @@ class Content:
 def test_every_byte_is_in_its_place(tmp_path: Path, stays: bool, direct: bool) -> None:
     content = Content()
     source = content.stays if stays else content.until_asked_again
-    digests = write_stream(tmp_path / "file", Stream(source, SIZE, stays), replace(SMALL, direct=direct))
+    digests = write_stream(tmp_path / "file", WriteStream(source, SIZE, stays), replace(SMALL, direct=direct))
     assert (tmp_path / "file").read_bytes() == content.bytes
     assert digests == digest_blocks(memoryview(content.bytes))
     assert len(content.asked) == PIECES
@@ -64,11 +64,11 @@ def test_every_byte_is_in_its_place(tmp_path: Path, stays: bool, direct: bool) -
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_part_of_a_file_is_all_that_is_touched(tmp_path: Path, stays: bool) -> None:
-    content, size = Content(), 37 * BLOCK
-    (tmp_path / "file").write_bytes(b"x" * (40 * BLOCK))
+    content, size = Content(), 37 * BLOCK_BYTES
+    (tmp_path / "file").write_bytes(b"x" * (40 * BLOCK_BYTES))
     source = content.stays if stays else content.until_asked_again
-    digests = write_part(tmp_path / "file", 2 * BLOCK, Stream(source, size, stays), SMALL)
-    written = b"x" * (2 * BLOCK) + content.bytes[:size] + b"x" * BLOCK
+    digests = write_file_part(tmp_path / "file", 2 * BLOCK_BYTES, WriteStream(source, size, stays), SMALL)
+    written = b"x" * (2 * BLOCK_BYTES) + content.bytes[:size] + b"x" * BLOCK_BYTES
     assert (tmp_path / "file").read_bytes() == written
     assert digests == digest_blocks(memoryview(content.bytes)[:size])
 
@@ -79,7 +79,7 @@ def test_any_write_that_fails_is_an_error(tmp_path: Path, number: int, stays: bo
     content = Content()
     source = content.stays if stays else content.until_asked_again
     with at_call(number, fails(errno.EIO), ("pwrite",)) as made, pytest.raises(OSError, match="Input/output error"):
-        write_stream(tmp_path / "file", Stream(source, SIZE, stays), SMALL)
+        write_stream(tmp_path / "file", WriteStream(source, SIZE, stays), SMALL)
     assert len(made) >= number
 
 
@@ -87,7 +87,7 @@ def test_after_an_error_nothing_more_is_asked_for(tmp_path: Path) -> None:
     """But for what may be ahead of the disk."""
     content = Content()
     with at_call(1, fails(errno.ENOSPC), ("pwrite",), lasting=True), pytest.raises(OSError, match="No space"):
-        write_stream(tmp_path / "file", Stream(content.stays, SIZE, True), SMALL)
+        write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True), SMALL)
     assert len(content.asked) <= 6
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_an_error_and_ends_the_writes(tmp_path: Path) -> 
 
     before = threading.active_count()
     with pytest.raises(OSError, match="Input/output error"):
-        write_stream(tmp_path / "file", Stream(source, SIZE, True), SMALL)
+        write_stream(tmp_path / "file", WriteStream(source, SIZE, True), SMALL)
     assert threading.active_count() == before
 
 
@@ -110,7 +110,7 @@ def test_a_direct_write_that_is_refused_begins_again_through_the_page_cache(tmp_
     content = Content()
     told: list[list[int]] = []
     with at_call(number, fails(errno.EINVAL), ("pwrite",)):
-        digests = write_stream(tmp_path / "file", Stream(content.stays, SIZE, True, known=told.append), SMALL)
+        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, known=told.append), SMALL)
     assert (tmp_path / "file").read_bytes() == content.bytes
     assert digests == digest_blocks(memoryview(content.bytes))
     assert told
@@ -121,7 +121,7 @@ def test_nothing_is_written_where_there_is_no_room_for_all(tmp_path: Path) -> No
     content = Content()
     calls = ("posix_fallocate", "pwrite")
     with at_call(1, fails(errno.ENOSPC), calls, tmp_path) as made, pytest.raises(OSError, match="No space"):
-        write_stream(tmp_path / "file", Stream(content.stays, SIZE, True), SMALL)
+        write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True), SMALL)
     assert made == ["posix_fallocate"]
 
 
@@ -137,6 +137,6 @@ def test_all_digests_are_known_before_the_last_write_has_ended(tmp_path: Path) -
         assert known.wait(60)
 
     with at_call(PIECES, wait, ("pwrite",), tmp_path):
-        digests = write_stream(tmp_path / "file", Stream(content.stays, SIZE, True, known=note), SMALL)
+        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, known=note), SMALL)
     assert told == [digests]
     assert (tmp_path / "file").read_bytes() == content.bytes

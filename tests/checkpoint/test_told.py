@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_train.api import World
-from hpc_train.checkpoint.agreement import on_all, on_first
+from hpc_train.interfaces import World
+from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
 from hpc_train.testing import run_ranks
 
 SIZES = (0, 1, 900, *range(1000, 1020), 5000, 100_000)
@@ -14,8 +14,8 @@ def exchanged(world: World) -> list[tuple[list[bytes], bytes]]:
     """Of each size what all ranks have told, and what the first has."""
     return [
         (
-            on_all(world, lambda of=size: bytes([world.rank]) * of * (world.rank + 1), list),  # type: ignore[misc]
-            on_first(world, lambda of=size: b"x" * of),  # type: ignore[misc]
+            gather_and_decide(world, lambda of=size: bytes([world.rank]) * of * (world.rank + 1), list),  # type: ignore[misc]
+            run_on_rank_0(world, lambda of=size: b"x" * of),  # type: ignore[misc]
         )
         for size in SIZES
     ]

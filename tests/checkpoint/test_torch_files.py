@@ -13,11 +13,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_helpers import same_bits
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint.formats.dcp import Stored
-from hpc_train.checkpoint.formats.dcp_metadata import parse_metadata
-from hpc_train.checkpoint.formats.pickled import read
-from hpc_train.checkpoint.offline.source import whole
+from hpc_train.checkpoint.convert.dcp import DcpTensors, parse_dcp_metadata
+from hpc_train.checkpoint.convert.rewrite import read_whole_tensors
+from hpc_train.checkpoint.convert.torch_files import read_torch_file
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 
 
@@ -58,7 +57,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def test_all_that_torch_writes_is_read_bit_for_bit(tmp_path: Path, archive: bool, protocol: int) -> None:
     state = everything()
     torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=archive)
-    found, expected = read(tmp_path / "a.pt"), dict(flat(state))
+    found, expected = read_torch_file(tmp_path / "a.pt"), dict(flat(state))
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -67,13 +66,13 @@ def test_all_that_torch_writes_is_read_bit_for_bit(tmp_path: Path, archive: bool
 
 def test_one_tensor_alone(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "a.pt")
-    assert read(tmp_path / "a.pt")["tensor"].tolist() == [1.0, 1.0, 1.0]
+    assert read_torch_file(tmp_path / "a.pt")["tensor"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_is_read_is_not_changed_in_the_file(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
-    read(tmp_path / "a.pt")["w"].zero_()
-    assert read(tmp_path / "a.pt")["w"].tolist() == [1.0, 1.0, 1.0]
+    read_torch_file(tmp_path / "a.pt")["w"].zero_()
+    assert read_torch_file(tmp_path / "a.pt")["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def _save_sharded(world: World, folder: str) -> None:
@@ -91,13 +90,13 @@ ROWS = torch.arange(77.0).reshape(7, 11)
 
 def test_sharded_tensors_of_dcp_are_put_together(tmp_path: Path) -> None:
     run_ranks(lambda world: _save_sharded(world, str(tmp_path)), 3)
-    stored = parse_metadata(tmp_path)
+    stored = parse_dcp_metadata(tmp_path)
     assert {name: len(it.chunks) for name, it in stored.items()} == {"rows": 3, "columns": 3, "copied": 1}
-    source = Stored(tmp_path, stored, {it: it for it in stored}, dict.fromkeys(stored, torch.float32))
-    found = whole(source, source.tensors)
+    source = DcpTensors(tmp_path, stored, {it: it for it in stored}, dict.fromkeys(stored, torch.float32))
+    found = read_whole_tensors(source, source.tensors)
     assert torch.equal(found["rows"], ROWS)
     assert torch.equal(found["columns"], ROWS)
     assert torch.equal(found["copied"], ROWS[0])
-    part = Piece("columns", (7, 11), torch.float32, (2, 3), torch.zeros(3, 6))
+    part = TensorShard("columns", (7, 11), torch.float32, (2, 3), torch.zeros(3, 6))
     source.fill([part])
     assert torch.equal(part.local, ROWS[2:5, 3:9])

@@ -17,10 +17,10 @@ import pytest
 from checkpoint_helpers import alone, holds, names, save_alone, sharded, state, whole
 from faults import EVERY, at_all, at_call, fails, kill
 
-from hpc_train.api import World
-from hpc_train.checkpoint import CheckpointError, Saver, committed, newest
-from hpc_train.checkpoint.lock import Lock, Owner, content, held, take_lock, this_process
+from hpc_train.checkpoint import CheckpointError, Saver, find_newest_verified, list_committed_steps
+from hpc_train.checkpoint.storage.lock import Lock, LockOwner, describe_this_process, encode_lock, hold_lock, take_lock
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 BEAT = 0.05
@@ -49,9 +49,9 @@ def another_job(directory: Path) -> Iterator[int]:
 def elsewhere(directory: Path, **fields: str | int | None) -> Lock:
     """A lock as a process on another machine would have it; its heart does not beat yet."""
     take_lock(directory).release()
-    owner = replace(this_process({}), host="node7", machine="another boot", **fields)  # type: ignore[arg-type]
+    owner = replace(describe_this_process({}), host="node7", machine="another boot", **fields)  # type: ignore[arg-type]
     lock = Lock(directory / "lock", owner, BEAT)
-    lock.path.write_bytes(content(owner))
+    lock.path.write_bytes(encode_lock(owner))
     return lock
 
 
@@ -126,7 +126,7 @@ def test_clocks_mean_nothing(tmp_path: Path, hours: int) -> None:
         for path in (tmp_path / f"step-{step}").rglob("*"):
             os.utime(path, (at, at))
         os.utime(tmp_path / f"step-{step}", (at, at))
-    assert committed(tmp_path) == [5, 9, 7]
+    assert list_committed_steps(tmp_path) == [5, 9, 7]
     lock = elsewhere(tmp_path, job="77")
     lock.start_beating()
     os.utime(lock.path, (time.time() + 3600 * hours,) * 2)
@@ -176,7 +176,7 @@ def test_who_lost_the_lock_commits_nothing(tmp_path: Path) -> None:
     assert "no longer has the lock" in str(saved.error)
     lock.release()
     assert elsewhere_path.exists(), "it is another's now"
-    assert newest(tmp_path) == 2
+    assert find_newest_verified(tmp_path) == 2
 
 
 def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) ->
         saver.save(3, whole(state(3)), {})
         (saved,) = saver.wait()
     assert "it was removed" in str(saved.error)
-    assert committed(tmp_path) == []
+    assert list_committed_steps(tmp_path) == []
 
 
 class Sleeper(Lock):
@@ -209,10 +209,10 @@ class Sleeper(Lock):
 def sleep_before_commit(directory: Path, word: Connection) -> None:
     """Save a step as a process on another machine would, and send the outcome."""
     take_lock(directory).release()
-    owner = replace(this_process({}), host="node7", machine="another boot")
+    owner = replace(describe_this_process({}), host="node7", machine="another boot")
     lock = Sleeper(directory / "lock", owner, BEAT)
     lock.asleep = word
-    lock.path.write_bytes(content(owner))
+    lock.path.write_bytes(encode_lock(owner))
     lock.start_beating()
     saver = Saver(directory, alone(), lock=lock)
     saver.save(3, whole(state(3)), {})
@@ -231,7 +231,7 @@ def test_who_falls_asleep_between_look_and_commit_commits_nothing(tmp_path: Path
     process.start()
     assert mine.recv() == "asleep"
     lock = take_lock(tmp_path, {}, beat=BEAT)
-    seen = committed(tmp_path)
+    seen = list_committed_steps(tmp_path)
     if again:
         saver = Saver(tmp_path, alone(), lock=lock)
         saver.save(3, whole(state(4)), {})
@@ -240,15 +240,15 @@ def test_who_falls_asleep_between_look_and_commit_commits_nothing(tmp_path: Path
     assert mine.recv() != "None"
     process.join()
     lock.check()
-    assert committed(tmp_path) == ([3] if again else seen) == ([3] if again or there else [])
-    assert not committed(tmp_path) or holds(tmp_path, 3, state(4 if again else 33))
+    assert list_committed_steps(tmp_path) == ([3] if again else seen) == ([3] if again or there else [])
+    assert not list_committed_steps(tmp_path) or holds(tmp_path, 3, state(4 if again else 33))
     lock.release()
     assert is_free(tmp_path)
 
 
 def test_a_lock_that_changes_hands_while_it_is_given_back_is_left(tmp_path: Path) -> None:
     lock = take_lock(tmp_path)
-    theirs = content(replace(lock.owner, token="another"))
+    theirs = encode_lock(replace(lock.owner, token="another"))
 
     def steal(call: str, args: tuple[Path, ...]) -> None:
         beside = tmp_path / "theirs"
@@ -328,7 +328,7 @@ def test_killed_at_any_call(tmp_path: Path) -> None:
 
 def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path) -> None:
     def second(world: World) -> str:
-        with pytest.raises(UserError) as error, held(tmp_path, world):
+        with pytest.raises(UserError) as error, hold_lock(tmp_path, world):
             pass
         return str(error.value)
 
@@ -338,7 +338,7 @@ def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path) -> None:
     assert "is writing" in one
 
     def first(world: World) -> list[object]:
-        with held(tmp_path, world) as lock:
+        with hold_lock(tmp_path, world) as lock:
             saver = Saver(tmp_path, world, lock=lock)
             saver.save(1, sharded(state(1), 0, world.rank, world.size), {})
             return [saved.error for saved in saver.wait()]
@@ -349,5 +349,5 @@ def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_owner_is_told_in_words() -> None:
-    owner = Owner("node7", "boot", 12, "99", "77", 2, "ab")
+    owner = LockOwner("node7", "boot", 12, "99", "77", 2, "ab")
     assert str(owner) == "Slurm job 77 (attempt 2), process 12 on node7"

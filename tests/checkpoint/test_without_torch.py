@@ -13,7 +13,7 @@ import hpc_train.checkpoint
 
 COMMAND = """
 import sys
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 code = main(sys.argv[1:])
 loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "hydra", "scipy", "matplotlib"})
 print(f"loaded {loaded}", file=sys.stderr)

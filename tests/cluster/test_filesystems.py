@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.filesystems import filesystem_of, mount_table
+from hpc_train.cluster.filesystems import find_filesystem, read_mount_table
 
 MOUNTS = r"""rootfs / rootfs rw 0 0
 /dev/sda1 / xfs rw,relatime 0 0
@@ -39,25 +39,25 @@ not a
     ],
 )
 def test_longest_and_latest_mount(path: str, kind: str, mount: str, shared: bool) -> None:
-    found = filesystem_of(Path(path), MOUNTS)
+    found = find_filesystem(Path(path), MOUNTS)
     assert found is not None
     assert (found.kind, found.mount, found.shared) == (kind, mount, shared)
 
 
 def test_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/gpfs/project")
-    found = filesystem_of(tmp_path / "link/run", MOUNTS)
+    found = find_filesystem(tmp_path / "link/run", MOUNTS)
     assert found is not None
     assert found.kind == "gpfs"
 
 
 def test_no_mounts() -> None:
-    assert filesystem_of(Path("/x"), "") is None
-    assert len(mount_table(MOUNTS)) == 11
+    assert find_filesystem(Path("/x"), "") is None
+    assert len(read_mount_table(MOUNTS)) == 11
 
 
 def test_of_this_process(tmp_path: Path) -> None:
-    here, processes = filesystem_of(tmp_path), filesystem_of(Path("/proc/self"))
+    here, processes = find_filesystem(tmp_path), find_filesystem(Path("/proc/self"))
     assert here is not None
     assert tmp_path.resolve().is_relative_to(here.mount)
     assert processes is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.cluster.slurm.hostlist import LARGEST, compress, expand, group
+from hpc_train.cluster.hostlist import MAX_HOSTS, compress_hostlist, expand_hostlist, name_switch_group
 from hpc_train.errors import UserError
 
 
@@ -32,7 +32,7 @@ from hpc_train.errors import UserError
     ],
 )
 def test_expands_in_slurms_order(text: str, names: str) -> None:
-    assert expand(text) == names.split()
+    assert expand_hostlist(text) == names.split()
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_expands_in_slurms_order(text: str, names: str) -> None:
         ("a\x1b[31m", "no character of a name"),
         ("a=b", "no character of a name"),
         ("(null)", "no character of a name"),
-        ("a[1-9999999999999999999]", f"more than {LARGEST}"),
-        ("a[1-2000]b[1-2000]", f"more than {LARGEST}"),
-        ("a[1-200000],b[1-200000]", f"more than {LARGEST}"),
+        ("a[1-9999999999999999999]", f"more than {MAX_HOSTS}"),
+        ("a[1-2000]b[1-2000]", f"more than {MAX_HOSTS}"),
+        ("a[1-200000],b[1-200000]", f"more than {MAX_HOSTS}"),
         ("a" * 256, "characters"),
         ("a[" + "0" * 30 + "1-2]", "expected a number"),
     ],
 )
 def test_refuses_in_one_line(text: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
-        expand(text)
+        expand_hostlist(text)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
 
@@ -84,7 +84,7 @@ def test_refuses_in_one_line(text: str, why: str) -> None:
     ],
 )
 def test_compresses_neighbours(names: str, text: str) -> None:
-    assert compress(names.split()) == text
+    assert compress_hostlist(names.split()) == text
 
 
 NAMES = st.builds("".join, st.lists(st.sampled_from(["n", "rack", "-", ".", "0", "1", "9", "10", "099"]), min_size=1))
@@ -92,20 +92,20 @@ NAMES = st.builds("".join, st.lists(st.sampled_from(["n", "rack", "-", ".", "0",
 
 @given(st.lists(st.one_of(NAMES, st.integers(0, 30).map("n{}".format), st.integers(0, 30).map("n{:03d}".format))))
 def test_round_trip(names: list[str]) -> None:
-    assert expand(compress(names)) == names
+    assert expand_hostlist(compress_hostlist(names)) == names
 
 
 @given(st.lists(NAMES, min_size=1), st.randoms(use_true_random=False))
 def test_a_group_has_one_name(names: list[str], random: object) -> None:
     shuffled = sorted(names, key=lambda _: random.random())  # type: ignore[attr-defined]
-    assert group(shuffled) == group(names)
-    assert set(expand(group(names))) == set(names)
+    assert name_switch_group(shuffled) == name_switch_group(names)
+    assert set(expand_hostlist(name_switch_group(names))) == set(names)
 
 
 @given(st.text(st.sampled_from("ab019-,[] .{}=\x00é\n"), max_size=30))
 def test_anything_else_is_a_user_error(text: str) -> None:
     try:
-        names = expand(text)
+        names = expand_hostlist(text)
     except UserError as error:
         names = []
         said = str(error)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.cluster.ibstat import matches, read
+from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
 from hpc_train.cluster.spec import Nic
 from hpc_train.errors import UserError
 
@@ -48,15 +48,15 @@ def ibstatus(adapters: dict[str, list[Port]]) -> str:
 
 
 def nics(text: str) -> tuple[Nic, ...]:
-    assert matches(text)
-    (node,) = read(text, "file").nodes
+    assert matches_ibstat(text)
+    (node,) = read_ibstat(text, "file").nodes
     assert node.name == "localhost"
     return node.nics
 
 
 def refused(text: str) -> str:
     with pytest.raises(UserError) as caught:
-        read(text, "file")
+        read_ibstat(text, "file")
     assert str(caught.value).startswith("file:")
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -72,7 +72,7 @@ def test_several_adapters() -> None:
     assert [it.gbit_s for it in found] == [400.0, None, 100.0, 56.0]
     assert [it.layer for it in found] == ["infiniband", "infiniband", "ethernet", "infiniband"]
     assert [it.guid for it in found] == [f"0002c90300{n:06x}" for n in (16, 17, 18, 19)]
-    assert read(text, "file").kind == "ibstat"
+    assert read_ibstat(text, "file").kind == "ibstat"
 
 
 def test_two_ports_up_and_layers_that_differ() -> None:
@@ -116,7 +116,7 @@ def test_ibstatus() -> None:
         ("mlx5_1", True, 200.0, "infiniband"),
         ("siw", False, None, "infiniband"),
     ]
-    assert read(text, "file").kind == "ibstatus"
+    assert read_ibstat(text, "file").kind == "ibstatus"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_truncations_are_refused_or_a_part() -> None:
     parts = set()
     for end in range(len("CA 'mlx5_0'"), len(text)):
         try:
-            cluster = read(text[:end], "file")
+            cluster = read_ibstat(text[:end], "file")
         except UserError:
             continue
         parts.add(cluster)
@@ -164,9 +164,9 @@ def test_no_input_makes_a_traceback(data: st.DataObject) -> None:
         start = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(start, min(len(text), start + 40)))
         text = text[:start] + data.draw(st.one_of(st.just(""), st.text(max_size=10))) + text[end:]
-    matches(text)
+    matches_ibstat(text)
     try:
-        cluster = read(text, "file")
+        cluster = read_ibstat(text, "file")
     except UserError as error:
         refusal = str(error)
     else:

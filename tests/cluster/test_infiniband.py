@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from fake_fabric import FakeFabric, rail_fabric, three_levels
 
-from hpc_train.cluster.infiniband.names import host_and_device
-from hpc_train.cluster.infiniband.rates import gbit_s
-from hpc_train.cluster.infiniband.reader import matches, read
+from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
+from hpc_train.cluster.readers.ibnetdiscover_text import parse_rate
+from hpc_train.cluster.readers.infiniband_names import parse_description
 from hpc_train.cluster.spec import Cluster, Switch, Trunk
-from hpc_train.cluster.tree import paths_of, rails, scalable_units, units_of
+from hpc_train.cluster.switch_tree import build_units, find_paths, find_rails, find_scalable_units
 from hpc_train.errors import UserError
 
 
@@ -20,9 +20,9 @@ def by_name(cluster: Cluster) -> dict[str, Switch]:
 
 
 def refused(text: str) -> str:
-    assert matches(text)
+    assert matches_ibnetdiscover(text)
     with pytest.raises(UserError) as caught:
-        read(text, "dump")
+        read_ibnetdiscover(text, "dump")
     message = str(caught.value)
     assert message.startswith("dump:")
     assert "\n" not in message
@@ -31,7 +31,7 @@ def refused(text: str) -> str:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_rail_optimised_fabric(full: bool) -> None:
-    cluster = read(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(full), "dump")
+    cluster = read_ibnetdiscover(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(full), "dump")
     assert [it.name for it in cluster.nodes] == [f"gpu{u}-{h}" for u in range(3) for h in range(4)]
     for node in cluster.nodes:
         assert [nic.device for nic in node.nics] == [f"mlx5_{n}" for n in range(8)]
@@ -50,17 +50,17 @@ def test_rail_optimised_fabric(full: bool) -> None:
 
 
 def test_units_and_rails_of_a_rail_optimised_fabric() -> None:
-    cluster = read(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(), "dump")
-    assert scalable_units(cluster) == tuple(tuple(f"gpu{u}-{h}" for h in range(4)) for u in range(3))
-    assert rails(cluster) == {f"leaf{u}-{n}": (f"mlx5_{n}",) for u in range(3) for n in range(8)}
-    (top,) = units_of(cluster)
+    cluster = read_ibnetdiscover(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(), "dump")
+    assert find_scalable_units(cluster) == tuple(tuple(f"gpu{u}-{h}" for h in range(4)) for u in range(3))
+    assert find_rails(cluster) == {f"leaf{u}-{n}": (f"mlx5_{n}",) for u in range(3) for n in range(8)}
+    (top,) = build_units(cluster)
     assert top.switches == tuple(f"spine{n}" for n in range(5))
     assert [(it.level, it.nodes) for it in top.units] == [(0, [f"gpu{u}-{h}" for h in range(4)]) for u in range(3)]
-    assert paths_of(cluster)["gpu1-2"] == ("spine[0-4]", "leaf1-[0-7]")
+    assert find_paths(cluster)["gpu1-2"] == ("spine[0-4]", "leaf1-[0-7]")
 
 
 def test_three_levels_and_their_units() -> None:
-    cluster = read(three_levels(pods=3, leaves=2, hosts=2).dump(), "dump")
+    cluster = read_ibnetdiscover(three_levels(pods=3, leaves=2, hosts=2).dump(), "dump")
     levels = {it.name: it.level for it in cluster.switches}
     assert {name: level for name, level in levels.items() if name.startswith("leaf")} == dict.fromkeys(
         [f"leaf{p}-{n}" for p in range(3) for n in range(2)], 0
@@ -68,8 +68,8 @@ def test_three_levels_and_their_units() -> None:
     assert levels["spine2-1"] == 1
     assert levels["core0"] == 2
     assert by_name(cluster)["core1"].switches == tuple(f"spine{p}-{n}" for p in range(3) for n in range(2))
-    assert len(scalable_units(cluster)) == 6
-    assert paths_of(cluster)[scalable_units(cluster)[2][0]] == ("core[0-1]", "spine1-[0-1]", "leaf1-0")
+    assert len(find_scalable_units(cluster)) == 6
+    assert find_paths(cluster)[find_scalable_units(cluster)[2][0]] == ("core[0-1]", "spine1-[0-1]", "leaf1-0")
 
 
 def test_hosts_that_share_a_leaf_only_through_others_are_one_unit() -> None:
@@ -80,10 +80,10 @@ def test_hosts_that_share_a_leaf_only_through_others_are_one_unit() -> None:
             fabric.cable(leaves[leaf], fabric.adapter(f"{host} mlx5_{n}"))
         if not on:
             fabric.adapter(f"{host} mlx5_0")
-    cluster = read(fabric.dump(), "dump")
-    assert scalable_units(cluster) == (("a", "b"), ("c",), ("d",))
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
+    assert find_scalable_units(cluster) == (("a", "b"), ("c",), ("d",))
     assert [it.nics[0].active for it in cluster.nodes] == [True, True, True, False]
-    assert rails(cluster)["leaf1"] == ("mlx5_1", "mlx5_0")
+    assert find_rails(cluster)["leaf1"] == ("mlx5_1", "mlx5_0")
 
 
 def test_one_adapter_with_two_ports() -> None:
@@ -93,11 +93,11 @@ def test_one_adapter_with_two_ports() -> None:
     fabric.cable(leaves[0], both, "4xFDR")
     fabric.cable(leaves[1], both, "4xEDR")
     fabric.cable(leaves[1], one, "4xEDR", ports=(9, 2))
-    cluster = read(fabric.dump(), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
     first, second = cluster.nodes
     assert [(it.gbit_s, it.switches) for it in first.nics] == [(156.0, ("a", "b"))]
     assert [(it.gbit_s, it.switches) for it in second.nics] == [(100.0, ("b",))]
-    assert scalable_units(cluster) == (("n1", "n2"),)
+    assert find_scalable_units(cluster) == (("n1", "n2"),)
 
 
 def test_aggregation_nodes_and_routers_are_no_hosts() -> None:
@@ -108,7 +108,7 @@ def test_aggregation_nodes_and_routers_are_no_hosts() -> None:
     for switch in (leaf, spine):
         fabric.cable(switch, fabric.adapter("Mellanox Technologies Aggregation Node"))
     fabric.cable(spine, fabric.add("R", "router1", 2))
-    cluster = read(fabric.dump(), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
     assert [it.name for it in cluster.nodes] == ["n1"]
     assert {it.name: it.level for it in cluster.switches} == {"leaf": 0, "spine": 1}
 
@@ -122,7 +122,7 @@ def test_adapters_without_a_host_name_are_grouped_by_system_image() -> None:
     fabric.cable(leaf, fabric.adapter("MT4129 ConnectX7 Mellanox Technologies", system=0xDEF))
     for system in (0x111, 0x222):
         fabric.cable(leaf, fabric.adapter("localhost mlx5_0", system=system))
-    nodes = {it.name: len(it.nics) for it in read(fabric.dump(), "dump").nodes}
+    nodes = {it.name: len(it.nics) for it in read_ibnetdiscover(fabric.dump(), "dump").nodes}
     assert nodes == {f"{0xABC:016x}": 2, "n1": 2, f"{0x111:016x}": 1, f"{0x222:016x}": 1}
 
 
@@ -135,7 +135,7 @@ def test_two_hosts_of_one_name_are_told_apart() -> None:
             fabric.cable(leaf, fabric.adapter(f"image HCA-{n}", system=system))
     for n in (1, 1, 2, 3):
         fabric.cable(leaf, fabric.adapter(f"real HCA-{n}"))
-    nodes = {it.name: len(it.nics) for it in read(fabric.dump(), "dump").nodes}
+    nodes = {it.name: len(it.nics) for it in read_ibnetdiscover(fabric.dump(), "dump").nodes}
     assert nodes == {f"{1:016x}": 2, f"{2:016x}": 2, "real": 4}
 
 
@@ -167,7 +167,7 @@ def test_two_hosts_of_one_name_are_told_apart() -> None:
     ],
 )
 def test_host_of_a_description(description: str | None, expected: tuple[str, str | None] | None) -> None:
-    assert host_and_device(description) == expected
+    assert parse_description(description) == expected
 
 
 def test_switch_names_are_unique() -> None:
@@ -177,7 +177,7 @@ def test_switch_names_are_unique() -> None:
     names += ["MF0;plain", "MF0; spaced name:M/U1"]
     switches = [fabric.switch(name) for name in names]
     fabric.adapter("n1 HCA-1")
-    found = [it.name for it in read(fabric.dump(), "dump").switches]
+    found = [it.name for it in read_ibnetdiscover(fabric.dump(), "dump").switches]
     guids = [it.id[2:] for it in switches]
     assert found == [
         *("chassis:CS8500/S01/U1", "chassis:CS8500/L01/U1", guids[2], "leaf-7", guids[4], guids[5], guids[6], guids[7]),
@@ -189,7 +189,7 @@ def test_names_that_the_site_gave_to_switches() -> None:
     fabric = FakeFabric()
     leaf = fabric.switch("SwitchX Mellanox Technologies")
     fabric.cable(leaf, fabric.adapter("n1 HCA-1"))
-    cluster = read(fabric.dump(node_map={leaf.guid: "rack1-leaf"}), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(node_map={leaf.guid: "rack1-leaf"}), "dump")
     assert [it.name for it in cluster.switches] == ["rack1-leaf"]
     assert cluster.nodes[0].nics[0].switches == ("rack1-leaf",)
 
@@ -202,7 +202,7 @@ def test_cables_of_a_switch_to_itself_and_between_peers_are_no_tree() -> None:
         fabric.cable(a, b)
     for leaf, name in ((a, "n1"), (b, "n2")):
         fabric.cable(leaf, fabric.adapter(f"{name} HCA-1"))
-    cluster = read(fabric.dump(), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
     assert cluster.switches == (
         Switch("a", 0, ("n1",), uplinks=(Trunk("b", 3, 600.0),)),
         Switch("b", 0, ("n2",), uplinks=(Trunk("a", 3, 600.0),)),
@@ -212,7 +212,7 @@ def test_cables_of_a_switch_to_itself_and_between_peers_are_no_tree() -> None:
 def test_back_to_back_hosts() -> None:
     fabric = FakeFabric()
     fabric.cable(fabric.adapter("n1 HCA-1"), fabric.adapter("n2 HCA-1"))
-    cluster = read(fabric.dump(), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
     assert [(it.name, it.nics[0].switches) for it in cluster.nodes] == [("n1", ()), ("n2", ())]
     assert cluster.switches == ()
 
@@ -222,7 +222,7 @@ def test_switches_without_hosts() -> None:
     fabric.cable(fabric.switch("MF0;a:X/U1"), fabric.switch("MF0;b:X/U1"))
     assert "no adapter of a host" in refused(fabric.dump())
     fabric.cable(fabric.switch("MF0;c:X/U1"), fabric.adapter("n HCA-1"))
-    found = read(fabric.dump(), "dump").switches
+    found = read_ibnetdiscover(fabric.dump(), "dump").switches
     assert [(it.name, it.level, it.nodes, it.switches) for it in found] == [
         ("a", 0, (), ()),
         ("b", 0, (), ()),
@@ -234,7 +234,7 @@ def test_net_file_of_the_simulator() -> None:
     fabric = three_levels()
     for device in fabric.devices:
         device.name = device.name.removeprefix("MF0;").split(":")[0].split()[0]
-    cluster, original = read(fabric.net(), "net"), read(three_levels().dump(), "dump")
+    cluster, original = read_ibnetdiscover(fabric.net(), "net"), read_ibnetdiscover(three_levels().dump(), "dump")
     assert {it.name for it in cluster.nodes} == {it.name for it in original.nodes}
     assert by_name(cluster).keys() == by_name(original).keys()
     for name, switch in by_name(original).items():
@@ -246,7 +246,7 @@ def test_net_file_of_the_simulator() -> None:
 
 def test_default_port_and_options_of_the_simulator() -> None:
     text = 'Switch 8 "s1"\n[1] "h1" w=4\n# a comment\n[2] "h2"[1] w=1 s=2\n\nHca 2 "h1"\n[1] "s1"[1]\nhcaguids=0x10\n'
-    cluster = read(text + 'Ca 1 "h2"\n', "net")
+    cluster = read_ibnetdiscover(text + 'Ca 1 "h2"\n', "net")
     assert cluster.switches == (Switch("s1", 0, ("h1", "h2")),)
 
 
@@ -257,13 +257,17 @@ def test_what_surrounds_a_dump() -> None:
     )
     grouped = text.replace("\nvendid", "\nChassis 1 (guid 0x2c9)\n\n# Spine Nodes\nvendid", 1) + "\nNon-Chassis Nodes\n"
     grouped = grouped.replace('"[1]', '"[1][ext 14]').replace("\n[2]", "\n[2][ext 3]")
-    assert read(around, "dump") == read(text, "dump") == read(text.replace("\n", "\r\n"), "dump")
-    assert read(grouped, "dump") == read(text, "dump")
+    assert (
+        read_ibnetdiscover(around, "dump")
+        == read_ibnetdiscover(text, "dump")
+        == read_ibnetdiscover(text.replace("\n", "\r\n"), "dump")
+    )
+    assert read_ibnetdiscover(grouped, "dump") == read_ibnetdiscover(text, "dump")
 
 
 def test_the_same_dump_twice_is_the_same_fabric() -> None:
     text = three_levels().dump()
-    assert read(text + text, "dump") == read(text, "dump")
+    assert read_ibnetdiscover(text + text, "dump") == read_ibnetdiscover(text, "dump")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_the_same_dump_twice_is_the_same_fabric() -> None:
     ],
 )
 def test_rates(rate: str | None, expected: float | None) -> None:
-    assert gbit_s(rate) == expected
+    assert parse_rate(rate) == expected
 
 
 def test_part_of_a_subnet() -> None:
@@ -285,7 +289,7 @@ def test_part_of_a_subnet() -> None:
     leaf = next(
         it for it in records if it.startswith("vendid") and "Switch\t40" in it and "leaf0-1" in it.split("[1]")[0]
     )
-    cluster = read(f"{records[0]}\n\n{leaf}\n", "dump")
+    cluster = read_ibnetdiscover(f"{records[0]}\n\n{leaf}\n", "dump")
     (switch,) = cluster.switches
     assert (switch.name, switch.level, switch.nodes, switch.switches) == ("leaf0-1", 0, ("node010", "node011"), ())
     assert [(trunk.cables, trunk.gbit_s) for trunk in switch.uplinks] == [(1, 200.0), (1, 200.0)]
@@ -296,7 +300,7 @@ def test_hosts_of_a_leaf_without_a_record() -> None:
     """The end of a dump: adapters tell which leaf they hang on."""
     text = three_levels().dump()
     adapters = text[text.index("vendid", text.index('Switch\t40 "S-', text.rindex("Switch\t"))) :]
-    cluster = read(adapters, "dump")
+    cluster = read_ibnetdiscover(adapters, "dump")
     assert {it.name: it.nodes for it in cluster.switches} == {
         f"leaf{p}-{n}": (f"node{p}{n}0", f"node{p}{n}1") for p in range(2) for n in range(2)
     }

@@ -9,9 +9,9 @@ from fake_fabric import FakeFabric, rail_fabric, three_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.cluster.infiniband.reader import matches, read
+from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.tree import nodes_under, rails, scalable_units, units_of
+from hpc_train.cluster.switch_tree import build_units, find_rails, find_scalable_units, list_nodes_under
 from hpc_train.errors import UserError
 
 LINES = ['Switch 8 "a"', 'Ca 1 "b"', '[1] "a"[1]', '[1]"b"[1]', '[2] "a"', "#", "", "x=", '"']
@@ -61,19 +61,19 @@ def told_cables(cluster: Cluster) -> set[tuple[str, str]]:
 @settings(max_examples=150)
 @given(fabrics())
 def test_what_is_read_is_what_was_written(fabric: FakeFabric) -> None:
-    cluster = read(fabric.dump(), "dump")
+    cluster = read_ibnetdiscover(fabric.dump(), "dump")
     levels = true_levels(fabric)
     assert {it.name: it.level for it in cluster.switches} == levels
     wanted = {(a, b) for a, b in true_cables(fabric) if b not in levels or levels[b] == levels[a] - 1}
     assert told_cables(cluster) == wanted
     assert sum(len(it.nics) for it in cluster.nodes) == sum(it.letter == "H" for it in fabric.devices)
-    assert {it.name for unit in scalable_units(cluster) for it in cluster.nodes if it.name in unit} == {
+    assert {it.name for unit in find_scalable_units(cluster) for it in cluster.nodes if it.name in unit} == {
         it.name for it in cluster.nodes
     }
-    held = [node for unit in units_of(cluster) for node in nodes_under(unit)]
+    held = [node for unit in build_units(cluster) for node in list_nodes_under(unit)]
     assert len(held) == len(set(held))
     assert set(held) == {node for it in cluster.switches for node in it.nodes}
-    assert set(rails(cluster)) == {it.name for it in cluster.switches if it.nodes}
+    assert set(find_rails(cluster)) == {it.name for it in cluster.switches if it.nodes}
 
 
 @pytest.mark.parametrize("fabric", [three_levels(), rail_fabric(2, 2, 2, 1)], ids=["three levels", "rails"])
@@ -81,10 +81,10 @@ def test_every_truncation_is_refused_or_a_part(fabric: FakeFabric) -> None:
     text = fabric.dump()
     levels, cables = true_levels(fabric), true_cables(fabric)
     guids = {f"{it.guid:016x}" for it in fabric.devices if it.letter == "H"}
-    whole = read(text, "dump")
+    whole = read_ibnetdiscover(text, "dump")
     outcomes = {"refused": 0, "part": 0}
     for end in range(text.index("vendid") + 12, len(text)):
-        assert matches(text[:end])
+        assert matches_ibnetdiscover(text[:end])
         part = read_or_refuse(text[:end])
         outcomes["part" if part else "refused"] += 1
         if part is None:
@@ -110,7 +110,7 @@ def test_a_changed_line_is_refused_or_changes_nothing_but_that(data: st.DataObje
     digit = data.draw(st.sampled_from("0123456789"))
     changed = lines[row][:place] + digit + lines[row][place + 1 :]
     cluster = read_or_refuse("\n".join([*lines[:row], changed, *lines[row + 1 :]]))
-    assert cluster in (None, read(text, "dump"))
+    assert cluster in (None, read_ibnetdiscover(text, "dump"))
 
 
 @settings(max_examples=300)
@@ -144,14 +144,14 @@ def test_no_input_makes_a_traceback(data: st.DataObject) -> None:
     )
 )
 def test_any_text_is_refused_or_read(text: str) -> None:
-    matches(text)
+    matches_ibnetdiscover(text)
     read_or_refuse(text)
 
 
 def read_or_refuse(text: str) -> Cluster | None:
     """What is read, after a look at what holds of every fabric; None if it is refused."""
     try:
-        cluster = read(text, "dump")
+        cluster = read_ibnetdiscover(text, "dump")
     except UserError as error:
         refusal = str(error)
     else:

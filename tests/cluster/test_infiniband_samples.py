@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.filesystems import filesystem_of
-from hpc_train.cluster.machine import this_node
-from hpc_train.cluster.reading import formats, read_file
+from hpc_train.cluster.filesystems import find_filesystem
+from hpc_train.cluster.readers.formats import list_formats, read_topology_file
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.sysfs import numa_nodes
-from hpc_train.cluster.tree import paths_of, rails, scalable_units
+from hpc_train.cluster.switch_tree import find_paths, find_rails, find_scalable_units
+from hpc_train.cluster.sysfs import read_numa_nodes
+from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.errors import UserError
 
 FOLDER = Path(__file__).parents[2].parent / "shared/data/topology"
@@ -92,23 +92,23 @@ def facts_of(cluster: Cluster, holds: dict[str, tuple[str, ...]]) -> Facts:
         {it.name: it.level for it in cluster.switches},
         {name: switches[name].nodes + switches[name].switches for name in holds},
         frozenset(nic.gbit_s for it in cluster.nodes for nic in it.nics),
-        len(scalable_units(cluster)),
+        len(find_scalable_units(cluster)),
     )
 
 
 def test_dumps() -> None:
     for name, facts in FACTS.items():
         if (path := FOLDER / "ib" / name).exists():
-            cluster = read_file(path)
+            cluster = read_topology_file(path)
             assert facts_of(cluster, facts.holds) == facts, name
-            assert set(rails(cluster)) <= set(facts.levels)
-            assert list(paths_of(cluster)) == [node.name for node in cluster.nodes]
+            assert set(find_rails(cluster)) <= set(facts.levels)
+            assert list(find_paths(cluster)) == [node.name for node in cluster.nodes]
 
 
 def test_adapters() -> None:
     for name, facts in ADAPTERS.items():
         if (path := FOLDER / "ib" / name).exists():
-            (nic,) = read_file(path).nodes[0].nics
+            (nic,) = read_topology_file(path).nodes[0].nics
             assert (nic.device, nic.guid, nic.active, nic.gbit_s, nic.layer) == facts
 
 
@@ -119,7 +119,7 @@ def test_every_file_of_the_folder_has_at_most_one_reader_of_these() -> None:
         if not path.is_file() or path.suffix == ".bz2":
             continue
         text = path.read_bytes().decode("utf-8", "replace")
-        claims = {it.name for it in formats() if it.matches(text)}
+        claims = {it.name for it in list_formats() if it.matches(text)}
         if claims & mine:
             assert len(claims) == 1, path
             assert path.parent.name == "ib", path
@@ -128,7 +128,7 @@ def test_every_file_of_the_folder_has_at_most_one_reader_of_these() -> None:
 def test_iblinkinfo_is_named() -> None:
     for path in FOLDER.glob("ib/iblinkinfo*"):
         with pytest.raises(UserError, match="iblinkinfo is not read; expected what ibnetdiscover prints"):
-            read_file(path)
+            read_topology_file(path)
 
 
 def test_a_node_whose_sysfs_was_kept(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_node_whose_sysfs_was_kept(tmp_path: Path) -> None:
             wanted = [it for it in archive.getmembers() if any(part in it.name for part in parts)]
             archive.extractall(tmp_path, wanted, filter="data")
         (root,) = tmp_path.iterdir()
-        assert [it.cpus[:5] for it in numa_nodes(root)] == ["0,4,8", "1,5,9", "2,6,1", "3,7,1"]
-        cluster = this_node(root)
+        assert [it.cpus[:5] for it in read_numa_nodes(root)] == ["0,4,8", "1,5,9", "2,6,1", "3,7,1"]
+        cluster = describe_this_node(root)
         assert [(it.device, it.numa, it.pci, it.active, it.gbit_s) for it in cluster.nodes[0].nics] == [
             ("qib0", 2, "0000:43:00.0", True, 40.0),
             ("eth0", None, "0000:02:00.0", True, 1.0),
@@ -156,6 +156,6 @@ def test_a_node_whose_sysfs_was_kept(tmp_path: Path) -> None:
             ("eth3", None, "0000:03:00.1", False, None),
         ]
         assert [it.kind for it in cluster.links] == [*["SYS"] * 4, "PIX", "PHB", "PHB", "PHB", "PHB", "PIX"]
-        found = filesystem_of(Path("/scratch/run"), (root / "proc/mounts").read_text())
+        found = find_filesystem(Path("/scratch/run"), (root / "proc/mounts").read_text())
         assert found is not None
         assert (found.kind, found.shared) == ("beegfs", True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from fake_fabric import FakeFabric, rail_fabric
 
-from hpc_train.cluster.infiniband.reader import read
+from hpc_train.cluster.readers.ibnetdiscover import read_ibnetdiscover
 
 NAMELESS = "MT4129 ConnectX7   Mellanox Technologies"
 
 
 def servers(fabric: FakeFabric) -> set[frozenset[str]]:
     """List each server as the GUIDs of its adapters."""
-    return {frozenset(nic.guid or "" for nic in node.nics) for node in read(fabric.dump(), "dump").nodes}
+    return {frozenset(nic.guid or "" for nic in node.nics) for node in read_ibnetdiscover(fabric.dump(), "dump").nodes}
 
 
 def hide(fabric: FakeFabric, *names: str) -> None:

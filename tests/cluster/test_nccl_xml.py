@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_nccl_xml import Leaf, Spec, render
 
-from hpc_train.cluster import nccl_xml
-from hpc_train.cluster.nccl_xml_tree import DEEPEST
+from hpc_train.cluster.readers import nccl_xml
+from hpc_train.cluster.readers.nccl_xml import MAX_DEPTH
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
@@ -63,8 +63,8 @@ def nvlink(spec: Spec, a: int, b: int) -> int:
 @given(specs(), st.booleans())
 def test_what_is_rendered_is_read_back(spec: Spec, vendor: bool) -> None:
     text = render(spec, vendor)
-    assert nccl_xml.matches(text)
-    read = nccl_xml.read(text, "topo.xml")
+    assert nccl_xml.matches_nccl_xml(text)
+    read = nccl_xml.read_nccl_xml(text, "topo.xml")
     node = read.nodes[0]
     assert sorted(it.pci or "" for it in node.gpus) == sorted(spec.address(it) for it in spec.of("gpu"))
     by_address = {it.pci: it for it in (*node.gpus, *node.nics)}
@@ -92,7 +92,7 @@ def test_a_gpu_that_lost_its_nvlinks_shows() -> None:
     """The rest of the node is silent about it: NCCL falls back without an error."""
     leaves = tuple(Leaf("gpu", (at,)) for at in range(4))
     spec = Spec(CPUS[:1], leaves, {(gpu, "switch"): 18 for gpu in (0, 2, 3)})
-    read = nccl_xml.read(render(spec), "topo.xml")
+    read = nccl_xml.read_nccl_xml(render(spec), "topo.xml")
     assert [it.nvlinks for it in read.nodes[0].gpus] == [18, 0, 18, 18]
     assert kinds(read)["GPU0", "GPU2"] == "NV18"
     assert kinds(read)["GPU0", "GPU1"] == "NODE"
@@ -101,12 +101,12 @@ def test_a_gpu_that_lost_its_nvlinks_shows() -> None:
 def test_xgmi_of_both_rccl_forms() -> None:
     leaves = (Leaf("gpu", (0, 0)), Leaf("gpu", (0, 1)), Leaf("gpu", (1,)))
     spec = Spec(CPUS[:1], leaves, {(0, 1): 1, (1, 0): 1}, version=2, link="xgmi")
-    read = nccl_xml.read(render(spec), "topo.xml")
+    read = nccl_xml.read_nccl_xml(render(spec), "topo.xml")
     assert kinds(read) == {("GPU0", "GPU1"): "XGMI", ("GPU0", "GPU2"): "NODE", ("GPU1", "GPU2"): "NODE"}
     xgmi = '<xgmi maxcount="8"><link target="{1}" count="4"/></xgmi>'
     gpu = f'<pci busid="0000:0{{0}}:00.0"><gpu dev="{{0}}">{xgmi}</gpu></pci>'
     text = '<system version="2"><cpu numaid="0">' + gpu.format(1, 2) + gpu.format(2, 1) + "</cpu></system>"
-    read = nccl_xml.read(text, "topo.xml")
+    read = nccl_xml.read_nccl_xml(text, "topo.xml")
     assert kinds(read) == {("GPU1", "GPU2"): "XGMI"}
     assert [it.nvlinks for it in read.nodes[0].gpus] == [4, 4]
 
@@ -116,7 +116,7 @@ def test_partitions_of_one_gpu_share_its_place() -> None:
         '<system version="1"><cpu numaid="0" affinity="f"><pci busid="0000:01:00.0"><gpu dev="0" mlopart="0"/>'
         '<gpu dev="1" mlopart="1"/></pci></cpu></system>'
     )
-    read = nccl_xml.read(text, "topo.xml")
+    read = nccl_xml.read_nccl_xml(text, "topo.xml")
     assert [(it.id, it.pci, it.cpus) for it in read.nodes[0].gpus] == [
         ("GPU0", "0000:01:00.0", "0-3"),
         ("GPU1", "0000:01:00.0", "0-3"),
@@ -132,7 +132,7 @@ def test_root_buses_ports_and_nics_without_pci() -> None:
         + both
         + '<nic><net name="eth0" speed="10000"/></nic></cpu></system>'
     )
-    read = nccl_xml.read(text.lstrip("\n"), "topo.xml")
+    read = nccl_xml.read_nccl_xml(text.lstrip("\n"), "topo.xml")
     node = read.nodes[0]
     assert [(it.id, it.pci, it.numa) for it in node.gpus] == [("GPU3", "0000:00:01.0", None)]
     assert [(it.id, it.device, it.gbit_s, it.pci) for it in node.nics] == [
@@ -144,7 +144,7 @@ def test_root_buses_ports_and_nics_without_pci() -> None:
 
 def test_several_hosts_of_one_nvlink_domain() -> None:
     tray = '<cpu host_hash="0x{0}" numaid="0"><pci busid="0008:01:00.0"><gpu dev="0" rank="{0}"/></pci></cpu>'
-    read = nccl_xml.read('<system version="1">' + tray.format(1) + tray.format(2) + "</system>", "topo.xml")
+    read = nccl_xml.read_nccl_xml('<system version="1">' + tray.format(1) + tray.format(2) + "</system>", "topo.xml")
     assert [(it.name, [gpu.id for gpu in it.gpus]) for it in read.nodes] == [("0x1", ["GPU0"]), ("0x2", ["GPU0"])]
 
 
@@ -158,7 +158,7 @@ REFUSED = {
     '<!DOCTYPE system SYSTEM "file:///etc/passwd">\n<system/>': "a document type is refused",
     '<system version="1">\n <cpu numaid="0">\n': r"topo.txt:3: XML: no element found",
     '<system version="7"/>': r"topo.txt:1: <system version='7'>",
-    "<system>" + '<pci busid="0000:00:00.0">' * (DEEPEST + 1): "elements, or 64 in one another",
+    "<system>" + '<pci busid="0000:00:00.0">' * (MAX_DEPTH + 1): "elements, or 64 in one another",
     '<system version="1">\n<cpu numaid="x"/></system>': r"topo.txt:2: numaid='x'",
     '<system version="1"><cpu affinity="ffq"/></system>': "affinity='ffq'",
     '<system version="1"><cpu>\n<pci class="0x0302"/></cpu></system>': r"topo.txt:2: busid='' of <pci>",
@@ -170,11 +170,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", list(REFUSED))
 def test_other_xml_is_refused_in_one_line(text: str) -> None:
-    assert nccl_xml.matches(text)
-    result = outcome(nccl_xml.read, text)
+    assert nccl_xml.matches_nccl_xml(text)
+    result = outcome(nccl_xml.read_nccl_xml, text)
     assert check(result) is None
     with pytest.raises(UserError, match=REFUSED[text]):
-        nccl_xml.read(text, "topo.txt")
+        nccl_xml.read_nccl_xml(text, "topo.txt")
 
 
 @settings(max_examples=200)
@@ -183,16 +183,16 @@ def test_mutated_files_are_refused_or_consistent(spec: Spec, data: st.DataObject
     text = render(spec)
     at = data.draw(st.integers(0, len(text)))
     if data.draw(st.booleans()):
-        assert check(outcome(nccl_xml.read, text[:at])) is None or text[at:].strip() == ""
+        assert check(outcome(nccl_xml.read_nccl_xml, text[:at])) is None or text[at:].strip() == ""
         return
     text = text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :]
-    nccl_xml.matches(text)
-    check(outcome(nccl_xml.read, text))
+    nccl_xml.matches_nccl_xml(text)
+    check(outcome(nccl_xml.read_nccl_xml, text))
 
 
 @settings(max_examples=150)
 @given(st.text() | st.text(alphabet="<>/system cpu=\"01'!-&;"))
 def test_any_text_is_refused_in_one_line(text: str) -> None:
-    nccl_xml.matches(text)
-    check(outcome(nccl_xml.read, text))
-    check(outcome(nccl_xml.read, f"<system>{text}</system>"))
+    nccl_xml.matches_nccl_xml(text)
+    check(outcome(nccl_xml.read_nccl_xml, text))
+    check(outcome(nccl_xml.read_nccl_xml, f"<system>{text}</system>"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from reader_outcome import NAME, check, outcome
 
-from hpc_train.cluster.reading import formats
+from hpc_train.cluster.readers.formats import list_formats
 from hpc_train.cluster.spec import Cluster
 
 SAMPLES = Path(__file__).parents[2].parent / "shared/data/topology"
@@ -233,7 +233,7 @@ FORMATS = {"nvidia-smi-topo": "nvidia_smi", "rocm-smi": "rocm_smi", "nccl-xml": 
 def read(path: Path) -> Cluster | str:
     """By the one format that claims it."""
     text = path.read_text()
-    claiming = [it for it in formats() if it.matches(text)]
+    claiming = [it for it in list_formats() if it.matches(text)]
     assert [it.name for it in claiming] == [FORMATS[path.parent.name]]
     return outcome(claiming[0].read, text)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_nvidia_smi import Spec, Style, render
 
-from hpc_train.cluster import nvidia_smi
-from hpc_train.cluster.nvidia_smi import nvlinks_of
+from hpc_train.cluster.readers import nvidia_smi
+from hpc_train.cluster.readers.nvidia_smi import infer_nvlinks
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
@@ -107,15 +107,15 @@ def affinity(spec: Spec, style: Style, gpu: int) -> tuple[int | str | None, str 
 @given(specs(), styles)
 def test_every_form_is_read_back(spec: Spec, style: Style) -> None:
     text = render(spec, style)
-    assert nvidia_smi.matches(text)
-    assert nvidia_smi.read(text, "topo.txt") == expected(spec, style)
+    assert nvidia_smi.matches_nvidia_smi(text)
+    assert nvidia_smi.read_nvidia_smi(text, "topo.txt") == expected(spec, style)
 
 
 @settings(max_examples=150)
 @given(specs(blank=False, most_nics=9), st.integers(41, 132), st.booleans(), st.sampled_from(["old", "middle", "new"]))
 def test_wrapped_lines_are_joined_or_refused(spec: Spec, width: int, stripped: bool, era: str) -> None:
     style = Style(era=era, width=width, stripped=stripped)
-    read = outcome(nvidia_smi.read, render(spec, style))
+    read = outcome(nvidia_smi.read_nvidia_smi, render(spec, style))
     if isinstance(read, str):
         assert "several ways" in read
         return
@@ -129,19 +129,19 @@ def test_wrapped_lines_are_joined_or_refused(spec: Spec, width: int, stripped: b
 def test_a_wrapped_machine_of_26_nics_is_whole(width: int, stripped: bool) -> None:
     spec = machine(26)
     style = Style(width=width, stripped=stripped)
-    assert nvidia_smi.read(render(spec, style), "topo.txt") == expected(spec, style)
+    assert nvidia_smi.read_nvidia_smi(render(spec, style), "topo.txt") == expected(spec, style)
 
 
 def test_lost_separators_beyond_30_nics() -> None:
     spec = machine(36)
     for style in (Style(glued_from=37), Style(glued_from=37, layout="expanded")):
-        assert nvidia_smi.read(render(spec, style), "topo.txt") == expected(spec, style)
+        assert nvidia_smi.read_nvidia_smi(render(spec, style), "topo.txt") == expected(spec, style)
 
 
 @pytest.mark.parametrize("numa", [0, "0,3-9"])
 def test_a_numa_cell_below_a_header_that_a_long_name_moved_is_no_list_of_processors(numa: int | str) -> None:
     spec = Spec(("SYS", "PIX", "SYS"), (("0-23,48-71", 0), (None, numa)), ("mlx5_bond_0",), (None, None))
-    read = nvidia_smi.read(render(spec, Style(era="middle", layout="expanded")), "topo.txt")
+    read = nvidia_smi.read_nvidia_smi(render(spec, Style(era="middle", layout="expanded")), "topo.txt")
     assert [(it.cpus, it.numa) for it in read.nodes[0].gpus] == [("0-23,48-71", 0), (None, numa if numa == 0 else None)]
 
 
@@ -164,7 +164,7 @@ def test_contradicting_triangles_are_refused_naming_both(spec: Spec, era: str, d
     cells[1] = "PXB" if cells[1] != "PXB" else "PIX"
     lines[1 + at] = "\t".join(cells)
     with pytest.raises(UserError, match=r"^topo.txt:\d+: GPU\d-GPU\d is \w+, but GPU\d-GPU\d in line \d+ is \w+"):
-        nvidia_smi.read("\n".join(lines), "topo.txt")
+        nvidia_smi.read_nvidia_smi("\n".join(lines), "topo.txt")
 
 
 def test_what_is_missing_is_refused_with_its_line() -> None:
@@ -178,35 +178,35 @@ def test_what_is_missing_is_refused_with_its_line() -> None:
         lines[0]: r"topo.txt:1: no rows of GPUs",
     }
     for text, message in cases.items():
-        assert nvidia_smi.matches(text)
+        assert nvidia_smi.matches_nvidia_smi(text)
         with pytest.raises(UserError, match=message):
-            nvidia_smi.read(text, "topo.txt")
+            nvidia_smi.read_nvidia_smi(text, "topo.txt")
 
 
 def test_peer_capabilities_are_no_topology() -> None:
     text = " \tGPU0\tGPU1\t\n GPU0\tX\tGNS\t\n GPU1\tGNS\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
-    assert nvidia_smi.matches(text)
+    assert nvidia_smi.matches_nvidia_smi(text)
     with pytest.raises(UserError, match=r"^topo.txt:1: `nvidia-smi topo -p2p`; expected .*topo -m"):
-        nvidia_smi.read(text, "topo.txt")
+        nvidia_smi.read_nvidia_smi(text, "topo.txt")
     both = render(machine(1), Style()) + text
-    assert nvidia_smi.read(both, "topo.txt") == expected(machine(1), Style())
+    assert nvidia_smi.read_nvidia_smi(both, "topo.txt") == expected(machine(1), Style())
 
 
 def test_the_same_matrix_twice_is_one_node() -> None:
     text = render(machine(2), Style())
-    assert nvidia_smi.read(text + "\n" + text, "topo.txt") == expected(machine(2), Style())
+    assert nvidia_smi.read_nvidia_smi(text + "\n" + text, "topo.txt") == expected(machine(2), Style())
 
 
 def test_nvlinks_only_where_the_cells_tell_them() -> None:
-    assert nvlinks_of([18] * 7, 7) == 18
-    assert nvlinks_of([16, 18, 18], 3) == 18
-    assert nvlinks_of([16] * 3, 3) == 16
-    assert nvlinks_of([4] * 3, 3) == 12
-    assert nvlinks_of([1, 1, 2, 2], 7) == 6
-    assert nvlinks_of([12], 1) == 12
-    assert nvlinks_of([], 3) == 0
-    assert nvlinks_of([6] * 3, 3) is None
-    assert nvlinks_of([8, 8], 2) is None
+    assert infer_nvlinks([18] * 7, 7) == 18
+    assert infer_nvlinks([16, 18, 18], 3) == 18
+    assert infer_nvlinks([16] * 3, 3) == 16
+    assert infer_nvlinks([4] * 3, 3) == 12
+    assert infer_nvlinks([1, 1, 2, 2], 7) == 6
+    assert infer_nvlinks([12], 1) == 12
+    assert infer_nvlinks([], 3) == 0
+    assert infer_nvlinks([6] * 3, 3) is None
+    assert infer_nvlinks([8, 8], 2) is None
 
 
 def facts(
@@ -235,7 +235,7 @@ MACHINES = {
 def test_machines_of_the_field(name: str, layout: str) -> None:
     spec = MACHINES[name]
     style = Style(layout=layout, gpu_numa=tuple(str(2 + 8 * at) for at in range(spec.gpus)) if "lists" in name else ())
-    read = nvidia_smi.read(render(spec, style), "topo.txt")
+    read = nvidia_smi.read_nvidia_smi(render(spec, style), "topo.txt")
     told = expected(spec, style)
     assert read.links == told.links
     assert read.nodes[0].nics == told.nodes[0].nics
@@ -259,8 +259,8 @@ def test_mutated_texts_are_refused_in_one_line_or_consistent(spec: Spec, style: 
 
 
 def check_one_line_or_consistent(text: str, whole: Cluster | None) -> None:
-    nvidia_smi.matches(text)
-    read = check(outcome(nvidia_smi.read, text))
+    nvidia_smi.matches_nvidia_smi(text)
+    read = check(outcome(nvidia_smi.read_nvidia_smi, text))
     if read is not None and whole is not None:
         kinds = {(link.a, link.b): link.kind for link in whole.links}
         assert all(kinds[link.a, link.b] == link.kind for link in read.links)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.pci import address, closeness, full_address, pci_path
+from hpc_train.cluster.sysfs import classify_pci_distance, get_pci_address, normalise_pci_address, parse_pci_path
 
 ROOT = ("pci0000:00", "0000:00:01.0")
 SWITCH = (*ROOT, "0000:01:00.0")
@@ -26,17 +26,17 @@ DEEPER = (*SWITCH, "0000:02:08.0", "0000:03:00.0")
     ],
 )
 def test_closeness(a: tuple[str, ...], b: tuple[str, ...], numa: tuple[int | None, int | None], expected: str) -> None:
-    assert closeness(a, b, *numa) == expected
-    assert closeness(b, a, *reversed(numa)) == expected
+    assert classify_pci_distance(a, b, *numa) == expected
+    assert classify_pci_distance(b, a, *reversed(numa)) == expected
 
 
 def test_paths_of_sysfs() -> None:
     parts = ["", "sys", "devices", "pci0000:00", "0000:00:03.0", "virtio2", "net", "eth0"]
-    assert pci_path(parts) == ("pci0000:00", "0000:00:03.0")
-    assert address(pci_path(parts)) == "0000:00:03.0"
-    assert pci_path(["", "sys", "devices", "virtual", "net", "lo"]) == ()
-    assert address(()) is None
-    assert pci_path(["pci10000:e0", "10000:e0:00.0"]) == ("pci10000:e0", "10000:e0:00.0")
+    assert parse_pci_path(parts) == ("pci0000:00", "0000:00:03.0")
+    assert get_pci_address(parse_pci_path(parts)) == "0000:00:03.0"
+    assert parse_pci_path(["", "sys", "devices", "virtual", "net", "lo"]) == ()
+    assert get_pci_address(()) is None
+    assert parse_pci_path(["pci10000:e0", "10000:e0:00.0"]) == ("pci10000:e0", "10000:e0:00.0")
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_paths_of_sysfs() -> None:
     ],
 )
 def test_addresses(text: str, expected: str | None) -> None:
-    assert full_address(text) == expected
+    assert normalise_pci_address(text) == expected

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_rocm_smi import Spec, render_text
 
-from hpc_train.cluster import reading
-from hpc_train.cluster.reading import read_file, read_text
+from hpc_train.cluster.readers import formats
+from hpc_train.cluster.readers.formats import read_topology_file, read_topology_text
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
@@ -37,7 +37,7 @@ TEXTS = {
 
 def read_bytes(tmp_path: Path, content: bytes) -> Cluster:
     (tmp_path / "file").write_bytes(content)
-    return read_file(tmp_path / "file")
+    return read_topology_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -59,13 +59,13 @@ def test_a_mark_does_not_cost_the_first_device(tmp_path: Path) -> None:
 @settings(max_examples=60)
 def test_a_log_of_rocm_smi_that_is_cut_is_refused(share: float) -> None:
     with pytest.raises(UserError) as raised:
-        read_text(ROCM[: int(len(ROCM) * share)], "rocm.txt")
+        read_topology_text(ROCM[: int(len(ROCM) * share)], "rocm.txt")
     assert "\n" not in str(raised.value)
 
 
 def test_a_section_of_rocm_smi_alone_says_what_it_lacks() -> None:
     whole = render_text(Spec((0, 1), ("XGMI",), (0, 0)), sections=("weight",))
-    cluster = read_text(whole, "rocm.txt")
+    cluster = read_topology_text(whole, "rocm.txt")
     assert cluster.links == ()
     assert "no link types" in cluster.notes[0]
 
@@ -73,25 +73,25 @@ def test_a_section_of_rocm_smi_alone_says_what_it_lacks() -> None:
 def test_large_files_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "large"
     with file.open("wb") as sparse:
-        sparse.truncate(reading.LARGEST + 1)
+        sparse.truncate(formats.MAX_FILE_BYTES + 1)
     with pytest.raises(UserError, match="larger than 64 MiB; not a topology file"):
-        read_file(file)
+        read_topology_file(file)
     for name, most in (("nvidia_smi", 4), ("slurm_topology_conf", 8), ("ibstat", 4), ("slurm_topology_yaml", 8)):
         with pytest.raises(UserError, match=f"expected at most {most} MiB"):
-            read_text("#\n" * (5 << 20), "large", name)
+            read_topology_text("#\n" * (5 << 20), "large", name)
 
 
 @pytest.mark.parametrize("unit", ["\n", " ", "\t \n", "==(", "a", "[", "{", "x=", "- ", "'", '"# ', "<!-- "])
 def test_no_text_makes_a_reader_slower_than_its_length(unit: str) -> None:
     """A reader that scans the rest of the text from every position does not finish these within an hour."""
     with pytest.raises(UserError):
-        read_text(unit * ((1 << 19) // len(unit)), "odd")
+        read_topology_text(unit * ((1 << 19) // len(unit)), "odd")
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="not a regular file"):
-        read_file(tmp_path / "pipe")
+        read_topology_file(tmp_path / "pipe")
 
 
 def test_groups_that_are_not_read_are_said() -> None:
@@ -101,5 +101,5 @@ def test_groups_that_are_not_read_are_said() -> None:
     for number, leaf in enumerate(leaves):
         for other in leaves[number + 1 :]:
             fabric.cable(leaf, other)
-    (note,) = read_text(fabric.dump(), "dump").notes
+    (note,) = read_topology_text(fabric.dump(), "dump").notes
     assert "4 of 4 switches are cabled to others of their own level, as in a dragonfly or torus" in note

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_rocm_smi import SECTIONS, Spec, render_json, render_text
 
-from hpc_train.cluster import nvidia_smi, rocm_smi
+from hpc_train.cluster.readers import nvidia_smi, rocm_smi
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 
@@ -42,9 +42,9 @@ def expected(spec: Spec, sections: tuple[str, ...] = SECTIONS) -> Cluster:
 def test_any_sections_are_read_back(spec: Spec, sections: set[str], brackets: bool, stripped: bool) -> None:
     chosen = tuple(it for it in SECTIONS if it in sections)
     text = "$ rocm-smi --showtopo\n" + render_text(spec, chosen, brackets, stripped)
-    assert rocm_smi.matches(text)
-    assert not nvidia_smi.matches(text)
-    found = rocm_smi.read(text, "topo.txt")
+    assert rocm_smi.matches_rocm_smi(text)
+    assert not nvidia_smi.matches_nvidia_smi(text)
+    found = rocm_smi.read_rocm_smi(text, "topo.txt")
     assert replace(found, notes=()) == expected(spec, chosen)
     assert bool(found.notes) == (len(spec.gpus) > 1 and not found.links)
 
@@ -53,8 +53,8 @@ def test_any_sections_are_read_back(spec: Spec, sections: set[str], brackets: bo
 @given(specs(), st.sampled_from(["", "WARNING: no permission\n"]))
 def test_json_is_read_back(spec: Spec, before: str) -> None:
     text = render_json(spec, before)
-    assert rocm_smi.matches(text)
-    assert rocm_smi.read(text, "topo.txt") == expected(spec)
+    assert rocm_smi.matches_rocm_smi(text)
+    assert rocm_smi.read_rocm_smi(text, "topo.txt") == expected(spec)
 
 
 def test_what_is_wrong_is_refused_with_its_line() -> None:
@@ -70,9 +70,9 @@ def test_what_is_wrong_is_refused_with_its_line() -> None:
         text + render_text(Spec((0, 1), ("XGMI",), (0, 0)), ("hops",)): r"GPUs other than in the section before",
     }
     for broken, message in cases.items():
-        assert rocm_smi.matches(broken)
+        assert rocm_smi.matches_rocm_smi(broken)
         with pytest.raises(UserError, match=message):
-            rocm_smi.read(broken, "topo.txt")
+            rocm_smi.read_rocm_smi(broken, "topo.txt")
 
 
 @settings(max_examples=200)
@@ -82,8 +82,8 @@ def test_mutated_outputs_are_refused_or_consistent(spec: Spec, as_json: bool, da
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.booleans())
     text = text[:at] if cut else text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :]
-    rocm_smi.matches(text)
-    read = check(outcome(rocm_smi.read, text))
+    rocm_smi.matches_rocm_smi(text)
+    read = check(outcome(rocm_smi.read_rocm_smi, text))
     if read is not None and cut:
         assert set(read.links) <= set(expected(spec).links)
 
@@ -91,6 +91,6 @@ def test_mutated_outputs_are_refused_or_consistent(spec: Spec, as_json: bool, da
 @settings(max_examples=100)
 @given(st.text() | st.text(alphabet='GPU012 {}":[]=XMI(Topology) Numa Node'))
 def test_any_text_is_refused_in_one_line(text: str) -> None:
-    rocm_smi.matches(text)
-    check(outcome(rocm_smi.read, text))
-    check(outcome(rocm_smi.read, "Link Type between two GPUs\n" + text))
+    rocm_smi.matches_rocm_smi(text)
+    check(outcome(rocm_smi.read_rocm_smi, text))
+    check(outcome(rocm_smi.read_rocm_smi, "Link Type between two GPUs\n" + text))

@@ -7,8 +7,8 @@ from hypothesis import given
 from slurm_specs import trees
 from slurm_texts import Spec
 
-from hpc_train.cluster.slurm.address import cluster_of_paths, path
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.readers.slurm_environment import build_cluster_from_paths, parse_address
+from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError
 
 TREE2, TREE3 = "switch.switch.node", "switch.switch.switch.node"
@@ -37,7 +37,7 @@ TREE2, TREE3 = "switch.switch.node", "switch.switch.switch.node"
     ],
 )
 def test_the_node_is_cut_off_by_its_name(address: str, pattern: str | None, node: str, expected: list[str]) -> None:
-    assert path(address, pattern, node) == tuple(expected)
+    assert parse_address(address, pattern, node) == tuple(expected)
 
 
 @pytest.mark.parametrize(
@@ -51,25 +51,25 @@ def test_the_node_is_cut_off_by_its_name(address: str, pattern: str | None, node
     ],
 )
 def test_known_switches_decide_what_dots_leave_open(address: str, switches: list[str], expected: list[str]) -> None:
-    assert path(address, TREE2, "n1", switches) == tuple(expected)
+    assert parse_address(address, TREE2, "n1", switches) == tuple(expected)
 
 
 def test_an_address_of_another_node_is_refused() -> None:
     with pytest.raises(UserError, match="does not end in the node's name, n2"):
-        path("core.leaf1.n1", TREE2, "n2")
+        parse_address("core.leaf1.n1", TREE2, "n2")
 
 
 def test_a_hundred_dots_are_no_burden() -> None:
     known = [".".join("a" * length) for length in range(1, 40)]
     address = ".".join("a" * 100)
     pattern = ".".join(["switch"] * 50 + ["node"])
-    assert path(f"{address}.z.n1", pattern, "n1", known) == (f"{address}.z",)
+    assert parse_address(f"{address}.z.n1", pattern, "n1", known) == (f"{address}.z",)
 
 
 @given(trees())
 def test_paths_of_all_nodes_make_the_tree(spec: Spec) -> None:
     known = {node: spec.path(node) for nodes in spec.leaves.values() for node in nodes}
-    cluster = cluster_of_paths(known)
+    cluster = build_cluster_from_paths(known)
     assert cluster.kind == "slurm_address"
     assert [it.name for it in cluster.nodes] == list(known)
     assert paths(cluster) == known
@@ -85,7 +85,9 @@ def test_slurms_addresses_of_a_tree_give_its_paths() -> None:
         "n3": "core..leaf2.n3",
         "n4": "...n4",
     }
-    cluster = cluster_of_paths({node: path(address, TREE3, node) for node, address in addresses.items()})
+    cluster = build_cluster_from_paths(
+        {node: parse_address(address, TREE3, node) for node, address in addresses.items()}
+    )
     assert paths(cluster) == {
         "n1": ("core", "pod[1-2]", "leaf1"),
         "n2": ("core", "pod[1-2]", "leaf1"),
@@ -96,4 +98,4 @@ def test_slurms_addresses_of_a_tree_give_its_paths() -> None:
 
 def test_paths_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UserError, match="circle"):
-        cluster_of_paths({"n1": ("a", "b"), "n2": ("b", "a")})
+        build_cluster_from_paths({"n1": ("a", "b"), "n2": ("b", "a")})

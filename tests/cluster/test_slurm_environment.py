@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.reading import read_text
-from hpc_train.cluster.slurm.environment import tasks_per_node
+from hpc_train.cluster.readers.formats import read_topology_text
+from hpc_train.cluster.readers.slurm_environment import parse_tasks_per_node
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError
 
 
@@ -27,7 +27,7 @@ SLURM_TOPOLOGY_ADDR=s0.s5.n8
 SLURM_TOPOLOGY_ADDR_PATTERN=switch.switch.node
 SLURMD_NODENAME=n8
 """
-    read = read_text(text, "env")
+    read = read_topology_text(text, "env")
     assert read.kind == "slurm_environment"
     assert names(read) == ["n7", "n8", "n03", "x1"]
     assert paths(read) == {"n7": (), "n8": ("s0", "s5"), "n03": (), "x1": ()}
@@ -41,7 +41,7 @@ def test_a_dump_of_several_nodes_as_srun_labels_it() -> None:
         "1: SLURM_TOPOLOGY_ADDR=b1.10.0.0.2\n"
         "1: SLURM_TOPOLOGY_ADDR_PATTERN=block.node\n"
     )
-    assert paths(read_text(text, "env")) == {"10.0.0.1": ("b0",), "10.0.0.2": ("b1",)}
+    assert paths(read_topology_text(text, "env")) == {"10.0.0.1": ("b0",), "10.0.0.2": ("b1",)}
 
 
 @pytest.mark.parametrize(
@@ -49,24 +49,24 @@ def test_a_dump_of_several_nodes_as_srun_labels_it() -> None:
     [("4", [4]), ("34,26,2(x2)", [34, 26, 2, 2]), ("8(x3),1", [8, 8, 8, 1]), ("2(x2), 1", [2, 2, 1])],
 )
 def test_tasks_per_node(text: str, tasks: list[int]) -> None:
-    assert tasks_per_node(text) == tasks
+    assert parse_tasks_per_node(text) == tasks
 
 
 @pytest.mark.parametrize("text", ["", "4,", "4(x)", "4(x2", "4x2", "-1", "1(x999999999)", "٣"])
 def test_tasks_per_node_refuses(text: str) -> None:
     with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE="):
-        tasks_per_node(text)
+        parse_tasks_per_node(text)
 
 
 def test_a_host_list_keeps_order_and_duplicates() -> None:
-    read = read_text("# from squeue\nn[3,1-2],login,n1\n", "hosts")
+    read = read_topology_text("# from squeue\nn[3,1-2],login,n1\n", "hosts")
     assert read.kind == "hostlist"
     assert names(read) == ["n3", "n1", "n2", "login", "n1"]
 
 
 def test_a_host_file_keeps_order_and_duplicates() -> None:
     text = "# hosts\nn2 slots=8 max_slots=16\nn1:4   # four\nn[5-6]\n\n10.0.0.1\nn2\n"
-    read = read_text(text, "hosts")
+    read = read_topology_text(text, "hosts")
     assert read.kind == "hostfile"
     assert names(read) == ["n2", "n1", "n5", "n6", "10.0.0.1", "n2"]
 
@@ -89,5 +89,5 @@ def test_a_host_file_keeps_order_and_duplicates() -> None:
 )
 def test_refuses_with_file_and_line(text: str, line: int, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
-        read_text(text, "FILE")
+        read_topology_text(text, "FILE")
     assert str(caught.value).startswith(f"FILE:{line}: " if line else "FILE: ")

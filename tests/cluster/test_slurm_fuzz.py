@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from slurm_specs import trees
 from slurm_texts import shown_blocks, shown_tree, topograph_model, topology_conf, tree_yaml
 
-from hpc_train.cluster import reading
-from hpc_train.cluster.spec import as_json
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.readers import formats
+from hpc_train.cluster.spec import cluster_to_json
+from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError
 
 OWN = {
@@ -52,19 +52,19 @@ def mutated(draw: st.DrawFn) -> str:
     return text
 
 
-def refusal(format: reading.Format, text: str) -> str:
+def refusal(format: formats.TopologyFormat, text: str) -> str:
     """What is wrong with it; FILE for a text that is read."""
     try:
         cluster = format.read(text, "FILE")
     except UserError as error:
         return str(error)
     paths(cluster)
-    as_json(cluster)
+    cluster_to_json(cluster)
     return "FILE"
 
 
 def reads_or_refuses(text: str) -> None:
-    for format in reading.formats():
+    for format in formats.list_formats():
         if format.name not in OWN:
             continue
         format.matches(text)
@@ -86,7 +86,7 @@ def test_noise(text: str) -> None:
 
 @given(TEXTS)
 def test_no_two_formats_claim_one_text(text: str) -> None:
-    assert sum(it.matches(text) for it in reading.formats()) <= 1
+    assert sum(it.matches(text) for it in formats.list_formats()) <= 1
 
 
 @given(trees(), st.integers(0, 30))
@@ -94,9 +94,9 @@ def test_a_tree_cut_after_a_line_is_refused_or_part_of_the_tree(spec: object, ke
     for render in (topology_conf, shown_tree):
         text = render(spec).replace("Nodes=\n", "\n")  # type: ignore[arg-type]
         part = "".join(text.splitlines(keepends=True)[:kept])
-        whole = reading.read_text(text, "FILE")
+        whole = formats.read_topology_text(text, "FILE")
         try:
-            found = paths(reading.read_text(part, "FILE"))
+            found = paths(formats.read_topology_text(part, "FILE"))
         except UserError:
             continue
         assert all(set(path) <= set(paths(whole)[node]) for node, path in found.items())
@@ -106,4 +106,4 @@ def test_a_tree_cut_after_a_line_is_refused_or_part_of_the_tree(spec: object, ke
     "text", ["", "\n", "hello there world\n", '{"a": 1}', "0,1;2,3", "\x00\x01", "host1:4,host2:4"]
 )
 def test_other_texts_are_none_of_these(text: str) -> None:
-    assert [it.name for it in reading.formats() if it.name in OWN and it.matches(text)] == []
+    assert [it.name for it in formats.list_formats() if it.name in OWN and it.matches(text)] == []

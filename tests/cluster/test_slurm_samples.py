@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cluster.reading import read_file
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.readers.formats import read_topology_file
+from hpc_train.cluster.switch_tree import find_paths as paths
 
 SAMPLES = Path(__file__).parents[2].parent / "shared/data/topology/slurm"
 
@@ -42,6 +42,6 @@ def test_samples_say_what_was_counted_by_hand() -> None:
     for name, facts in FACTS.items():
         if not (SAMPLES / name).exists():
             continue
-        read = read_file(SAMPLES / name)
+        read = read_topology_file(SAMPLES / name)
         found = (read.kind, len(read.nodes), len(read.switches), paths(read)[facts.node])
         assert found == (facts.kind, facts.nodes, facts.switches, facts.path), name

@@ -7,10 +7,10 @@ from hypothesis import given
 from slurm_specs import trees
 from slurm_texts import Spec, topograph_model, topology_conf, tree_yaml
 
-from hpc_train.cluster.reading import read_text
-from hpc_train.cluster.slurm.topology_yaml import read_all
+from hpc_train.cluster.readers.formats import read_topology_text
+from hpc_train.cluster.readers.topology_yaml import read_named_topologies
 from hpc_train.cluster.spec import Cluster, Switch
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError
 
 OTHERS = """\
@@ -49,12 +49,12 @@ OTHERS = """\
 
 @given(trees())
 def test_a_tree_is_what_topology_conf_says(spec: Spec) -> None:
-    conf = read_text(topology_conf(spec, upper_first=True).replace("Nodes=\n", "\n"), "topology.conf")
-    assert read_text("---\n" + OTHERS + tree_yaml("mine", spec, default=True), "topology.yaml") == conf
+    conf = read_topology_text(topology_conf(spec, upper_first=True).replace("Nodes=\n", "\n"), "topology.conf")
+    assert read_topology_text("---\n" + OTHERS + tree_yaml("mine", spec, default=True), "topology.yaml") == conf
 
 
 def test_every_kind() -> None:
-    found = read_all("---\n" + OTHERS, "topology.yaml")
+    found = read_named_topologies("---\n" + OTHERS, "topology.yaml")
     assert {name: it.kind for name, it in found.items()} == {
         "blocks": "slurm_block",
         "none": "slurm_flat",
@@ -68,21 +68,21 @@ def test_every_kind() -> None:
 
 
 def test_nodes_of_a_torus_by_coordinate_x_fastest() -> None:
-    whole, parts = read_all(OTHERS, "topology.yaml")["pods"].switches
+    whole, parts = read_named_topologies(OTHERS, "topology.yaml")["pods"].switches
     assert whole == Switch("whole", 0, ("n01", "n02", "n03", "n04"))
     assert parts == Switch("parts", 0, ("m3", "m1", "m4", "m2"))
 
 
 def test_the_default_topology_else_the_first() -> None:
     tree = Spec({"s1": ["n1"]})
-    assert read_text(OTHERS + tree_yaml("t", tree, default=False), "x").kind == "slurm_block"
+    assert read_topology_text(OTHERS + tree_yaml("t", tree, default=False), "x").kind == "slurm_block"
     both = OTHERS + tree_yaml("t", tree, default=True) + tree_yaml("u", tree, default=True)
-    assert next(iter(read_all(both, "x"))) == "t"
+    assert next(iter(read_named_topologies(both, "x"))) == "t"
 
 
 @given(trees())
 def test_a_model_of_topograph(spec: Spec) -> None:
-    read = read_text(
+    read = read_topology_text(
         topograph_model(spec).replace("nodes:\n-", "nodes: []\n-").replace("switches:\nblocks", "blocks"), "x"
     )
     assert read.kind == "topograph"
@@ -103,7 +103,7 @@ blocks:
 - switch: leaf-1
   nodes: n7
 """
-    assert read_text(text, "x").switches == (
+    assert read_topology_text(text, "x").switches == (
         Switch("core", 1, (), ("leaf-1", "leaf-2", "leaf-9")),
         Switch("leaf-1", 0, ("1101", "1102", "n7")),
     )
@@ -142,6 +142,6 @@ TREE = "- topology: t\n  tree:\n    switches:\n"
 )
 def test_refuses_with_file_and_line(text: str, line: int, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
-        read_text(text, "FILE")
+        read_topology_text(text, "FILE")
     assert str(caught.value).startswith(f"FILE:{line}: " if line else "FILE: ")
     assert "\n" not in str(caught.value)

@@ -11,11 +11,11 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml
 from fake_sysfs import GPUS, FakeMachine, dgx
 
-from hpc_train.cluster.local_nics import bonds, local_nics
-from hpc_train.cluster.machine import this_node
-from hpc_train.cluster.nvml import load_nvml, nvml_gpus
+from hpc_train.cluster.local_gpus import load_nvml, read_nvml_gpus
+from hpc_train.cluster.local_nics import read_bonds, read_local_nics
 from hpc_train.cluster.spec import Cluster, Nic
-from hpc_train.cluster.sysfs import natural, numa_nodes
+from hpc_train.cluster.sysfs import natural_key, read_numa_nodes
+from hpc_train.cluster.this_machine import describe_this_node
 
 UUID = bytes(range(16))
 
@@ -25,13 +25,13 @@ def kinds(cluster: Cluster) -> dict[tuple[str, str], str]:
 
 
 def nics(root: Path) -> list[Nic]:
-    return [it.nic for it in local_nics(root)]
+    return [it.nic for it in read_local_nics(root)]
 
 
 def test_dgx(tmp_path: Path) -> None:
     dgx(tmp_path)
     nvml = FakeNvml([FakeGpu(f"0000:{bus}:00.0", links=["switch"] * 18) for bus in GPUS])
-    cluster = this_node(tmp_path, nvml)
+    cluster = describe_this_node(tmp_path, nvml)
     (node,) = cluster.nodes
     assert (cluster.kind, node.name) == ("machine", "dgx01")
     assert [it.id for it in node.gpus] == [f"GPU{n}" for n in range(8)]
@@ -52,7 +52,9 @@ def test_dgx(tmp_path: Path) -> None:
 
 def test_links_of_dgx(tmp_path: Path) -> None:
     dgx(tmp_path)
-    links = kinds(this_node(tmp_path, FakeNvml([FakeGpu(f"0000:{b}:00.0", links=["switch"] * 18) for b in GPUS])))
+    links = kinds(
+        describe_this_node(tmp_path, FakeNvml([FakeGpu(f"0000:{b}:00.0", links=["switch"] * 18) for b in GPUS]))
+    )
     assert len(links) == 19 * 18 // 2
     for a in range(8):
         assert links[f"GPU{a}", f"NIC{a}"] == "PIX"
@@ -67,7 +69,7 @@ def test_links_of_dgx(tmp_path: Path) -> None:
 
 def test_bonds_are_reported_and_virtual_devices_are_not_nics(tmp_path: Path) -> None:
     dgx(tmp_path)
-    assert bonds(tmp_path) == {"bond0": ("ens8", "ens9")}
+    assert read_bonds(tmp_path) == {"bond0": ("ens8", "ens9")}
     assert not {"lo", "bond0", "docker0"} & {it.device for it in nics(tmp_path)}
 
 
@@ -84,7 +86,7 @@ def test_four_gpus_with_cables_between_them(tmp_path: Path) -> None:
     gpus = [
         FakeGpu(it, links=[*ends[n][: -1 if n == 3 else None], *([None] if n == 3 else [])]) for n, it in enumerate(pci)
     ]
-    cluster = this_node(tmp_path, FakeNvml(gpus))
+    cluster = describe_this_node(tmp_path, FakeNvml(gpus))
     links = kinds(cluster)
     assert [it.nvlinks for it in cluster.nodes[0].gpus] == [12, 12, 12, 11]
     assert [it.numa for it in cluster.nodes[0].gpus] == [3, 2, 1, 0]
@@ -101,7 +103,7 @@ def test_virtual_machine(tmp_path: Path) -> None:
     machine.pci("0000:00/0000:00:06.0")
     machine.interface("eth0", "0000:00/0000:00:03.0", speed="-1", below="virtio2")
     machine.rdma("mlx5_0", "0001:00/0001:00:00.0", guid="0000:0000:0000:0000")
-    cluster = this_node(tmp_path, FakeNvml([FakeGpu("0000:00:06.0", name=b"Tesla V100")]))
+    cluster = describe_this_node(tmp_path, FakeNvml([FakeGpu("0000:00:06.0", name=b"Tesla V100")]))
     (node,) = cluster.nodes
     assert node.name == "localhost"
     assert (node.gpus[0].numa, node.gpus[0].cpus, node.gpus[0].nvlinks, node.gpus[0].name) == (
@@ -126,11 +128,11 @@ def test_tray_of_a_rack_wide_domain(tmp_path: Path) -> None:
     for n, domain in enumerate(("0008", "0009", "0018", "0019")):
         machine.pci(f"{domain}:00/{domain}:00:00.0/{domain}:01:00.0", n // 2)
         gpus.append(FakeGpu(f"{domain}:01:00.0", links=["switch"] * 18, fabric=(UUID, 32766, 3, 0)))
-    cluster = this_node(tmp_path, FakeNvml(gpus))
+    cluster = describe_this_node(tmp_path, FakeNvml(gpus))
     assert {it.clique for it in cluster.nodes[0].gpus} == {"00010203-0405-0607-0809-0a0b0c0d0e0f.32766"}
     assert [it.cpus for it in cluster.nodes[0].gpus] == ["0-71", "0-71", "72-143", "72-143"]
     assert set(kinds(cluster).values()) == {"NV18"}
-    assert [it.cpus for it in numa_nodes(tmp_path)] == ["0-71", "72-143", "", ""]
+    assert [it.cpus for it in read_numa_nodes(tmp_path)] == ["0-71", "72-143", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -139,27 +141,27 @@ def test_tray_of_a_rack_wide_domain(tmp_path: Path) -> None:
 def test_no_domain_before_the_fabric_manager_has_finished(
     fabric: tuple[bytes, int, int, int] | None, tmp_path: Path
 ) -> None:
-    assert nvml_gpus(FakeNvml([FakeGpu("0000:01:00.0", fabric=fabric)]))[0].clique is None
+    assert read_nvml_gpus(FakeNvml([FakeGpu("0000:01:00.0", fabric=fabric)]))[0].clique is None
 
 
 def test_a_lost_gpu_is_named_and_the_others_are_there() -> None:
     nvml = FakeNvml([FakeGpu("0000:01:00.0"), FakeGpu("0000:02:00.0", lost=True), FakeGpu("0000:03:00.0")])
     with pytest.warns(UserWarning, match="GPU 1 does not answer"):
-        found = nvml_gpus(nvml)
+        found = read_nvml_gpus(nvml)
     assert [(it.index, it.pci) for it in found] == [(0, "0000:01:00.0"), (2, "0000:03:00.0")]
     assert nvml.open == 0
 
 
 def test_a_driver_of_another_version_is_said() -> None:
     with pytest.warns(UserWarning, match="mismatch"):
-        assert nvml_gpus(FakeNvml(init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)) == ()
+        assert read_nvml_gpus(FakeNvml(init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)) == ()
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
 def test_no_driver_is_no_gpus(error: int) -> None:
-    assert nvml_gpus(FakeNvml(init_error=error)) == ()
-    assert nvml_gpus(None) == ()
+    assert read_nvml_gpus(FakeNvml(init_error=error)) == ()
+    assert read_nvml_gpus(None) == ()
 
 
 def test_an_older_library_without_newer_functions() -> None:
@@ -167,7 +169,7 @@ def test_an_older_library_without_newer_functions() -> None:
         nvmlDeviceGetGpuFabricInfoV = property()  # type: ignore[assignment]
         nvmlDeviceGetNvLinkRemoteDeviceType = property()  # type: ignore[assignment]
 
-    gpus = nvml_gpus(Older([FakeGpu("0000:01:00.0", links=["0000:02:00.0"] * 2, fabric=(UUID, 1, 3, 0))]))
+    gpus = read_nvml_gpus(Older([FakeGpu("0000:01:00.0", links=["0000:02:00.0"] * 2, fabric=(UUID, 1, 3, 0))]))
     assert [(it.nvlinks, it.ends, it.clique) for it in gpus] == [(2, {"0000:02:00.0": 2}, None)]
 
 
@@ -231,7 +233,7 @@ def test_amd_gpus(tmp_path: Path) -> None:
         bus = 0x10 * n + 1
         machine.pci(f"0000:{n}0/0000:{n}0:01.0/0000:{bus:02x}:00.0", n // 4)
         machine.kfd(n, bus << 8, {n // 4: 2, peer: 11, 1: 11})
-    cluster = this_node(tmp_path)
+    cluster = describe_this_node(tmp_path)
     (node,) = cluster.nodes
     assert [(it.id, it.pci, it.numa, it.nvlinks, it.name) for it in node.gpus] == [
         (f"GPU{n - 2}", f"0000:{n}1:00.0", n // 4, 1, "gfx942") for n in range(2, 6)
@@ -242,10 +244,10 @@ def test_amd_gpus(tmp_path: Path) -> None:
 
 
 def test_an_empty_tree(tmp_path: Path) -> None:
-    (node,) = this_node(tmp_path).nodes
+    (node,) = describe_this_node(tmp_path).nodes
     assert (node.name, node.gpus, node.nics) == ("localhost", (), ())
-    assert numa_nodes(tmp_path) == ()
-    assert bonds(tmp_path) == {}
+    assert read_numa_nodes(tmp_path) == ()
+    assert read_bonds(tmp_path) == {}
 
 
 def test_files_that_hold_nonsense(tmp_path: Path) -> None:
@@ -254,16 +256,16 @@ def test_files_that_hold_nonsense(tmp_path: Path) -> None:
         if file.is_file():
             file.write_bytes(b"\xff\x00 nonsense 99999999999999999999999\n")
     machine.link("sys/class/net/loop", tmp_path / "sys/class/net/loop")
-    cluster = this_node(tmp_path, FakeNvml([FakeGpu("0000:1b:00.0")]))
+    cluster = describe_this_node(tmp_path, FakeNvml([FakeGpu("0000:1b:00.0")]))
     assert {it.gbit_s for it in cluster.nodes[0].nics} == {None}
     assert {it.numa for it in cluster.nodes[0].nics} == {None}
 
 
 def test_this_machine_itself() -> None:
-    cluster = this_node()
+    cluster = describe_this_node()
     (node,) = cluster.nodes
     assert node.name == socket.gethostname()
-    here = numa_nodes()
+    here = read_numa_nodes()
     assert here
     assert sum((it.memory or 0) for it in here) > 0
     interfaces = {it.name for it in Path("/sys/class/net").iterdir()}
@@ -276,14 +278,14 @@ def test_this_machine_itself() -> None:
 
 def test_a_process_that_may_use_one_processor_sees_the_same_machine() -> None:
     allowed = os.sched_getaffinity(0)
-    whole = this_node()
+    whole = describe_this_node()
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        assert this_node() == whole
+        assert describe_this_node() == whole
     finally:
         os.sched_setaffinity(0, allowed)
 
 
 def test_natural_order() -> None:
     names = ["mlx5_10", "mlx5_9", "mlx4_0", "eth0", "10", "9", "a", ""]
-    assert sorted(names, key=natural) == ["", "a", "eth0", "mlx4_0", "mlx5_9", "mlx5_10", "9", "10"]
+    assert sorted(names, key=natural_key) == ["", "a", "eth0", "mlx4_0", "mlx5_9", "mlx5_10", "9", "10"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_train.cluster.spec import Cluster, Node, Switch
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.switch_tree import find_paths as paths
 
 
 def cluster(nodes: str, *switches: Switch) -> Cluster:

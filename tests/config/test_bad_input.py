@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
-from hpc_train.training.folder import open_folder, prepare
+from hpc_train.training.run_directory import locate_run_directory, prepare_run_directory
 
 # A line of the user, and the answer after "hpc-train: ". Three dots stand for any text.
 KEYS = [
@@ -246,7 +246,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("a few words\n")
     config = compose([f"run_dir={tmp_path / 'a_run'}"])
-    prepare(open_folder(config), config)
+    prepare_run_directory(locate_run_directory(config), config)
     (tmp_path / "a_run" / "checkpoints" / "step-1").mkdir(parents=True)
     yield tmp_path
     for number, handler in handlers.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.compose import compose, options, to_yaml
+from hpc_train.config.compose import compose, config_to_yaml, list_options
 from hpc_train.config.model import TransformerConfig
 from hpc_train.errors import UserError
 
@@ -41,8 +41,8 @@ def test_a_users_option_stands_beside_the_shipped_ones(write: Write) -> None:
     model = compose(["model=mine", "optim=adamw"], folder).model
     assert isinstance(model, TransformerConfig)
     assert (model.name, model.layers, model.hidden) == ("mine", 3, 128)
-    assert {"mine", "llama_tiny"} <= set(options("model", folder))
-    assert "mine" not in options("model")
+    assert {"mine", "llama_tiny"} <= set(list_options("model", folder))
+    assert "mine" not in list_options("model")
 
 
 def test_an_override_wins_over_a_users_file(write: Write) -> None:
@@ -138,6 +138,6 @@ def test_two_calls_do_not_know_of_each_other() -> None:
 
 def test_the_cache_of_stores_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_CACHE", "/scratch/stores")
-    assert "cache: /scratch/stores" in to_yaml(compose())
+    assert "cache: /scratch/stores" in config_to_yaml(compose())
     monkeypatch.delenv("HPC_TRAIN_CACHE")
-    assert "cache: ~/.cache/hpc_train" in to_yaml(compose())
+    assert "cache: ~/.cache/hpc_train" in config_to_yaml(compose())

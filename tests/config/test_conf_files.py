@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.config.compose import compose, from_container, to_container, to_yaml
-from hpc_train.config.options import GROUPS, SCHEMAS, default_options, option_files, option_type
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
+from hpc_train.config.groups import GROUPS, SCHEMAS, default_options, option_files, option_type
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import check_shape, parameter_count
+from hpc_train.models.shape import check_shape, count_parameters
 
 FILES = [(group, option) for group in GROUPS for option in option_files(group)]
 NEEDS = {"custom": ["model.name=mine"]}
@@ -25,7 +25,7 @@ def chosen(group: str, option: str) -> RunConfig:
 @pytest.mark.parametrize(("group", "option"), FILES)
 def test_the_option_composes_and_survives_yaml(group: str, option: str) -> None:
     config = chosen(group, option)
-    again = from_container(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))  # type: ignore[arg-type]
+    again = config_from_dict(OmegaConf.to_container(OmegaConf.create(config_to_yaml(config))))  # type: ignore[arg-type]
     assert again == config
     assert type(again.model) is type(config.model)
     assert type(again.data) is type(config.data)
@@ -36,7 +36,7 @@ def test_a_model_file_says_its_own_name_and_a_shape_that_fits_together(option: s
     model = chosen("model", option).model
     assert model.name == ("mine" if option == "custom" else option)
     check_shape(model)
-    assert option == "custom" or (parameter_count(model) or 0) > 10_000
+    assert option == "custom" or (count_parameters(model) or 0) > 10_000
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_model_file_says_its_own_name_and_a_shape_that_fits_together(option: s
     ],
 )
 def test_a_model_has_the_size_that_it_is_known_by(option: str, billions: float) -> None:
-    assert (parameter_count(chosen("model", option).model) or 0) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert (count_parameters(chosen("model", option).model) or 0) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_every_group_but_experiment_has_a_default_among_its_files() -> None:
@@ -71,4 +71,4 @@ def test_the_type_of_an_option_is_known_without_composing(group: str, option: st
 
 def test_model_custom_asks_for_a_name_and_takes_arguments() -> None:
     config = compose(["model=custom", "model.name=mine", "+model.args.width=3", "+model.args.act=relu"])
-    assert to_container(config)["model"]["args"] == {"width": 3, "act": "relu"}
+    assert config_to_dict(config)["model"]["args"] == {"width": 3, "act": "relu"}

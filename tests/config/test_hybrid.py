@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.config.compose import compose, from_container, to_container
-from hpc_train.config.degrees import Degrees, resolve
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.parallel import Degrees, ParallelConfig, resolve_degrees
 from hpc_train.errors import UserError
 
 SLURM = "launch=slurm"
@@ -32,24 +31,24 @@ def parallel(*overrides: str) -> ParallelConfig:
 def test_a_copy_of_the_model_fills_an_nvlink_domain_or_a_node(
     overrides: tuple[str, ...], world: int, degrees: Degrees
 ) -> None:
-    assert resolve(parallel(*overrides), world) == degrees
+    assert resolve_degrees(parallel(*overrides), world) == degrees
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_every_zero_strategy_can_be_hybrid(strategy: str) -> None:
     config = compose((f"parallel.strategy={strategy}", "parallel.dp_replicate=-1", "cluster=dgx_h100", SLURM)).parallel
-    assert resolve(config, 16) == Degrees(1, 2, 8, 1, 1)
+    assert resolve_degrees(config, 16) == Degrees(1, 2, 8, 1, 1)
 
 
 def test_what_the_user_says_stands() -> None:
-    assert resolve(parallel("cluster=dgx_h100", SLURM, "parallel.dp_shard=4"), 16) == Degrees(1, 4, 4, 1, 1)
-    assert resolve(parallel("cluster=dgx_h100", SLURM, "parallel.dp_replicate=2"), 16) == Degrees(1, 2, 8, 1, 1)
+    assert resolve_degrees(parallel("cluster=dgx_h100", SLURM, "parallel.dp_shard=4"), 16) == Degrees(1, 4, 4, 1, 1)
+    assert resolve_degrees(parallel("cluster=dgx_h100", SLURM, "parallel.dp_replicate=2"), 16) == Degrees(1, 2, 8, 1, 1)
 
 
 def test_the_number_is_part_of_the_frozen_config() -> None:
     config = compose(("parallel=hsdp", "cluster=dgx_h100", SLURM))
     assert config.parallel.dp_shard == 8
-    assert from_container(to_container(config)) == config
+    assert config_from_dict(config_to_dict(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -68,4 +67,4 @@ def test_a_domain_that_does_not_fit_is_one_line(overrides: tuple[str, ...], word
 
 def test_a_world_that_the_domain_does_not_divide_prints_the_equation() -> None:
     with pytest.raises(UserError, match=r"dp_replicate \? x dp_shard 8 x cp 1 x tp 1 = 12 has no solution"):
-        resolve(parallel("cluster=dgx_h100", SLURM), 12)
+        resolve_degrees(parallel("cluster=dgx_h100", SLURM), 12)

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.training.folder import check_agreement, open_folder, prepare
+from hpc_train.training.run_directory import check_same_config, locate_run_directory, prepare_run_directory
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_no_price_and_no_energy_figure_has_a_default() -> None:
 def test_a_run_that_goes_on_may_have_other_goals(tmp_path: Path) -> None:
     run = f"run_dir={tmp_path / 'run'}"
     first = compose([run])
-    prepare(open_folder(first), first)
-    check_agreement(open_folder(first), compose([run, "plan.tokens=1e9", "plan.deadline_days=3"]))
+    prepare_run_directory(locate_run_directory(first), first)
+    check_same_config(locate_run_directory(first), compose([run, "plan.tokens=1e9", "plan.deadline_days=3"]))

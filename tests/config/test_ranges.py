@@ -9,10 +9,15 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from hpc_train.config.check import check
+from hpc_train.config.check import check_config
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.config.data import ImageDataConfig, TokenDataConfig
-from hpc_train.config.model import CustomModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    CustomModelConfig,
+    ImageDataConfig,
+    TokenDataConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError
@@ -48,7 +53,7 @@ class Setting:
             node = getattr(node, parent)
         setattr(node, name, value)
         with pytest.raises(UserError) as caught:
-            check(config)
+            check_config(config)
         return str(caught.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.compose import compose, from_container, to_yaml
+from hpc_train.config.compose import compose, config_from_dict, config_to_yaml
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 
@@ -61,5 +61,5 @@ def test_a_pipe_and_a_device_are_refused_without_waiting(tmp_path: Path) -> None
 
 def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
     config = compose(["model=llama_tiny", "train.steps=3"])
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert from_container(load_run_file(tmp_path / "config.yaml")) == config
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    assert config_from_dict(load_run_file(tmp_path / "config.yaml")) == config

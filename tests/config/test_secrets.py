@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.cli import main
-from hpc_train.config.compose import compose, from_container, to_container, to_yaml
-from hpc_train.config.compose_many import Composer
-from hpc_train.config.secrets import is_secret
+from hpc_train.cli.main import main
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.config.secret_variables import is_secret_name
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 VALUE = "hunter2hunter2"
@@ -104,10 +104,10 @@ def test_a_value_elsewhere_that_is_read_by_its_key_is_no_way_in(capsys: pytest.C
 
 
 def test_a_config_of_another_run_is_no_way_in() -> None:
-    container = to_container(compose())
+    container = config_to_dict(compose())
     container["data"]["cache"] = "${oc.env:HF_TOKEN}"
     with pytest.raises(UserError, match="looks like a secret"):
-        from_container(container)
+        config_from_dict(container)
 
 
 def test_a_sweep_composes_no_secret() -> None:
@@ -119,8 +119,8 @@ def test_a_sweep_composes_no_secret() -> None:
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_other_variables_are_read(name: str) -> None:
-    assert not is_secret(name)
-    assert VALUE in to_yaml(compose([f"run_dir=/tmp/${{oc.env:{name}}}"]))
+    assert not is_secret_name(name)
+    assert VALUE in config_to_yaml(compose([f"run_dir=/tmp/${{oc.env:{name}}}"]))
     assert compose(["run_dir='${oc.env:NOT_SET_AT_ALL,/tmp/x}'"]).run_dir == "/tmp/x"
 
 

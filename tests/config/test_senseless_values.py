@@ -13,13 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import checked, compose, composed
-from hpc_train.config.compose_many import Composer
-from hpc_train.config.explain import explain
-from hpc_train.config.given import value_of
+from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, explain_error
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.config.overrides import get_value, parse_overrides
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.suggest import parse
 from hpc_train.errors import UserError
 
 VALUES = ("null", "0", "-1", "1" + 23 * "0", "1.0e+300", "inf", "-inf", "nan", "true", "")
@@ -44,7 +42,7 @@ class Base:
     """One choice of groups, composed once; each value is set in it and then removed again."""
 
     def __init__(self, overrides: list[str]) -> None:
-        self.plain = composed(overrides, None)
+        self.plain = compose_unchecked(overrides, None)
         self.parts = {item.name: self.part(item.name) for item in fields(RunConfig)}
 
     def part(self, name: str) -> Any:
@@ -55,12 +53,12 @@ class Base:
         """Compose the configuration with one value changed. Raises UserError."""
         name, before = key.partition(".")[0], OmegaConf.select(self.plain, key)
         before = OmegaConf.to_container(before) if OmegaConf.is_config(before) else before
-        parsed = parse([text])[0]
+        parsed = parse_overrides([text])[0]
         try:
             OmegaConf.update(self.plain, key, parsed[0].value(), merge=True)
-            return checked(RunConfig(**{**deepcopy(self.parts), name: self.part(name)}), [text])
+            return check_and_seal(RunConfig(**{**deepcopy(self.parts), name: self.part(name)}), [text])
         except OmegaConfBaseException as error:
-            raise UserError(explain(error, parsed, None)) from error
+            raise UserError(explain_error(error, parsed, None)) from error
         finally:
             OmegaConf.update(self.plain, key, before, merge=True)
 
@@ -88,7 +86,7 @@ def test_senseless_numbers(overrides: list[str]) -> None:
 def result(base: Base, key: str, text: str) -> tuple[Any, str]:
     """Return (the value, ""), or (None, the line that says why there is none)."""
     try:
-        return value_of(base.run(key, text), key), ""
+        return get_value(base.run(key, text), key), ""
     except UserError as error:
         return None, str(error)
 

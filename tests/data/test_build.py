@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.config.data import TokenDataConfig
-from hpc_train.data.build import build, ensure
-from hpc_train.data.corpus import BATCH_BYTES, PIECE_BYTES, batches, find_files
-from hpc_train.data.store import TokenStore, verify
+from hpc_train.config.model import TokenDataConfig
+from hpc_train.data.build import build_store, ensure_store
+from hpc_train.data.text_files import BATCH_BYTES, PIECE_BYTES, find_source_files, iterate_batches
+from hpc_train.data.token_store import TokenStore, verify_store
 from hpc_train.data.tokenizer import load_tokenizer
 from hpc_train.errors import UserError
 
@@ -37,7 +37,7 @@ def config(corpus: Path, tmp_path: Path, **changes) -> TokenDataConfig:
 
 
 def test_a_byte_store_is_the_files_in_sorted_order_each_ended_by_a_zero(tmp_path, corpus):
-    store = build([str(corpus)], [".py", ".txt"], "byte", 256, tmp_path / "out.h5")
+    store = build_store([str(corpus)], [".py", ".txt"], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == b"a = 1\n\0b = 2\n\0see\n\0"
     assert store.documents.tolist() == [0, 7, 14]
     assert store.vocab_size == 256
@@ -45,16 +45,16 @@ def test_a_byte_store_is_the_files_in_sorted_order_each_ended_by_a_zero(tmp_path
 
 
 def test_sources_keep_their_order_and_a_file_counts_once(corpus):
-    files = find_files([str(corpus / "d.md"), str(corpus / "b.py"), str(corpus)], [".py"])
+    files = find_source_files([str(corpus / "d.md"), str(corpus / "b.py"), str(corpus)], [".py"])
     assert [file.path.name for file in files] == ["d.md", "b.py", "a.py", "empty.py"]
 
 
 def test_a_file_named_itself_is_taken_whatever_its_suffix(corpus):
-    assert [file.path.name for file in find_files([str(corpus / "image.png")], [".py"])] == ["image.png"]
+    assert [file.path.name for file in find_source_files([str(corpus / "image.png")], [".py"])] == ["image.png"]
 
 
 def test_the_standard_library_is_real_text_without_what_was_installed():
-    files = find_files(["stdlib"], [".py"])
+    files = find_source_files(["stdlib"], [".py"])
     root = Path(sysconfig.get_paths()["stdlib"])
     names = {file.path.relative_to(root).as_posix() for file in files}
     assert {"argparse.py", "json/decoder.py"} <= names
@@ -65,7 +65,10 @@ def test_the_standard_library_is_real_text_without_what_was_installed():
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_a_build_is_deterministic_over_processes(tmp_path, corpus, tokenizer):
     vocab_size = {"byte": 256, "bpe": 270}[tokenizer]
-    program = "import sys; from hpc_train.data.build import build; build(sys.argv[1:2], ['.py'], *eval(sys.argv[2]))"
+    program = (
+        "import sys; from hpc_train.data.build import build_store as build; "
+        "build(sys.argv[1:2], ['.py'], *eval(sys.argv[2]))"
+    )
     for out in ("one.h5", "two.h5"):
         arguments = repr((tokenizer, vocab_size, str(tmp_path / out)))
         subprocess.run([sys.executable, "-c", program, str(corpus), arguments], check=True)
@@ -75,7 +78,7 @@ def test_a_build_is_deterministic_over_processes(tmp_path, corpus, tokenizer):
 def test_a_bpe_store_is_read_back_by_what_it_holds_itself(tmp_path, corpus):
     text = "The quick brown fox jumps over the lazy dog. " * 50
     (corpus / "e.py").write_text(text)
-    store = build([str(corpus / "e.py")], [], "bpe", 300, tmp_path / "out.h5")
+    store = build_store([str(corpus / "e.py")], [], "bpe", 300, tmp_path / "out.h5")
     tokenizer = load_tokenizer(TokenStore.open(store.path))
     assert store.vocab_size == tokenizer.vocab_size <= 300
     assert tokenizer.decode(store.tokens[:-1]) == text
@@ -84,14 +87,14 @@ def test_a_bpe_store_is_read_back_by_what_it_holds_itself(tmp_path, corpus):
 
 def test_a_bpe_store_holds_documents_that_are_not_utf8(tmp_path, corpus):
     (corpus / "latin.py").write_bytes("# é\n".encode("latin-1"))
-    store = build([str(corpus / "latin.py")], [], "bpe", 300, tmp_path / "out.h5")
+    store = build_store([str(corpus / "latin.py")], [], "bpe", 300, tmp_path / "out.h5")
     assert load_tokenizer(store).decode(store.tokens[:-1]) == "# �\n"
 
 
 def test_a_long_file_is_cut_between_characters_and_held_in_parts(tmp_path):
     text = "日本語é🙂x" * (2 * BATCH_BYTES // 16)
     (tmp_path / "long.txt").write_text(text)
-    found = list(batches(find_files([str(tmp_path / "long.txt")], [])))
+    found = list(iterate_batches(find_source_files([str(tmp_path / "long.txt")], [])))
     pieces = [piece for batch in found for piece in batch]
     assert len(found) > 1
     assert max(len(piece.text) for piece in pieces) <= PIECE_BYTES
@@ -102,7 +105,7 @@ def test_a_long_file_is_cut_between_characters_and_held_in_parts(tmp_path):
 def test_a_long_binary_file_loses_no_byte(tmp_path):
     data = bytes([0x80]) * (PIECE_BYTES + 77)
     (tmp_path / "long.bin").write_bytes(data)
-    store = build([str(tmp_path / "long.bin")], [], "byte", 256, tmp_path / "out.h5")
+    store = build_store([str(tmp_path / "long.bin")], [], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == data + b"\0"
     assert store.documents.tolist() == [0]
 
@@ -123,14 +126,14 @@ def test_a_long_binary_file_loses_no_byte(tmp_path):
 def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, corpus, sources, suffixes, tokenizer, vocab_size, message):
     sources = [source.replace("CORPUS", str(corpus)) for source in sources]
     with pytest.raises(UserError, match=message) as error:
-        build(sources, suffixes, tokenizer, vocab_size, tmp_path / "out.h5")
+        build_store(sources, suffixes, tokenizer, vocab_size, tmp_path / "out.h5")
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 UNREADABLE = """
 import os, sys
-from hpc_train.data.build import build
+from hpc_train.data.build import build_store as build
 from hpc_train.errors import UserError
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
@@ -154,64 +157,65 @@ def test_what_cannot_be_read_is_one_line(corpus, locked, what):
 
 def test_a_file_in_the_way_is_not_overwritten(tmp_path, corpus):
     out = tmp_path / "out.h5"
-    build([str(corpus)], [".py"], "byte", 256, out)
+    build_store([str(corpus)], [".py"], "byte", 256, out)
     before = out.read_bytes()
     with pytest.raises(UserError, match="exists"):
-        build([str(corpus)], [".md"], "byte", 256, out)
+        build_store([str(corpus)], [".md"], "byte", 256, out)
     assert out.read_bytes() == before
-    assert len(build([str(corpus)], [".md"], "byte", 256, out, overwrite=True).documents) == 1
+    assert len(build_store([str(corpus)], [".md"], "byte", 256, out, overwrite=True).documents) == 1
 
 
 def test_not_even_overwrite_replaces_a_source(tmp_path, corpus):
     with pytest.raises(UserError, match="cannot be read as a token store"):
-        build([str(corpus)], [".py"], "byte", 256, corpus / "a.py", overwrite=True)
+        build_store([str(corpus)], [".py"], "byte", 256, corpus / "a.py", overwrite=True)
     assert (corpus / "a.py").read_text() == "a = 1\n"
 
 
 def test_readers_of_a_replaced_store_keep_the_old_one(tmp_path, corpus):
-    old = build([str(corpus)], [".py"], "byte", 256, tmp_path / "out.h5")
+    old = build_store([str(corpus)], [".py"], "byte", 256, tmp_path / "out.h5")
     before = old.tokens.tolist()
-    build([str(corpus)], [".md"], "byte", 256, tmp_path / "out.h5", overwrite=True)
+    build_store([str(corpus)], [".md"], "byte", 256, tmp_path / "out.h5", overwrite=True)
     assert old.tokens.tolist() == before
 
 
 def test_a_given_path_is_taken_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert ensure(TokenDataConfig(name="test", path="~/a.h5")) == tmp_path / "a.h5"
+    assert ensure_store(TokenDataConfig(name="test", path="~/a.h5")) == tmp_path / "a.h5"
 
 
 def test_the_cache_is_built_once_and_found_again(tmp_path, corpus):
-    path = ensure(config(corpus, tmp_path))
+    path = ensure_store(config(corpus, tmp_path))
     inode = path.stat().st_ino
-    assert ensure(config(corpus, tmp_path)) == path
+    assert ensure_store(config(corpus, tmp_path)) == path
     assert path.stat().st_ino == inode
     assert len(TokenStore.open(path).documents) == 4
 
 
 def test_the_cache_knows_all_that_changes_the_content(tmp_path, corpus):
-    names = [ensure(config(corpus, tmp_path))]
-    names.append(ensure(config(corpus, tmp_path, suffixes=[".md"])))
-    names.append(ensure(config(corpus, tmp_path, tokenizer="bpe", vocab_size=260)))
-    names.append(ensure(config(corpus, tmp_path, tokenizer="bpe", vocab_size=261)))
+    names = [ensure_store(config(corpus, tmp_path))]
+    names.append(ensure_store(config(corpus, tmp_path, suffixes=[".md"])))
+    names.append(ensure_store(config(corpus, tmp_path, tokenizer="bpe", vocab_size=260)))
+    names.append(ensure_store(config(corpus, tmp_path, tokenizer="bpe", vocab_size=261)))
     facts = (corpus / "a.py").stat()
     (corpus / "a.py").write_text("a = 3\n")
     os.utime(corpus / "a.py", ns=(facts.st_atime_ns, facts.st_mtime_ns + 1_000_000))
-    names.append(ensure(config(corpus, tmp_path)))
+    names.append(ensure_store(config(corpus, tmp_path)))
     (corpus / "z.py").write_text("z = 26\n")
-    names.append(ensure(config(corpus, tmp_path)))
+    names.append(ensure_store(config(corpus, tmp_path)))
     assert len(set(names)) == 6
-    assert all(verify(TokenStore.open(name)) for name in names)
+    assert all(verify_store(TokenStore.open(name)) for name in names)
 
 
 def test_the_cache_may_start_with_a_tilde(tmp_path, corpus, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert ensure(config(corpus, tmp_path, cache="~/kept")).parent == tmp_path / "kept"
+    assert ensure_store(config(corpus, tmp_path, cache="~/kept")).parent == tmp_path / "kept"
 
 
 def test_processes_that_build_at_once_agree(tmp_path, corpus):
     (corpus / "big.py").write_text("x = 1\n" * 500_000)
     program = (
-        "import sys; from hpc_train.config.data import TokenDataConfig; from hpc_train.data.build import ensure\n"
+        "import sys; from hpc_train.config.model import TokenDataConfig\n"
+        "from hpc_train.data.build import ensure_store as ensure\n"
         "sys.stdin.read()\n"
         "print(ensure(TokenDataConfig(name='test', sources=[sys.argv[1]], cache=sys.argv[2])))"
     )
@@ -224,4 +228,4 @@ def test_processes_that_build_at_once_agree(tmp_path, corpus):
     assert [process.wait() for process in processes] == [0] * 4
     assert len(paths) == 1
     assert [str(path) for path in (tmp_path / "cache").iterdir()] == list(paths)
-    assert verify(TokenStore.open(paths.pop()))
+    assert verify_store(TokenStore.open(paths.pop()))

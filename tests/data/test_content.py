@@ -20,11 +20,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_train.cli import main
-from hpc_train.config.data import TokenDataConfig
-from hpc_train.data.build import build, ensure
-from hpc_train.data.content import find_problem
-from hpc_train.data.store import TokenStore
+from hpc_train.cli.main import main
+from hpc_train.config.model import TokenDataConfig
+from hpc_train.data.build import build_store, ensure_store
+from hpc_train.data.text_files import find_text_problem
+from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 RANDOM = np.random.default_rng(0)
@@ -135,20 +135,20 @@ def test_what_is_no_text_is_refused(
 def test_text_is_taken_as_it_is(tmp_path: Path, text: str) -> None:
     """Text is accepted even if a sample cuts a character in two."""
     (tmp_path / "a.txt").write_bytes(text.encode())
-    store = build([str(tmp_path / "a.txt")], [".txt"], "byte", 256, tmp_path / "out.h5")
+    store = build_store([str(tmp_path / "a.txt")], [".txt"], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == text.encode() + b"\0"
 
 
 def test_a_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"hello")
     (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8)
-    store = build([str(tmp_path)], [".txt"], "byte", 256, tmp_path / "out.h5")
+    store = build_store([str(tmp_path)], [".txt"], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == b"hello\0"
 
 
 def test_a_few_lines_in_an_older_encoding_are_let_through(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(PROSE.encode() + "# d\u00e9j\u00e0 vu\n".encode("latin-1"))
-    assert find_problem(tmp_path / "a.py") is None
+    assert find_text_problem(tmp_path / "a.py") is None
 
 
 def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: Path) -> None:
@@ -157,7 +157,10 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
     for index in range(9):
         (corpus / f"{index}.txt").write_bytes(PROSE.encode() if index % 3 == 0 else RANDOM.bytes(999))
     config = TokenDataConfig(name="mine", sources=[str(corpus)], suffixes=[".txt"], cache=str(tmp_path / "cache"))
-    for attempt in (lambda: build([str(corpus)], [".txt"], "bpe", 300, tmp_path / "out.h5"), lambda: ensure(config)):
+    for attempt in (
+        lambda: build_store([str(corpus)], [".txt"], "bpe", 300, tmp_path / "out.h5"),
+        lambda: ensure_store(config),
+    ):
         with pytest.raises(UserError) as raised:
             attempt()
         said = str(raised.value)
@@ -171,4 +174,4 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
 def test_the_standard_library_is_taken_as_it_is(tmp_path: Path) -> None:
     """A folder of the standard library with files in other encodings, for its own tests."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "encodings"
-    TokenStore.open(build([str(folder)], [".py"], "byte", 256, tmp_path / "out.h5").path)
+    TokenStore.open(build_store([str(folder)], [".py"], "byte", 256, tmp_path / "out.h5").path)

@@ -8,7 +8,7 @@ import sys
 import h5py
 import pytest
 
-from hpc_train.data.cli import add_arguments
+from hpc_train.cli.data import add_arguments
 
 
 def run(*words: str) -> int:
@@ -70,7 +70,7 @@ def test_inspect_verifies_the_checksum(tmp_path, corpus, capsys):
 
 def test_the_arguments_import_neither_torch_nor_h5py():
     program = (
-        "import argparse, sys; from hpc_train.data.cli import add_arguments\n"
+        "import argparse, sys; from hpc_train.cli.data import add_arguments\n"
         "add_arguments(argparse.ArgumentParser())\n"
         "print(sorted({'torch', 'h5py', 'numpy', 'omegaconf'} & set(sys.modules)))"
     )
@@ -79,7 +79,7 @@ def test_the_arguments_import_neither_torch_nor_h5py():
 
 def test_building_and_inspecting_import_no_torch(tmp_path, corpus):
     program = (
-        "import argparse, sys; from hpc_train.data.cli import add_arguments\n"
+        "import argparse, sys; from hpc_train.cli.data import add_arguments\n"
         "parser = argparse.ArgumentParser(); add_arguments(parser)\n"
         "args = parser.parse_args(sys.argv[1:]); args.run(args)\n"
         "print('torch' in sys.modules)"

@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.data import ImageDataConfig, TokenDataConfig
-from hpc_train.config.model import CustomModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.data.datasets import check_model, open_dataset
-from hpc_train.data.store import TokenStore
-from hpc_train.data.unigram import unigram_entropy
-from hpc_train.data.writer import Block, Header, write_store
+from hpc_train.config.model import (
+    CustomModelConfig,
+    ImageDataConfig,
+    TokenDataConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
+from hpc_train.data.datasets import check_model_fits_data, open_dataset
+from hpc_train.data.token_store import StoreHeader, TokenBlock, TokenStore, compute_unigram_entropy, write_store
 from hpc_train.errors import UserError
 
 TOKENS = 1003
@@ -26,7 +29,7 @@ def path(tmp_path_factory) -> Path:
     """Tokens 0, 1, 2, ..., so that a token is its own position."""
     path = tmp_path_factory.mktemp("store") / "a.h5"
     tokens = np.arange(TOKENS, dtype=np.uint32)
-    write_store(path, [Block(tokens, np.zeros(1, np.int64))], Header(70_000, "bpe", "{}", "{}"))
+    write_store(path, [TokenBlock(tokens, np.zeros(1, np.int64))], StoreHeader(70_000, "bpe", "{}", "{}"))
     return path
 
 
@@ -80,7 +83,7 @@ def test_a_sequence_longer_than_the_split_is_one_line(path, split, length):
 
 
 def test_both_splits_know_the_unigram_entropy_of_the_training_part(path):
-    expected = unigram_entropy(TokenStore.open(path), 903)
+    expected = compute_unigram_entropy(TokenStore.open(path), 903)
     assert expected == pytest.approx(np.log(903))
     for split in ("train", "validation"):
         dataset = open_dataset(tokens_of(path), 8, split)
@@ -125,7 +128,7 @@ def test_an_unknown_image_set_is_one_line():
 def test_without_scikit_learn_one_line_says_how_to_get_it():
     program = (
         "import sys; sys.modules['sklearn'] = sys.modules['sklearn.datasets'] = None\n"
-        "from hpc_train.config.data import ImageDataConfig\n"
+        "from hpc_train.config.model import ImageDataConfig\n"
         "from hpc_train.data.datasets import open_dataset\n"
         "from hpc_train.errors import UserError\n"
         "try: open_dataset(ImageDataConfig(), 1, 'train')\n"
@@ -138,10 +141,10 @@ def test_without_scikit_learn_one_line_says_how_to_get_it():
 
 def test_a_model_that_fits_the_data_passes(path):
     tokens, images = open_dataset(tokens_of(path), 8, "train"), open_dataset(digits(), 1, "train")
-    check_model(TransformerConfig(name="t", vocab_size=70_000), tokens)
-    check_model(VisionTransformerConfig(name="v"), images)
-    check_model(CustomModelConfig(name="c"), tokens)
-    check_model(CustomModelConfig(name="c"), images)
+    check_model_fits_data(TransformerConfig(name="t", vocab_size=70_000), tokens)
+    check_model_fits_data(VisionTransformerConfig(name="v"), images)
+    check_model_fits_data(CustomModelConfig(name="c"), tokens)
+    check_model_fits_data(CustomModelConfig(name="c"), images)
 
 
 @pytest.mark.parametrize(
@@ -158,5 +161,5 @@ def test_a_model_that_fits_the_data_passes(path):
 def test_a_model_that_does_not_fit_is_one_line(path, model, kind, message):
     config = tokens_of(path) if kind == "tokens" else digits()
     with pytest.raises(UserError, match=message) as error:
-        check_model(model, open_dataset(config, 8, "train"))
+        check_model_fits_data(model, open_dataset(config, 8, "train"))
     assert "\n" not in str(error.value)

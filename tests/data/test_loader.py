@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_train.config.data import TokenDataConfig
+from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.datasets import Dataset, open_dataset
-from hpc_train.data.loader import Loader, share
-from hpc_train.data.order import samples
-from hpc_train.data.writer import Block, Header, write_store
+from hpc_train.data.loader import Loader, compute_share
+from hpc_train.data.sample_order import order_samples
+from hpc_train.data.token_store import StoreHeader, TokenBlock, write_store
 from hpc_train.errors import UserError
 
 LENGTH = 16
@@ -24,7 +24,7 @@ LENGTH = 16
 def dataset(tmp_path_factory) -> Dataset:
     path: Path = tmp_path_factory.mktemp("store") / "a.h5"
     tokens = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint16)
-    write_store(path, [Block(tokens, np.zeros(1, np.int64))], Header(256, "byte", "", "{}"))
+    write_store(path, [TokenBlock(tokens, np.zeros(1, np.int64))], StoreHeader(256, "byte", "", "{}"))
     return open_dataset(TokenDataConfig(name="test", path=str(path)), LENGTH, "train")
 
 
@@ -37,7 +37,7 @@ def test_batches_equal_direct_indexing_over_several_epochs(dataset):
     with Loader(dataset, seed=3, global_batch=12, micro_batch=4, dp_index=1, dp_size=2) as loader:
         for step in range(steps):
             micro = loader.batch(step * 12).micro
-            indices = samples(3, len(dataset), step * 12 + 6, 6)
+            indices = order_samples(3, len(dataset), step * 12 + 6, 6)
             inputs, targets = dataset.get(indices)
             assert [len(one.inputs) for one in micro] == [4, 2]
             assert torch.equal(torch.cat([one.inputs for one in micro]), inputs)
@@ -47,7 +47,7 @@ def test_batches_equal_direct_indexing_over_several_epochs(dataset):
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("micro_batch", [1, 5, 100])
 def test_the_shares_of_all_ranks_are_the_step_at_any_degree(dataset, dp_size, micro_batch):
-    whole = dataset.get(samples(0, len(dataset), 24, 12))[0]
+    whole = dataset.get(order_samples(0, len(dataset), 24, 12))[0]
     parts = []
     for rank in range(dp_size):
         with Loader(dataset, 0, 12, micro_batch, rank, dp_size) as loader:
@@ -75,7 +75,7 @@ def test_a_run_resumed_at_another_degree_and_batch_sees_the_samples_left(dataset
 def test_any_step_may_be_asked_for_at_any_time(dataset):
     with Loader(dataset, 0, 8, 8, 0, 1) as loader:
         for start in (0, 8, 80, 16, 16, 0, 8):
-            assert torch.equal(rows(loader, start), dataset.get(samples(0, len(dataset), start, 8))[0])
+            assert torch.equal(rows(loader, start), dataset.get(order_samples(0, len(dataset), start, 8))[0])
 
 
 def test_micro_batches_are_contiguous(dataset):
@@ -94,7 +94,7 @@ def test_a_batch_with_a_remainder_names_the_nearest_that_fit(dataset, global_bat
 
 
 def test_a_share_is_exact():
-    assert share(48, 16) == 3
+    assert compute_share(48, 16) == 3
 
 
 class Failing:
@@ -165,7 +165,7 @@ def test_the_thread_receives_no_signal_and_the_caller_all_of_them(dataset):
 
 def test_a_process_that_forgets_to_close_still_ends(dataset):
     program = (
-        "import sys; from hpc_train.config.data import TokenDataConfig\n"
+        "import sys; from hpc_train.config.model import TokenDataConfig\n"
         "from hpc_train.data.datasets import open_dataset; from hpc_train.data.loader import Loader\n"
         "data = open_dataset(TokenDataConfig(name='t', path=sys.argv[1]), 16, 'train')\n"
         "loader = Loader(data, 0, 8, 8, 0, 1); loader.batch(0); print('done')\n"

@@ -13,19 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data.store import SLICE, TokenStore, token_dtype, verify
-from hpc_train.data.unigram import unigram_entropy
-from hpc_train.data.writer import Block, Header, write_store
+from hpc_train.data.token_store import (
+    SLICE_TOKENS,
+    StoreHeader,
+    TokenBlock,
+    TokenStore,
+    compute_unigram_entropy,
+    token_dtype,
+    verify_store,
+    write_store,
+)
 from hpc_train.errors import UserError
 
 
-def header(vocab_size: int = 256) -> Header:
-    return Header(vocab_size, "byte", "", '{"sources": []}')
+def header(vocab_size: int = 256) -> StoreHeader:
+    return StoreHeader(vocab_size, "byte", "", '{"sources": []}')
 
 
-def blocks_of(tokens: np.ndarray, size: int) -> list[Block]:
+def blocks_of(tokens: np.ndarray, size: int) -> list[TokenBlock]:
     parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-    return [Block(part, np.zeros(1, np.int64)) for part in parts]
+    return [TokenBlock(part, np.zeros(1, np.int64)) for part in parts]
 
 
 def written(path: Path, tokens: np.ndarray, vocab_size: int = 256, size: int = 1000) -> TokenStore:
@@ -57,17 +64,17 @@ def test_memory_map_equals_what_was_written_and_what_h5py_reads(tmp_path, vocab_
 
 
 def test_a_store_of_several_slices_comes_back_whole(tmp_path):
-    tokens = random_tokens(SLICE + 1234)
-    store = written(tmp_path / "a.h5", tokens, size=SLICE // 3)
+    tokens = random_tokens(SLICE_TOKENS + 1234)
+    store = written(tmp_path / "a.h5", tokens, size=SLICE_TOKENS // 3)
     assert np.array_equal(store.tokens, tokens)
-    assert verify(store)
+    assert verify_store(store)
 
 
 def test_documents_say_where_each_begins_across_blocks(tmp_path):
     parts = [
-        Block(np.array([1, 2, 0, 3], np.uint16), np.array([0, 3])),
-        Block(np.array([4, 5, 0], np.uint16), np.array([], np.int64)),
-        Block(np.array([6, 0], np.uint16), np.array([0])),
+        TokenBlock(np.array([1, 2, 0, 3], np.uint16), np.array([0, 3])),
+        TokenBlock(np.array([4, 5, 0], np.uint16), np.array([], np.int64)),
+        TokenBlock(np.array([6, 0], np.uint16), np.array([0])),
     ]
     write_store(tmp_path / "a.h5", parts, header())
     assert TokenStore.open(tmp_path / "a.h5").documents.tolist() == [0, 3, 7]
@@ -83,8 +90,8 @@ def test_the_same_tokens_give_the_same_file_however_they_are_cut(tmp_path):
     tokens = random_tokens(5000)
     starts = np.zeros(1, np.int64)
     none = np.zeros(0, np.int64)
-    write_store(tmp_path / "a.h5", [Block(tokens, starts)], header())
-    write_store(tmp_path / "b.h5", [Block(tokens[:77], starts), Block(tokens[77:], none)], header())
+    write_store(tmp_path / "a.h5", [TokenBlock(tokens, starts)], header())
+    write_store(tmp_path / "b.h5", [TokenBlock(tokens[:77], starts), TokenBlock(tokens[77:], none)], header())
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
@@ -92,7 +99,7 @@ def test_a_changed_token_fails_verification(tmp_path):
     store = written(tmp_path / "a.h5", random_tokens(1000))
     with h5py.File(store.path, "r+") as file:
         file["tokens"][500] ^= 1
-    assert not verify(TokenStore.open(store.path))
+    assert not verify_store(TokenStore.open(store.path))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.0005, 0.5, 0.9999])
@@ -192,7 +199,7 @@ def test_a_writer_that_fails_leaves_the_folder_as_it_was(tmp_path):
     old = written(tmp_path / "a.h5", random_tokens(10)).path.read_bytes()
 
     def failing():
-        yield Block(random_tokens(1000), np.zeros(1, np.int64))
+        yield TokenBlock(random_tokens(1000), np.zeros(1, np.int64))
         raise RuntimeError("source went away")
 
     with pytest.raises(RuntimeError, match="went away"):
@@ -205,7 +212,7 @@ KILLED = """
 import sys
 from pathlib import Path
 import numpy as np
-from hpc_train.data.writer import Block, Header, write_store
+from hpc_train.data.token_store import TokenBlock as Block, StoreHeader as Header, write_store
 
 def blocks(then_wait):
     for _ in range(64):
@@ -239,7 +246,7 @@ def test_a_writer_killed_as_it_writes_leaves_a_whole_store_or_none(tmp_path):
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not path.exists() or verify(TokenStore.open(path))
+    assert not path.exists() or verify_store(TokenStore.open(path))
     write_store(path, blocks_of(random_tokens(10), 10), header())  # what the killed one left is in nobody's way
     assert len(TokenStore.open(path).tokens) == 10
 
@@ -251,10 +258,10 @@ def test_unigram_entropy_of_any_part_is_that_of_its_frequencies(tmp_path_factory
     part = np.array(values[: min(stop, len(values))], np.int64)
     frequency = np.unique(part, return_counts=True)[1] / max(len(part), 1)
     expected = -(frequency * np.log(frequency)).sum()
-    assert unigram_entropy(store, min(stop, len(values))) == pytest.approx(expected, abs=1e-12)
+    assert compute_unigram_entropy(store, min(stop, len(values))) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_store_knows_the_entropy_of_all_its_tokens(tmp_path):
     store = written(tmp_path / "a.h5", np.repeat(np.arange(8), 100))
     assert store.unigram_entropy == pytest.approx(np.log(8))
-    assert unigram_entropy(store) == pytest.approx(np.log(8))
+    assert compute_unigram_entropy(store) == pytest.approx(np.log(8))

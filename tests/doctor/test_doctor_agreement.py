@@ -9,27 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.api import Task
-from hpc_train.cluster.calibration import Calibration, Constants, write_calibration
+from hpc_train.cluster.calibration import Calibration, LevelConstants, write_calibration
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import resolve
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.doctor import agreement as checks
-from hpc_train.doctor.finding import Finding, Status, ok
-from hpc_train.doctor.measure import prediction
-from hpc_train.doctor.outliers import slow
-from hpc_train.doctor.report import Report, Speed, mpi_line
-from hpc_train.doctor.speeds import Reduction, outliers, reductions, speeds
+from hpc_train.doctor.agreement import RankReport, RankSpeed, describe_mpi_view
+from hpc_train.doctor.findings import Finding, Status, pass_check
+from hpc_train.doctor.speeds import (
+    AxisReduction,
+    check_outliers,
+    check_reductions,
+    check_speeds,
+    find_slow,
+    predict_seconds,
+)
+from hpc_train.interfaces import Task
 
 NODES, EACH = 3, 4
 
 
-def _reports() -> list[Report]:
+def _reports() -> list[RankReport]:
     """Of a healthy job."""
     found = []
     for rank in range(NODES * EACH):
         node, first = rank // EACH, rank % EACH == 0
         found.append(
-            Report(
+            RankReport(
                 rank,
                 f"n{node}",
                 {"Python": "3.12.1", "torch": "2.13.0", "hpc_train": "0.1.0"},
@@ -37,7 +42,7 @@ def _reports() -> list[Report]:
                 "ib0",
                 f"10.0.0.{node + 1}",
                 gpus=4,
-                findings=[ok("python", "Python 3.12.1")] if first else [],
+                findings=[pass_check("python", "Python 3.12.1")] if first else [],
                 nvlinks=[12] * 4 if first else [],
                 rates=[200.0] * 4 if first else [],
             )
@@ -45,19 +50,19 @@ def _reports() -> list[Report]:
     return found
 
 
-def _status(reports: list[Report], name: str) -> tuple[Status, str]:
-    (found,) = (it for it in checks.agreement(reports, "slurm", needs_mpi=False) if it.name == name)
+def _status(reports: list[RankReport], name: str) -> tuple[Status, str]:
+    (found,) = (it for it in checks.check_agreement(reports, "slurm", needs_mpi=False) if it.name == name)
     return found.status, found.text
 
 
 def test_a_healthy_job() -> None:
-    found = list(checks.agreement(_reports(), "slurm", needs_mpi=False))
+    found = list(checks.check_agreement(_reports(), "slurm", needs_mpi=False))
     assert {it.status for it in found} == {"ok"}
     assert found[0].text == "12 ranks on 3 nodes, started by slurm"
     assert [it.text for it in found if it.name == "python"] == ["Python 3.12.1"], "three nodes say it once"
 
 
-def _but(rank: int, **changes: object) -> list[Report]:
+def _but(rank: int, **changes: object) -> list[RankReport]:
     reports = _reports()
     reports[rank] = replace(reports[rank], **changes)  # type: ignore[arg-type]
     return reports
@@ -83,7 +88,7 @@ def _but(rank: int, **changes: object) -> list[Report]:
         (_but(3, address="", interface=""), "network", "bad", "n0"),
     ],
 )
-def test_a_rank_that_is_unlike_the_others(reports: list[Report], name: str, status: Status, word: str) -> None:
+def test_a_rank_that_is_unlike_the_others(reports: list[RankReport], name: str, status: Status, word: str) -> None:
     found, text = _status(reports, name)
     assert found == status
     assert word in text
@@ -91,8 +96,8 @@ def test_a_rank_that_is_unlike_the_others(reports: list[Report], name: str, stat
 
 def test_mpi_is_needed_by_what_uses_it() -> None:
     reports = _but(2, mpi="MPI sees process 0 of 1")
-    assert checks.mpi(reports, needed=True).status == "bad"
-    assert checks.mpi(_reports(), needed=True).status == "ok"
+    assert checks.check_mpi_view(reports, needed=True).status == "bad"
+    assert checks.check_mpi_view(_reports(), needed=True).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_mpi_is_needed_by_what_uses_it() -> None:
     ],
 )
 def test_the_order_of_ranks(hosts: list[str], status: Status, word: str) -> None:
-    found = checks.contiguous(hosts)
+    found = checks.check_contiguous(hosts)
     assert found.status == status
     assert word in found.text
 
@@ -114,31 +119,31 @@ TASK = Task(1, 4, 1, 0, 1, "slurm", "n0")
 
 
 def test_srun_without_mpi_leaves_every_rank_alone() -> None:
-    line = mpi_line(TASK, {"SLURM_STEP_ID": "0"})
+    line = describe_mpi_view(TASK, {"SLURM_STEP_ID": "0"})
     assert line is not None
     assert "0 of 1" in line
-    assert mpi_line(TASK, {}) is None, "torchrun has nothing to do with MPI"
-    assert mpi_line(replace(TASK, processes=1), {"SLURM_STEP_ID": "0"}) is None
+    assert describe_mpi_view(TASK, {}) is None, "torchrun has nothing to do with MPI"
+    assert describe_mpi_view(replace(TASK, processes=1), {"SLURM_STEP_ID": "0"}) is None
 
 
 # speed
 
 
 def test_slow_ranks() -> None:
-    assert slow([1.0, 1.01, 0.99, 1.0, 1.02, 1.5, 1.0, 0.98]) == [5]
-    assert slow([1.0, 1.01, 0.99, 1.0, 1.02, 0.5, 1.0, 0.98]) == [], "a fast one is no harm"
-    assert slow([1.0, 1.0, 1.0, 1.05]) == [], "5 % is none, however steady the others are"
-    assert slow([1.0, 1.0, 1.0, 1.2]) == [3]
-    assert slow([1.0, 1.4, 0.7, 1.2, 0.8, 1.5]) == [], "all differ"
-    assert slow([1.0, 9.0]) == [], "of two, nobody can say which is odd"
+    assert find_slow([1.0, 1.01, 0.99, 1.0, 1.02, 1.5, 1.0, 0.98]) == [5]
+    assert find_slow([1.0, 1.01, 0.99, 1.0, 1.02, 0.5, 1.0, 0.98]) == [], "a fast one is no harm"
+    assert find_slow([1.0, 1.0, 1.0, 1.05]) == [], "5 % is none, however steady the others are"
+    assert find_slow([1.0, 1.0, 1.0, 1.2]) == [3]
+    assert find_slow([1.0, 1.4, 0.7, 1.2, 0.8, 1.5]) == [], "all differ"
+    assert find_slow([1.0, 9.0]) == [], "of two, nobody can say which is odd"
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=3, max_size=60))
 def test_outliers_do_not_depend_on_the_unit_and_are_fewer_than_half(seconds: list[float]) -> None:
-    found = slow(seconds)
+    found = find_slow(seconds)
     assert len(found) < len(seconds) / 2
     assert all(seconds[index] > sorted(seconds)[len(seconds) // 2 - 1] for index in found)
-    assert slow([value * 1024.0 for value in seconds]) == found
+    assert find_slow([value * 1024.0 for value in seconds]) == found
 
 
 NAMES = [f"rank {rank}" for rank in range(4)]
@@ -154,25 +159,25 @@ NAMES = [f"rank {rank}" for rank in range(4)]
     ],
 )
 def test_a_slow_gpu_is_broken_and_a_slow_cpu_may_be_busy(seconds: list[float], firm: bool, status: Status) -> None:
-    found = outliers("matrix product", NAMES, seconds, firm)
+    found = check_outliers("matrix product", NAMES, seconds, firm)
     assert found.status == status
     assert ("rank 3" in found.text) == (status != "ok")
 
 
 def test_speeds_of_all_ranks() -> None:
     reports = _reports()
-    even = [Speed(0.01, 0.001, "cuda")] * len(reports)
-    assert [it.status for it in speeds(reports, even)] == ["ok", "ok"]
-    odd = [*even[:-1], Speed(0.01, 0.002, "cuda")]
-    product, copy = speeds(reports, odd)
+    even = [RankSpeed(0.01, 0.001, "cuda")] * len(reports)
+    assert [it.status for it in check_speeds(reports, even)] == ["ok", "ok"]
+    odd = [*even[:-1], RankSpeed(0.01, 0.002, "cuda")]
+    product, copy = check_speeds(reports, odd)
     assert (product.status, copy.status) == ("ok", "bad")
     assert "rank 11 on n2 2.00 x" in copy.text
-    (mixed,) = speeds(reports, [*even[:-1], Speed(0.01, 0.001, "cpu")])
+    (mixed,) = check_speeds(reports, [*even[:-1], RankSpeed(0.01, 0.001, "cpu")])
     assert mixed.status == "bad"
 
 
 def _reduction(seconds: float, predicted: float | None, failed: str = "") -> Finding:
-    (found,) = reductions([Reduction("tp", 4, 1 << 22, seconds, 1e9, predicted, failed)])
+    (found,) = check_reductions([AxisReduction("tp", 4, 1 << 22, seconds, 1e9, predicted, failed)])
     return found
 
 
@@ -188,14 +193,14 @@ def test_reductions_beside_their_prediction() -> None:
 
 def test_a_prediction_needs_a_calibration(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
-    levels = (Constants("inside", 1e-5, 4e9), Constants("node", 1e-4, 1e8))
+    levels = (LevelConstants("inside", 1e-5, 4e9), LevelConstants("node", 1e-4, 1e8))
     write_calibration(file, Calibration("mine", "gloo", "2026-01-01T00:00:00Z", levels))
     hosts = ["a", "a", "b", "b"]
     plain, known = compose(()), compose((f"cluster.calibration={file}",))
-    degrees = resolve(plain.parallel, 4)
-    told = prediction(known, degrees, hosts, "dp_replicate", 1 << 22, "cpu")
+    degrees = resolve_degrees(plain.parallel, 4)
+    told = predict_seconds(known, degrees, hosts, "dp_replicate", 1 << 22, "cpu")
     assert told is not None
     assert told > 1.5 * (1 << 22) / 1e8, "2 (n - 1) / n of the buffer over the link between nodes"
-    assert prediction(plain, degrees, hosts, "dp_replicate", 1 << 22, "cpu") is None
-    assert prediction(known, degrees, ["a", "b", "a", "b"], "dp_replicate", 1 << 22, "cpu") is None
-    assert prediction(known, degrees, ["a", "a", "a", "b"], "dp_replicate", 1 << 22, "cpu") is None
+    assert predict_seconds(plain, degrees, hosts, "dp_replicate", 1 << 22, "cpu") is None
+    assert predict_seconds(known, degrees, ["a", "b", "a", "b"], "dp_replicate", 1 << 22, "cpu") is None
+    assert predict_seconds(known, degrees, ["a", "a", "a", "b"], "dp_replicate", 1 << 22, "cpu") is None

@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.filesystems import FileSystem
+from hpc_train.cluster.filesystems import MountedFileSystem
 from hpc_train.cluster.spec import Gpu, Nic
-from hpc_train.doctor import gpus, limits, software, surroundings, tools
-from hpc_train.doctor.finding import Finding, Status, as_json, bad, exit_code, lines, merged, ok, warn
-from hpc_train.doctor.gpus import Clock
+from hpc_train.doctor import machine, software
+from hpc_train.doctor.findings import (
+    Finding,
+    Status,
+    fail_check,
+    findings_exit_code,
+    findings_json,
+    format_findings,
+    merge_findings,
+    pass_check,
+    warn_check,
+)
+from hpc_train.doctor.machine import GpuClock
 
 
 def _is(found: Finding, status: Status, *words: str) -> None:
@@ -29,34 +39,38 @@ def _is(found: Finding, status: Status, *words: str) -> None:
 
 
 def test_only_what_is_broken_makes_the_command_fail() -> None:
-    assert exit_code([]) == exit_code([ok("a", "x"), warn("b", "y", "z")]) == 0
-    assert exit_code([ok("a", "x"), bad("b", "y", "z")]) == 1
+    assert findings_exit_code([]) == findings_exit_code([pass_check("a", "x"), warn_check("b", "y", "z")]) == 0
+    assert findings_exit_code([pass_check("a", "x"), fail_check("b", "y", "z")]) == 1
 
 
 def test_findings_as_text_and_json() -> None:
-    found = [ok("torch", "there"), bad("nvlinks", "uneven", "drain it")]
-    text = lines(found)
+    found = [pass_check("torch", "there"), fail_check("nvlinks", "uneven", "drain it")]
+    text = format_findings(found)
     assert text[0].startswith("ok ")
     assert text[1].startswith("BAD ")
     assert text[2].strip() == "drain it"
     assert text[3] == "1 broken, 0 to look at, 1 in order"
-    told = as_json(found)
+    told = findings_json(found)
     assert told["ok"] is False
     assert told["counts"] == {"ok": 1, "warn": 0, "bad": 1}
     assert told["findings"][1]["advice"] == "drain it"
 
 
 def test_hosts_that_find_the_same_say_it_once() -> None:
-    low = warn("memlock", "8 MiB", "raise it")
-    found = merged(
-        [("n1", [ok("room", "5 GiB"), ok("memlock", "unlimited")]), ("n2", [ok("room", "7 GiB"), low]), ("n3", [low])]
+    low = warn_check("memlock", "8 MiB", "raise it")
+    found = merge_findings(
+        [
+            ("n1", [pass_check("room", "5 GiB"), pass_check("memlock", "unlimited")]),
+            ("n2", [pass_check("room", "7 GiB"), low]),
+            ("n3", [low]),
+        ]
     )
     assert [(it.name, it.status, it.where) for it in found] == [
         ("room", "ok", "n1, n2"),
         ("memlock", "ok", "n1"),
         ("memlock", "warn", "n2, n3"),
     ]
-    everywhere = merged([("n1", [low]), ("n2", [low])])
+    everywhere = merge_findings([("n1", [low]), ("n2", [low])])
     assert [it.where for it in everywhere] == [""]
 
 
@@ -64,8 +78,8 @@ def test_hosts_that_find_the_same_say_it_once() -> None:
 
 
 def test_python() -> None:
-    _is(software.python((3, 11, 0)), "ok", "3.11.0")
-    _is(software.python((3, 10, 9)), "bad", "3.11")
+    _is(software.check_python((3, 11, 0)), "ok", "3.11.0")
+    _is(software.check_python((3, 10, 9)), "bad", "3.11")
 
 
 @pytest.mark.parametrize(
@@ -79,44 +93,44 @@ def test_python() -> None:
     ],
 )
 def test_torch(version: str, cuda: str | None, hip: str | None, status: Status, word: str) -> None:
-    _is(software.torch_build(version, cuda, hip), status, word)
+    _is(software.check_torch(version, cuda, hip), status, word)
 
 
 def test_mpi() -> None:
-    _is(software.mpi(False, tools.run), "ok", "not installed")
-    _is(software.mpi(True, lambda _: (0, "4.1.0 over Open MPI v5.0.1")), "ok", "Open MPI v5.0.1")
-    _is(software.mpi(True, lambda _: (1, "libmpi.so.40: cannot open")), "bad", "libmpi.so.40", "load the module")
-    _is(software.mpi(True, tools.run), "ok", "mpi4py", "over")
+    _is(software.check_mpi(False, software.run_command), "ok", "not installed")
+    _is(software.check_mpi(True, lambda _: (0, "4.1.0 over Open MPI v5.0.1")), "ok", "Open MPI v5.0.1")
+    _is(software.check_mpi(True, lambda _: (1, "libmpi.so.40: cannot open")), "bad", "libmpi.so.40", "load the module")
+    _is(software.check_mpi(True, software.run_command), "ok", "mpi4py", "over")
 
 
 def test_hdf5() -> None:
-    _is(software.hdf5(import_module), "ok", "HDF5")
+    _is(software.check_hdf5(import_module), "ok", "HDF5")
 
     def missing(name: str) -> ModuleType:
         raise ImportError("libhdf5.so: undefined symbol")
 
-    _is(software.hdf5(missing), "bad", "undefined symbol")
+    _is(software.check_hdf5(missing), "bad", "undefined symbol")
 
 
 # limits
 
 
 def test_shared_memory() -> None:
-    _is(limits.shared_memory(64.0), "ok", "64.0 GiB")
-    _is(limits.shared_memory(0.06), "warn", "--shm-size")
-    _is(limits.shared_memory(None), "bad", "is not there")
+    _is(machine.check_shared_memory(64.0), "ok", "64.0 GiB")
+    _is(machine.check_shared_memory(0.06), "warn", "--shm-size")
+    _is(machine.check_shared_memory(None), "bad", "is not there")
 
 
 def test_locked_memory_matters_to_rdma_only() -> None:
-    _is(limits.memlock(resource.RLIM_INFINITY, rdma=True), "ok", "unlimited")
-    _is(limits.memlock(8 << 20, rdma=False), "ok", "8 MiB")
-    _is(limits.memlock(8 << 20, rdma=True), "bad", "8 MiB", "PropagateResourceLimitsExcept")
+    _is(machine.check_memlock(resource.RLIM_INFINITY, rdma=True), "ok", "unlimited")
+    _is(machine.check_memlock(8 << 20, rdma=False), "ok", "8 MiB")
+    _is(machine.check_memlock(8 << 20, rdma=True), "bad", "8 MiB", "PropagateResourceLimitsExcept")
 
 
 def test_open_files() -> None:
-    _is(limits.open_files(65536, 65536), "ok", "65536")
-    _is(limits.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", "any number")
-    _is(limits.open_files(1024, 4096), "warn", "ulimit -n")
+    _is(machine.check_open_files(65536, 65536), "ok", "65536")
+    _is(machine.check_open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", "any number")
+    _is(machine.check_open_files(1024, 4096), "warn", "ulimit -n")
 
 
 @pytest.mark.parametrize(
@@ -130,58 +144,65 @@ def test_open_files() -> None:
     ],
 )
 def test_the_folder_of_runs(kind: str, several: bool, status: Status) -> None:
-    found = limits.run_folder(Path("/scratch/me/runs"), FileSystem(kind, "/scratch", "server:/scratch"), several)
+    found = machine.check_run_folder(
+        Path("/scratch/me/runs"), MountedFileSystem(kind, "/scratch", "server:/scratch"), several
+    )
     _is(found, status, kind, "/scratch/me/runs")
-    _is(limits.run_folder(Path("/x"), None, several), "warn", "no file system")
+    _is(machine.check_run_folder(Path("/x"), None, several), "warn", "no file system")
 
 
 def test_room_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _is(limits.room(tmp_path / "not" / "there" / "yet"), "ok", "GiB free")
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: (100 << 30, 99 << 30, 1 << 30))
-    _is(limits.room(tmp_path), "warn", "1.0 of 100.0 GiB")
-    monkeypatch.setattr(limits.os, "access", lambda *_: False)
-    _is(limits.room(tmp_path), "bad", "cannot be written")
+    _is(machine.check_free_space(tmp_path / "not" / "there" / "yet"), "ok", "GiB free")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: (100 << 30, 99 << 30, 1 << 30))
+    _is(machine.check_free_space(tmp_path), "warn", "1.0 of 100.0 GiB")
+    monkeypatch.setattr(machine.os, "access", lambda *_: False)
+    _is(machine.check_free_space(tmp_path), "bad", "cannot be written")
 
 
 # tools
 
 
 def test_slurm_client() -> None:
-    everything = {name: f"/usr/bin/{name}" for name in tools.SLURM}
-    _is(tools.slurm_client(everything.get), "ok", "sbatch")
-    _is(tools.slurm_client({}.get), "ok", "no Slurm")
+    everything = {name: f"/usr/bin/{name}" for name in software.SLURM_PROGRAMS}
+    _is(software.check_slurm_client(everything.get), "ok", "sbatch")
+    _is(software.check_slurm_client({}.get), "ok", "no Slurm")
     del everything["sacct"]
-    _is(tools.slurm_client(everything.get), "warn", "no sacct")
+    _is(software.check_slurm_client(everything.get), "warn", "no sacct")
 
 
 def test_controller() -> None:
-    _is(tools.controller(lambda _: (0, "Slurmctld(primary) at ctl is UP")), "ok", "is UP")
-    _is(tools.controller(lambda _: (0, "Slurmctld(primary) at ctl is DOWN")), "warn", "is DOWN")
-    _is(tools.controller(lambda _: (124, "no answer within 20 s")), "warn", "no answer")
+    _is(software.check_controller(lambda _: (0, "Slurmctld(primary) at ctl is UP")), "ok", "is UP")
+    _is(software.check_controller(lambda _: (0, "Slurmctld(primary) at ctl is DOWN")), "warn", "is DOWN")
+    _is(software.check_controller(lambda _: (124, "no answer within 20 s")), "warn", "no answer")
 
 
 def test_a_command_that_hangs_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tools.run(["/no/such/command"])[0] == 127
-    assert tools.run([sys.executable, "-c", "print('a\\nb')"]) == (0, "a b")
-    monkeypatch.setattr(tools, "_SECONDS", 0.2)
-    assert tools.run(["sleep", "100"])[0] == 124
+    assert software.run_command(["/no/such/command"])[0] == 127
+    assert software.run_command([sys.executable, "-c", "print('a\\nb')"]) == (0, "a b")
+    monkeypatch.setattr(software, "_TIMEOUT_SECONDS", 0.2)
+    assert software.run_command(["sleep", "100"])[0] == 124
 
 
 def test_lustre_and_modules() -> None:
-    _is(tools.lustre({"lfs": "/usr/bin/lfs"}.get), "ok", "is here")
-    _is(tools.lustre({}.get), "ok", "no lfs")
-    _is(tools.modules({"LMOD_VERSION": "8.7", "LOADEDMODULES": "gcc/13:cuda/12.8"}), "ok", "Lmod", "gcc/13, cuda/12.8")
-    _is(tools.modules({"MODULESHOME": "/usr/share/modules"}), "ok", "none")
-    _is(tools.modules({}), "ok", "no environment modules")
+    _is(software.check_lustre({"lfs": "/usr/bin/lfs"}.get), "ok", "is here")
+    _is(software.check_lustre({}.get), "ok", "no lfs")
+    _is(
+        software.check_modules({"LMOD_VERSION": "8.7", "LOADEDMODULES": "gcc/13:cuda/12.8"}),
+        "ok",
+        "Lmod",
+        "gcc/13, cuda/12.8",
+    )
+    _is(software.check_modules({"MODULESHOME": "/usr/share/modules"}), "ok", "none")
+    _is(software.check_modules({}), "ok", "no environment modules")
 
 
 # surroundings
 
 
 def test_interface() -> None:
-    _is(surroundings.interface("localhost", 1, None), "ok", "127.0.0.1")
-    _is(surroundings.interface("localhost", 2, None), "bad", "cluster.fabric.interface")
-    _is(surroundings.interface("localhost", 2, "nosuch0"), "bad", "nosuch0")
+    _is(software.check_interface("localhost", 1, None), "ok", "127.0.0.1")
+    _is(software.check_interface("localhost", 2, None), "bad", "cluster.fabric.interface")
+    _is(software.check_interface("localhost", 2, "nosuch0"), "bad", "nosuch0")
 
 
 HAVE = {"lo": "127.0.0.1", "ib0": "10.0.0.1", "eth0": "192.168.0.1"}
@@ -200,13 +221,13 @@ HAVE = {"lo": "127.0.0.1", "ib0": "10.0.0.1", "eth0": "192.168.0.1"}
     ],
 )
 def test_an_interface_that_the_user_chose_must_be_there(name: str, value: str, fine: bool) -> None:
-    found = list(surroundings.chosen_interface({name: value}, HAVE))
+    found = list(software.check_chosen_interface({name: value}, HAVE))
     assert [it.status for it in found] == ([] if fine else ["bad"])
 
 
 def test_variables_that_do_harm() -> None:
-    _is(next(surroundings.harmful({}, 8)), "ok", "no variable")
-    found = list(surroundings.harmful({"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"}, 8))
+    _is(next(software.check_harmful_variables({}, 8)), "ok", "no variable")
+    found = list(software.check_harmful_variables({"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"}, 8))
     assert [(it.status, it.text) for it in found] == [
         ("warn", "NCCL_ALGO=Ring is set"),
         ("warn", "NCCL_P2P_DISABLE=1 is set"),
@@ -214,9 +235,9 @@ def test_variables_that_do_harm() -> None:
 
 
 def test_threads() -> None:
-    assert list(surroundings.threads({"OMP_NUM_THREADS": "4"}, 8)) == []
-    assert [it.status for it in surroundings.threads({}, 8)] == ["ok"]
-    assert [it.status for it in surroundings.threads({"OMP_NUM_THREADS": "many"}, 8)] == ["bad"]
+    assert list(software.check_threads({"OMP_NUM_THREADS": "4"}, 8)) == []
+    assert [it.status for it in software.check_threads({}, 8)] == ["ok"]
+    assert [it.status for it in software.check_threads({"OMP_NUM_THREADS": "many"}, 8)] == ["bad"]
 
 
 # GPUs and NICs
@@ -228,21 +249,21 @@ def _gpus(links: list[int | None], name: str = "H100") -> list[Gpu]:
 
 def test_gpus_that_torch_sees() -> None:
     listed = _gpus([18] * 8)
-    _is(gpus.seen_by_torch(listed, 8, True), "ok", "8 x H100")
-    _is(gpus.seen_by_torch([], 0, False), "ok", "none")
-    _is(gpus.seen_by_torch(listed, 1, True), "ok", "may use 1")
-    _is(gpus.seen_by_torch(listed, 0, True), "bad", "torch sees none")
-    _is(gpus.seen_by_torch(listed, 0, False), "bad", "CPUs only")
-    _is(gpus.seen_by_torch(listed, 9, True), "warn", "9")
+    _is(machine.check_gpus_in_torch(listed, 8, True), "ok", "8 x H100")
+    _is(machine.check_gpus_in_torch([], 0, False), "ok", "none")
+    _is(machine.check_gpus_in_torch(listed, 1, True), "ok", "may use 1")
+    _is(machine.check_gpus_in_torch(listed, 0, True), "bad", "torch sees none")
+    _is(machine.check_gpus_in_torch(listed, 0, False), "bad", "CPUs only")
+    _is(machine.check_gpus_in_torch(listed, 9, True), "warn", "9")
 
 
 def test_nvlinks() -> None:
-    (even,) = gpus.nvlinks(_gpus([18] * 8))
+    (even,) = machine.check_nvlinks(_gpus([18] * 8))
     _is(even, "ok", "18 up")
-    assert list(gpus.nvlinks(_gpus([None] * 4))) == []
-    (uneven,) = gpus.nvlinks(_gpus([18, 18, 17, 18, 18, 18, None, 18]))
+    assert list(machine.check_nvlinks(_gpus([None] * 4))) == []
+    (uneven,) = machine.check_nvlinks(_gpus([18, 18, 17, 18, 18, 18, None, 18]))
     _is(uneven, "bad", "18 up on most", "GPU2 has 17", "GPU6 has 0")
-    (mixed,) = gpus.nvlinks([*_gpus([12] * 4, "A100"), *_gpus([None], "T1000")])
+    (mixed,) = machine.check_nvlinks([*_gpus([12] * 4, "A100"), *_gpus([None], "T1000")])
     _is(mixed, "ok", "12 up")
 
 
@@ -254,27 +275,27 @@ def _nics(*states: tuple[bool, float | None], layer: str = "infiniband") -> list
 
 
 def test_ports() -> None:
-    (good,) = gpus.ports(_nics((True, 400.0), (True, 400.0)))
+    (good,) = machine.check_ports(_nics((True, 400.0), (True, 400.0)))
     _is(good, "ok", "mlx5_0, mlx5_1 up at 400 Gbit/s")
-    (down,) = gpus.ports(_nics((True, 400.0), (False, None)))
+    (down,) = machine.check_ports(_nics((True, 400.0), (False, None)))
     _is(down, "warn", "down: mlx5_1")
-    (none,) = gpus.ports(_nics((False, None)))
+    (none,) = machine.check_ports(_nics((False, None)))
     _is(none, "bad", "no port is up")
-    (slow,) = gpus.ports(_nics((True, 400.0), (True, 200.0), (True, 400.0)))
+    (slow,) = machine.check_ports(_nics((True, 400.0), (True, 200.0), (True, 400.0)))
     _is(slow, "warn", "mlx5_1 200 Gbit/s")
-    assert list(gpus.ports([])) == []
+    assert list(machine.check_ports([])) == []
 
 
 def test_ethernet_beside_a_fabric_may_be_unplugged() -> None:
-    (found,) = gpus.ports([*_nics((True, 400.0)), *_nics((False, None), layer="ethernet")])
+    (found,) = machine.check_ports([*_nics((True, 400.0)), *_nics((False, None), layer="ethernet")])
     _is(found, "ok", "mlx5_0 up")
 
 
 def test_clocks() -> None:
-    assert list(gpus.clocks([])) == []
-    (fine,) = gpus.clocks([Clock(0, 1980, 1980, 0x4), Clock(1, 1700, 1980, 0x0)])
+    assert list(machine.check_clocks([])) == []
+    (fine,) = machine.check_clocks([GpuClock(0, 1980, 1980, 0x4), GpuClock(1, 1700, 1980, 0x0)])
     _is(fine, "ok", "2 GPUs")
-    (hot,) = gpus.clocks([Clock(0, 1980, 1980, 0), Clock(1, 345, 1980, 0x48)])
+    (hot,) = machine.check_clocks([GpuClock(0, 1980, 1980, 0), GpuClock(1, 345, 1980, 0x48)])
     _is(hot, "bad", "GPU1 hardware slowdown, 345 of 1980 MHz", "GPU1 too hot")
 
 
@@ -315,13 +336,18 @@ class _Nvml:
 
 
 def test_clocks_are_read_where_nvml_tells() -> None:
-    assert gpus.read_clocks(_Nvml()) == [Clock(0, 1410, 1980, 0x4)]
-    assert gpus.read_clocks(_Nvml(driver=False)) == []
-    assert gpus.read_clocks(None) == []
+    assert machine.read_clocks(_Nvml()) == [GpuClock(0, 1410, 1980, 0x4)]
+    assert machine.read_clocks(_Nvml(driver=False)) == []
+    assert machine.read_clocks(None) == []
 
 
 def test_what_this_machine_says_of_itself() -> None:
-    found = [*software.software(), *gpus.gpus(), *tools.tools({}), *limits.limits(Path.cwd(), False)]
+    found = [
+        *software.check_software(),
+        *machine.check_gpus(),
+        *software.check_tools({}),
+        *machine.check_limits(Path.cwd(), False),
+    ]
     assert {"python", "torch", "hdf5", "gpus", "slurm", "/dev/shm", "memlock", "nofile", "run_dir"} <= {
         it.name for it in found
     }

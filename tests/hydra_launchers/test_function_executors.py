@@ -12,9 +12,9 @@ import submitit
 from submitit.core.utils import DelayedSubmission
 
 from hpc_train.errors import UserError
-from hpc_train.launch.functions.files import load
-from hpc_train.launch.functions.slurm import FunctionExecutor
-from hpc_train.launch.functions.stopping import SIGNAL_SECONDS, Stopper
+from hpc_train.launch.callables.calls import load_pickle
+from hpc_train.launch.callables.slurm_executor import SlurmCallExecutor
+from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, StopSignalHandler
 
 Stub = Callable[[str, str], Path]
 
@@ -43,17 +43,17 @@ def double(x: int) -> int:
 
 def test_arrays_are_cut_and_keep_all_that_a_single_job_has(stub: Stub, tmp_path: Path) -> None:
     said = stub("sbatch", f'echo "Submitted batch job $(($(wc -l <{tmp_path}/stubs/sbatch.said) + 40))"')
-    executor = FunctionExecutor(tmp_path / "calls", max_attempts=7)
+    executor = SlurmCallExecutor(tmp_path / "calls", max_attempts=7)
     executor.update_parameters(partition="batch", array_parallelism=1)
     jobs = executor.map_array(double, [1, 2, 3])
     assert [job.job_id for job in jobs] == ["41_0", "42_0", "42_1"]
     assert len(said.read_text().splitlines()) == 2
     for script in (tmp_path / "calls").glob("*_submission.sh"):
         text = script.read_text()
-        assert "hpc_train.launch.functions.worker" in text, "our own worker"
+        assert "hpc_train.launch.callables.worker" in text, "our own worker"
         assert "-lt 7 ]" in text, "our own settings"
         assert "--partition=batch" in text
-    assert load(jobs[2].paths.submitted_pickle).args == (3,)
+    assert load_pickle(jobs[2].paths.submitted_pickle).args == (3,)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "calls").iterdir()} == {0o600}
 
 
@@ -64,7 +64,7 @@ def test_when_a_part_is_refused_nothing_is_left_of_the_others(stub: Stub, tmp_pa
         f"[ $(wc -l <{tmp_path}/stubs/sbatch.said) -lt 2 ] && echo Submitted batch job 41 && exit\n"
         'echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1',
     )
-    executor = FunctionExecutor(tmp_path / "calls")
+    executor = SlurmCallExecutor(tmp_path / "calls")
     with pytest.raises(UserError, match="sbatch refused the job: QOSMaxSubmitJobPerUserLimit") as refused:
         executor.map_array(double, [1, 2, 3, 4])
     assert str(refused.value).isprintable()
@@ -75,7 +75,7 @@ def test_when_a_part_is_refused_nothing_is_left_of_the_others(stub: Stub, tmp_pa
 @pytest.mark.parametrize("field", ["comment", "setup", "additional_parameters", "srun_args"])
 def test_a_newline_in_a_value_is_refused_and_not_run(field: str, tmp_path: Path, stub: Stub) -> None:
     value = "x\ntouch executed"
-    executor = FunctionExecutor(tmp_path / "calls")
+    executor = SlurmCallExecutor(tmp_path / "calls")
     executor.parameters[field] = {"wckey": value} if field == "additional_parameters" else [value]
     with pytest.raises(UserError, match="control character"):
         executor.submit(double, 1)
@@ -86,8 +86,8 @@ def test_a_short_job_that_is_preempted_is_not_taken_for_one_out_of_time(
     left: str, out_of_time: bool, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub("squeue", f"echo '{left}'")
-    for name, value in {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", SIGNAL_SECONDS: "30"}.items():
+    for name, value in {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "12", SIGNAL_SECONDS_VARIABLE: "30"}.items():
         monkeypatch.setenv(name, value)
     delayed = DelayedSubmission(double, 1)
     delayed.set_timeout(5, 3)  # minutes: submitit takes everything up to ten for a time-out
-    assert Stopper(submitit.JobEnvironment(), delayed)._is_out_of_time() is out_of_time
+    assert StopSignalHandler(submitit.JobEnvironment(), delayed)._is_out_of_time() is out_of_time

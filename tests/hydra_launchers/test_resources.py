@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_train.config.compose import compose, to_container
+from hpc_train.config.compose import compose, config_to_dict
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.errors import UserError
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf, HpcSlurmConf
@@ -29,7 +29,7 @@ ELSEWHERE = {"snapshot", "modules", "container", "points"}
 
 def ours(*overrides: str) -> DictConfig:
     """A point that is a configuration of hpc_train."""
-    return OmegaConf.create(to_container(compose(["cluster=dgx_h100", "launch=slurm", *overrides])))
+    return OmegaConf.create(config_to_dict(compose(["cluster=dgx_h100", "launch=slurm", *overrides])))
 
 
 def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> Shape:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_train.training.records import read_metrics
+from hpc_train.training.run_records import read_metrics
 
 APPLICATION = """
 import hydra
-from hpc_train.launch.functions.training import register, train
+from hpc_train.launch.callables.training_function import register, train
 
 register()
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from jobs import LONG, Workshop
 
-from hpc_train.data.build import build
+from hpc_train.data.build import build_store
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some 60 kB of real text as a token store."""
     out = tmp_path_factory.mktemp("text") / "text.h5"
-    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, out)
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, out)
     return out
 
 

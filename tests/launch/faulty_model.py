@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.checkpoint import saving
+from hpc_train.checkpoint.save import save_step
 from hpc_train.errors import UserError
 from hpc_train.models.registry import register
 
@@ -76,7 +76,7 @@ class Faulty(nn.Module):
         return logits
 
 
-_write_shard = saving.write_shard
+_write_shard = save_step.write_shard
 
 
 def _write_shard_with_faults(*arguments: Any) -> Any:
@@ -84,4 +84,4 @@ def _write_shard_with_faults(*arguments: Any) -> Any:
     return _write_shard(*arguments)
 
 
-saving.write_shard = _write_shard_with_faults
+save_step.write_shard = _write_shard_with_faults

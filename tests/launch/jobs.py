@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.checkpoint import load
-from hpc_train.checkpoint.catalogue import readable
-from hpc_train.checkpoint.offline.source import blank
-from hpc_train.training.records import read_metrics
+from hpc_train.checkpoint import load_step
+from hpc_train.checkpoint.convert.rewrite import make_blank_piece
+from hpc_train.checkpoint.storage.step_directory import try_read_manifest
+from hpc_train.training.run_records import read_metrics
 
 HERE = Path(__file__).parent
 PYTHON_PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
@@ -55,7 +55,7 @@ class Process:
 
     @property
     def is_controller(self) -> bool:
-        return "hpc_train.launch.controller" in self.command
+        return "hpc_train.launch.local.controller" in self.command
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -155,7 +155,11 @@ def processes(folder: Path) -> list[Process]:
                 environment = dict(
                     item.split("=", 1) for item in (entry / "environ").read_text().split("\0") if "=" in item
                 )
-                index = environment.get("SUBMITIT_LOCAL_GLOBALID") if "hpc_train.launch.task" in command else None
+                index = (
+                    environment.get("SUBMITIT_LOCAL_GLOBALID")
+                    if "hpc_train.launch.rank_entrypoint" in command
+                    else None
+                )
                 # Between fork and exec a task still has the command line of the controller.
                 found.append(Process(int(entry.name), command, int(index) if index else None))
     return found
@@ -177,10 +181,10 @@ def saved_steps(run_dir: Path) -> list[int]:
 def parameters(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
     """All tensors of the last checkpoint, whole."""
     directory, step = run_dir / "checkpoints", saved_steps(run_dir)[-1]
-    manifest = readable(directory / f"step-{step}", step)
+    manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
-    pieces = [blank(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
-    load(directory, step, pieces, None)
+    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    load_step(directory, step, pieces, None)
     return {piece.name: piece.local.numpy() for piece in pieces}
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.compose_many import Composer
-from hpc_train.launch.request import nodes_of
-from hpc_train.launch.sweep.freezing import Freezer, Frozen, freeze_all
-from hpc_train.launch.sweep.frozen import SweepFolder
-from hpc_train.launch.sweep.grammar import read_grid
-from hpc_train.launch.sweep.submit import make_folder
-from hpc_train.launch.whole import submission
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.launch.slurm.request import node_count
+from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.sweep.points import FrozenSweep, PointFreezer, freeze_points, read_grid
+from hpc_train.launch.sweep.submit_sweep import write_sweep_directory
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory
 
 WORDS = (
     "cluster=slurm",
@@ -22,16 +21,16 @@ WORDS = (
 )
 
 
-def freeze(path: Path, *words: str) -> tuple[SweepFolder, Frozen]:
+def freeze(path: Path, *words: str) -> tuple[SweepDirectory, FrozenSweep]:
     """The points of these words, with nothing on the disk yet."""
-    folder, grid = SweepFolder(path), read_grid([*WORDS, *words])
-    freezer = Freezer(folder, lambda _: None, lambda config: nodes_of(config) * config.cluster.ranks_per_node)
-    return folder, freeze_all(grid, Composer(frozenset(grid.keys)), freezer)
+    folder, grid = SweepDirectory(path), read_grid([*WORDS, *words])
+    freezer = PointFreezer(folder, lambda _: None, lambda config: node_count(config) * config.cluster.ranks_per_node)
+    return folder, freeze_points(grid, Composer(frozenset(grid.keys)), freezer)
 
 
-def make(path: Path, *words: str) -> tuple[SweepFolder, list[str]]:
+def make(path: Path, *words: str) -> tuple[SweepDirectory, list[str]]:
     """The same on the disk; the ids of the points."""
     folder, frozen = freeze(path, *words)
-    with submission(folder.path):
-        make_folder(folder, frozen.points)
+    with submission_transaction(folder.path):
+        write_sweep_directory(folder, frozen.points)
     return folder, [point.id for point in frozen.points]

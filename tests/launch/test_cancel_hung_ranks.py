@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jobs import COMMAND, FAULTY, Workshop, processes, saved_steps, wait_for
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE
 
 ENDLESS = (*FAULTY, "train.steps=100000", "checkpoint.every=50000", "launch.cancel_seconds=1")

@@ -15,9 +15,9 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.code import sources, store
-from hpc_train.launch.code.snapshot import Snapshot, snapshot
-from hpc_train.launch.submit import with_slurm
+from hpc_train.launch.snapshot import code_sources, snapshot_files
+from hpc_train.launch.snapshot.code_snapshot import Snapshot, snapshot_code
+from hpc_train.launch.submit import default_to_slurm
 
 CUSTOM = ("model=custom", "model.module=my_models", "model.name=mine")
 Take = Callable[..., Snapshot]
@@ -30,7 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(folder, "my_models.py", "import helper\n")
     write(folder, "helper.py", "VERSION = 1\n")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and sources.is_installed(Path(entry))])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and code_sources.is_installed(Path(entry))])
     return folder
 
 
@@ -48,7 +48,7 @@ def take(tmp_path: Path) -> Take:
     """A snapshot for a run in runs/."""
 
     def taken(*overrides: str) -> Snapshot:
-        made = snapshot(compose(with_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run")
+        made = snapshot_code(compose(default_to_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run")
         assert made is not None
         return made
 
@@ -193,7 +193,7 @@ def test_two_submissions_at_once_store_one(repository: Path, take: Take) -> None
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert list(taken.path.parent.iterdir()) == [taken.path]
-    assert store.contents(taken.path) == taken.hash
+    assert snapshot_files.hash_folder(taken.path) == taken.hash
 
 
 def test_what_was_changed_in_the_store_is_stored_again(repository: Path, take: Take) -> None:
@@ -214,7 +214,7 @@ def test_a_refused_submission_takes_back_what_it_stored_and_no_more(repository: 
     kept = taken.keep()
     assert take().keep() == 0, "another one relies on it"
     taken.discard(kept)
-    assert store.contents(taken.path) == taken.hash
+    assert snapshot_files.hash_folder(taken.path) == taken.hash
 
 
 def test_a_store_that_others_can_write_to_is_refused(repository: Path, take: Take) -> None:
@@ -262,19 +262,23 @@ def test_folders_on_the_path_are_frozen_and_not_looked_into_again(
 
 
 def test_a_run_without_a_component_of_the_user_freezes_hpc_train_alone(project: Path, tmp_path: Path) -> None:
-    taken = snapshot(compose(with_slurm([])), tmp_path / "runs/run")
+    taken = snapshot_code(compose(default_to_slurm([])), tmp_path / "runs/run")
     assert taken is not None
-    assert [row["root"] for row in taken.sources] == [str(sources.PACKAGE)]
+    assert [row["root"] for row in taken.sources] == [str(code_sources.PACKAGE_FOLDER)]
     paths = {entry.path for entry in taken.entries}
-    assert {"0/hpc_train/launch/task.py", "0/hpc_train/conf/config.yaml", "0/hpc_train/conf/__init__.py"} <= paths
+    assert {
+        "0/hpc_train/launch/rank_entrypoint.py",
+        "0/hpc_train/conf/config.yaml",
+        "0/hpc_train/conf/__init__.py",
+    } <= paths
 
 
 def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
     """Its version is what a job is compared with."""
-    write(tmp_path, "hpc_train/__init__.py", (sources.PACKAGE / "__init__.py").read_text())
+    write(tmp_path, "hpc_train/__init__.py", (code_sources.PACKAGE_FOLDER / "__init__.py").read_text())
     for name in ("launch", "config", "models", "errors.py", "compat.py", "parallel", "training", "api.py"):
-        (tmp_path / "hpc_train" / name).symlink_to(sources.PACKAGE / name)
-    told = "from hpc_train.launch.code import sources; print(sources.checkout())"
+        (tmp_path / "hpc_train" / name).symlink_to(code_sources.PACKAGE_FOLDER / name)
+    told = "from hpc_train.launch.snapshot import code_sources as sources; print(sources.own_checkout())"
     for expected, made in ((str(tmp_path / "hpc_train"), None), ("None", "hpc_train-0.1.0.dist-info/RECORD")):
         if made:
             write(tmp_path, made)
@@ -290,7 +294,7 @@ def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_off_is_loud(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert snapshot(compose(with_slurm([*CUSTOM, "launch.snapshot=off"])), tmp_path / "run") is None
+    assert snapshot_code(compose(default_to_slurm([*CUSTOM, "launch.snapshot=off"])), tmp_path / "run") is None
     assert "launch.snapshot=off: what you edit from now on changes the job that waits" in capsys.readouterr().err
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.code.snapshot import snapshot
-from hpc_train.launch.request import make_request
-from hpc_train.launch.slurm import render
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import open_folder
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.snapshot.code_snapshot import snapshot_code
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.training.run_directory import locate_run_directory
 
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$SAID/srun"
@@ -42,9 +42,11 @@ class Place:
         return (self.folder / "said" / name).read_text().split("\0")[:-1]
 
     def script(self, *overrides: str) -> str:
-        config = compose(with_slurm([f"run_dir={self.folder}/project/runs/a", "data.path=/data/text.h5", *overrides]))
-        folder = open_folder(config)
-        return render(folder, make_request(config, folder, snapshot(config, folder.path)))
+        config = compose(
+            default_to_slurm([f"run_dir={self.folder}/project/runs/a", "data.path=/data/text.h5", *overrides])
+        )
+        folder = locate_run_directory(config)
+        return render_script(folder, make_request(config, folder, snapshot_code(config, folder.path)))
 
     def run(self, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The batch script, run by bash."""
@@ -106,7 +108,7 @@ def test_apptainer_is_given_every_path_and_no_home(place: Place) -> None:
     plain = [word for index, word in enumerate(words) if "--bind" not in (word, words[index - 1])]
     run = f"{root}/project/runs/a"
     assert plain[:6] == ["exec", "--no-home", "--no-mount", "cwd", "--pwd", f"{root}/project"]
-    assert plain[6:] == [str(image), "/py", "-P", "-u", "-m", "hpc_train.launch.task", run]
+    assert plain[6:] == [str(image), "/py", "-P", "-u", "-m", "hpc_train.launch.rank_entrypoint", run]
     srun = place.words("srun")
     assert srun[srun.index("apptainer") :] == ["apptainer", *words]
     assert not any(word.startswith("--container") for word in srun)
@@ -162,7 +164,7 @@ def test_pyxis_is_given_the_same_in_its_words(place: Place) -> None:
     names = set(options["--container-env"].split(","))
     assert {"NCCL_DEBUG", "MINE", "PYTHONPATH", "HPC_TRAIN_ATTEMPT", "HPC_TRAIN_RENDEZVOUS", "OMP_NUM_THREADS"} <= names
     assert "OTHER" not in names
-    assert words[words.index("python3") :] == ["python3", "-P", "-u", "-m", "hpc_train.launch.task", run]
+    assert words[words.index("python3") :] == ["python3", "-P", "-u", "-m", "hpc_train.launch.rank_entrypoint", run]
 
 
 @pytest.mark.parametrize(

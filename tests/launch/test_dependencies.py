@@ -10,12 +10,11 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Said
-from hpc_train.launch.dependencies import jobs_to_wait_for
-from hpc_train.launch.request import make_request
-from hpc_train.launch.slurm import render
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import RunFolder
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.slurm.slurm_cli import Answer
+from hpc_train.launch.submit import default_to_slurm, jobs_to_wait_for
+from hpc_train.training.run_directory import RunDirectory
 
 
 class Slurm:
@@ -24,15 +23,15 @@ class Slurm:
     def __init__(self, **states: str) -> None:
         self.states = {name.removeprefix("job"): state for name, state in states.items()}
 
-    def __call__(self, command: Sequence[str]) -> Said:
+    def __call__(self, command: Sequence[str]) -> Answer:
         if command[0] == "squeue":
-            return Said(0, "".join(f"{job}|{job}|{state}||None\n" for job, state in self.states.items()))
+            return Answer(0, "".join(f"{job}|{job}|{state}||None\n" for job, state in self.states.items()))
         shown = "".join(
             f"JobId={job} JobName=x JobState={state} Reason=None Dependency=(null) ExitCode=1:0 NodeList=(null)\n"
             for job, state in self.states.items()
             if command[-1] == job
         )
-        return Said(0, shown) if shown else Said(1, err="slurm_load_jobs error: Invalid job id specified")
+        return Answer(0, shown) if shown else Answer(1, err="slurm_load_jobs error: Invalid job id specified")
 
 
 def submitted(path: Path, *jobs: str) -> str:
@@ -63,9 +62,9 @@ def test_whom_nobody_can_wait_for(tmp_path: Path) -> None:
 
 
 def script(jobs: Sequence[str], *overrides: str) -> list[str]:
-    config = compose(with_slurm(overrides))
-    folder = RunFolder(Path("/scratch/run"), Path("/scratch/run/checkpoints"))
-    return render(folder, make_request(config, folder).after(jobs)).splitlines()
+    config = compose(default_to_slurm(overrides))
+    folder = RunDirectory(Path("/scratch/run"), Path("/scratch/run/checkpoints"))
+    return render_script(folder, make_request(config, folder).after(jobs)).splitlines()
 
 
 def test_what_sbatch_is_told() -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.code import sources
-from hpc_train.launch.code.snapshot import snapshot
-from hpc_train.launch.code.worker import enter
-from hpc_train.launch.spec import JobSpec, read_spec
-from hpc_train.launch.submit import with_slurm
-from hpc_train.launch.train import freeze
+from hpc_train.launch.freeze import freeze_run
+from hpc_train.launch.job_spec import JobSpec, read_spec
+from hpc_train.launch.snapshot import code_sources
+from hpc_train.launch.snapshot.code_snapshot import snapshot_code
+from hpc_train.launch.snapshot.import_guard import guard_imports
+from hpc_train.launch.submit import default_to_slurm
 
 MODEL = (
     "from torch import nn\nfrom hpc_train.models import register\nregister('mine')(lambda: nn.Embedding(256, 256))\n"
@@ -32,14 +32,14 @@ def spec(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> JobSpe
     folder.mkdir()
     (folder / "my_models.py").write_text(MODEL)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and sources.is_installed(Path(entry))])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and code_sources.is_installed(Path(entry))])
     run = tmp_path / "runs/run"
     custom = ["model=custom", "model.module=my_models", "model.name=mine", f"data.path={store}", f"run_dir={run}"]
-    config = compose(with_slurm(custom))
-    code = snapshot(config, run)
+    config = compose(default_to_slurm(custom))
+    code = snapshot_code(config, run)
     assert code is not None
     code.keep()
-    return freeze(config, 1, code=code)
+    return freeze_run(config, 1, code=code)
 
 
 def test_the_spec_says_which_code_it_is(spec: JobSpec, tmp_path: Path) -> None:
@@ -51,24 +51,24 @@ def test_the_spec_says_which_code_it_is(spec: JobSpec, tmp_path: Path) -> None:
 
 def test_another_version_is_refused(spec: JobSpec) -> None:
     with pytest.raises(UserError, match=r"was submitted with hpc_train 9\.9, and here is 0\.1\.0 \(.*submit the run"):
-        enter(replace(spec, hpc_train="9.9", code=""), True)
-    enter(replace(spec, code=""), True)
+        guard_imports(replace(spec, hpc_train="9.9", code=""), True)
+    guard_imports(replace(spec, code=""), True)
 
 
 def test_code_that_is_not_what_was_stored_is_refused(spec: JobSpec) -> None:
     path = Path(spec.code)
     with pytest.raises(UserError, match=r"hpc_train was imported from .*, and not from "):
-        enter(spec, True)
+        guard_imports(spec, True)
     victim = next(path.glob("1/my_models.py"))
     victim.chmod(0o600)
     victim.write_text(MODEL.replace("256", "255"))
     with pytest.raises(UserError, match=r": the snapshot of the code was changed; submit the run again"):
-        enter(spec, True)
+        guard_imports(spec, True)
     path.chmod(0o770)
     with pytest.raises(UserError, match=r"is no folder of yours alone \(owner \d+, mode 770\)"):
-        enter(spec, False)
+        guard_imports(spec, False)
     with pytest.raises(UserError, match=r": the snapshot of the code is not there \(any more\)"):
-        enter(replace(spec, code=f"{path}0"), False)
+        guard_imports(replace(spec, code=f"{path}0"), False)
 
 
 def test_ranks_that_find_other_code_first_end_with_the_reason(spec: JobSpec) -> None:
@@ -76,13 +76,16 @@ def test_ranks_that_find_other_code_first_end_with_the_reason(spec: JobSpec) -> 
     run = Path(spec.run_dir)
     (run / "logs/0").mkdir()
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hpc_train.launch.task", str(run)],
-        env={**os.environ, "PYTHONPATH": str(sources.PACKAGE.parent)},
+        [sys.executable, "-P", "-m", "hpc_train.launch.rank_entrypoint", str(run)],
+        env={**os.environ, "PYTHONPATH": str(code_sources.PACKAGE_FOLDER.parent)},
         capture_output=True,
         check=False,
     )
     assert done.returncode == 2
-    assert f"hpc-train: hpc_train was imported from {sources.PACKAGE}" in (run / "logs/0/task-0.log").read_text()
+    assert (
+        f"hpc-train: hpc_train was imported from {code_sources.PACKAGE_FOLDER}"
+        in (run / "logs/0/task-0.log").read_text()
+    )
     assert "was imported from" in json.loads((run / "logs/0/task-0.failure.json").read_text())["message"]
 
 
@@ -97,8 +100,8 @@ def test_nothing_is_imported_from_where_the_code_was(spec: JobSpec, tmp_path: Pa
 import sys
 from pathlib import Path
 from hpc_train.errors import UserError
-from hpc_train.launch.code.worker import enter
-from hpc_train.launch.spec import read_spec
+from hpc_train.launch.snapshot.import_guard import guard_imports as enter
+from hpc_train.launch.job_spec import read_spec
 enter(read_spec(Path({str(Path(spec.run_dir) / "job.json")!r})), True)
 sys.path += [{str(project)!r}, {str(elsewhere)!r}]
 import my_models, other, colorsys, yaml

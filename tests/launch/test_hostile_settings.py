@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.compose import compose, from_container, to_container
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict
 from hpc_train.errors import UserError
-from hpc_train.launch.code.snapshot import snapshot
-from hpc_train.launch.request import make_request
-from hpc_train.launch.slurm import render
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import open_folder
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.snapshot.code_snapshot import snapshot_code
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.training.run_directory import locate_run_directory
 
 GROUPS = ("cluster", "launch", "container", "checkpoint", "data", "model")
 SHELL_BY_PURPOSE = "launch.setup"
@@ -69,11 +69,11 @@ def text_settings(kind: Any, path: str) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, dict[str, Any]]:
-    return {name: to_container(compose(with_slurm(words))) for name, words in BASES.items()}
+    return {name: config_to_dict(compose(default_to_slurm(words))) for name, words in BASES.items()}
 
 
 def all_settings() -> list[tuple[str, str]]:
-    config = compose(with_slurm(["data.path=/data/text.h5"]))
+    config = compose(default_to_slurm(["data.path=/data/text.h5"]))
     found = [pair for group in GROUPS for pair in text_settings(type(getattr(config, group)), group)]
     kinds = {f"{group}.kind" for group in GROUPS}  # which schema it is, in place of text
     return [("run_dir", "str"), *(pair for pair in found if pair[0] not in {SHELL_BY_PURPOSE, *kinds})]
@@ -99,10 +99,10 @@ def with_value(container: dict[str, Any], where: tuple[str, str], value: str) ->
 def run_it(container: dict[str, Any], place: Path, frozen: bool) -> str | None:
     """Render the script and let bash run it among stubs; the one line, if it is refused."""
     try:
-        config = from_container(container)
-        folder = open_folder(config)
-        snapped = snapshot(config, folder.path) if frozen else None
-        script = render(folder, make_request(config, folder, snapped))
+        config = config_from_dict(container)
+        folder = locate_run_directory(config)
+        snapped = snapshot_code(config, folder.path) if frozen else None
+        script = render_script(folder, make_request(config, folder, snapped))
     except UserError as refused:
         return str(refused)
     assert subprocess.run(["bash", "-n"], input=script.encode(), capture_output=True, check=False).returncode == 0

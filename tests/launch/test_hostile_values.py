@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.compose import compose, from_container, to_container
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.request import make_request
-from hpc_train.launch.slurm import render
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import RunFolder
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.training.run_directory import RunDirectory
 
 HOSTILE = (
     *("; touch executed", "$(touch executed)", "`touch executed`", "${x:=$(touch executed)}", "| touch executed"),
@@ -59,7 +59,7 @@ printf '%s\\n' "$(basename "$0")" "$@" >>"$STUBS/said"
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    return to_container(compose(with_slurm([])))
+    return config_to_dict(compose(default_to_slurm([])))
 
 
 def config_with(plain: dict[str, Any], value: str, fields: Sequence[str] = FIELDS) -> RunConfig:
@@ -68,12 +68,12 @@ def config_with(plain: dict[str, Any], value: str, fields: Sequence[str] = FIELD
     launch = {**plain["launch"], **{field: value for field in fields if field != "comment"}}
     if "comment" in fields:
         launch["extra"] = {"comment": value}
-    return from_container({**plain, "launch": launch})
+    return config_from_dict({**plain, "launch": launch})
 
 
 def script_of(config: RunConfig, run: Path) -> str:
-    folder = RunFolder(run, run / "checkpoints")
-    return render(folder, make_request(config, folder))
+    folder = RunDirectory(run, run / "checkpoints")
+    return render_script(folder, make_request(config, folder))
 
 
 def assert_harmless(script: str, run: Path, place: Path) -> None:
@@ -124,13 +124,13 @@ def test_control_characters_are_refused(value: str, plain: dict[str, Any]) -> No
 def test_control_characters_are_refused_in_set_up_lines(plain: dict[str, Any]) -> None:
     launch = {**plain["launch"], "setup": ["true", "true\u2028false"]}
     with pytest.raises(UserError, match=r"launch\.setup\[1\]: .* has a control character"):
-        script_of(from_container({**plain, "launch": launch}), Path("/scratch/run"))
+        script_of(config_from_dict({**plain, "launch": launch}), Path("/scratch/run"))
 
 
 @pytest.mark.parametrize("option", ["het-group", "hetjob", "array", "wrap", "export", "dependency"])
 def test_options_that_would_make_another_job_of_it_are_refused(option: str) -> None:
     with pytest.raises(UserError, match=rf"launch\.extra\.{option}: cannot be set; "):
-        script_of(compose(with_slurm([f"+launch.extra.{option}=x"])), Path("/scratch/run"))
+        script_of(compose(default_to_slurm([f"+launch.extra.{option}=x"])), Path("/scratch/run"))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc, sys
-from hpc_train.launch.imports import import_training
+from hpc_train.launch.rank_entrypoint import import_training
 
 collections = []
 gc.callbacks.append(lambda phase, _: collections.append(phase))

@@ -10,13 +10,13 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.spec import read_spec
-from hpc_train.launch.train import freeze
+from hpc_train.launch.freeze import freeze_run
+from hpc_train.launch.job_spec import read_spec
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    freeze(compose([f"run_dir={tmp_path / 'run'}", "optim.lr=0.25", "launch.ranks=2"]), ranks=2)
+    freeze_run(compose([f"run_dir={tmp_path / 'run'}", "optim.lr=0.25", "launch.ranks=2"]), ranks=2)
     return tmp_path / "run/job.json"
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.request import make_request
-from hpc_train.launch.slurm import render
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import RunFolder
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.training.run_directory import RunDirectory
 
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 STUB = """#!/bin/bash
@@ -53,8 +53,8 @@ def run_script(site: Path, place: Path, *overrides: str, **env: str) -> subproce
     for name in ("srun", "scontrol", "scancel", "squeue", "sinfo"):
         (stubs / name).write_text(STUB)
         (stubs / name).chmod(stat.S_IRWXU)
-    folder = RunFolder(run, run / "checkpoints")
-    script = render(folder, make_request(compose(with_slurm([*overrides])), folder))
+    folder = RunDirectory(run, run / "checkpoints")
+    script = render_script(folder, make_request(compose(default_to_slurm([*overrides])), folder))
     variables = {"PATH": f"{stubs}:/usr/bin:/bin", "RUN": str(run), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
     return subprocess.run(
         ["bash", "--noprofile", "--norc"],
@@ -121,10 +121,10 @@ def test_what_the_submitting_shell_had_loaded_stays_or_is_purged(site: Path, tmp
 
 @pytest.mark.parametrize("name", ["-v", "a b", "$(touch x)", "a;b", "", "a\\'b"])
 def test_what_is_no_name_of_a_module_is_refused(name: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, tmp_path / "checkpoints")
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
     with pytest.raises(UserError) as refused:
-        make_request(compose(with_slurm([f"cluster.modules=['{name}']"])), folder)
+        make_request(compose(default_to_slurm([f"cluster.modules=['{name}']"])), folder)
     assert "cluster.modules" in str(refused.value)
     for path in ("modules", "/a:b"):
         with pytest.raises(UserError, match="is not the absolute path of a folder of modulefiles"):
-            make_request(compose(with_slurm([f"cluster.module_path=['{path}']"])), folder)
+            make_request(compose(default_to_slurm([f"cluster.module_path=['{path}']"])), folder)

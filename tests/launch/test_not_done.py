@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from jobs import COMMAND, FAULTY, Ended, Workshop
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED
-from hpc_train.launch.spec import read_spec
-from hpc_train.launch.train import finished
+from hpc_train.launch.freeze import describe_finished_run
+from hpc_train.launch.job_spec import read_spec
 
 LIMITED = ("bash", "-c", 'ulimit -f 48; exec "$@"', "limited", *COMMAND)
 """Limits files to 48 KiB, like a full disk: the shards of a checkpoint are larger."""
@@ -60,7 +60,7 @@ def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     runs = {rate: sweep / "points" / row["point"] for rate, row in rows.items()}
     assert "at the last step (6)" in state(runs[1e20], capsys)["reason"]
     specs = {rate: read_spec(run / "job.json") for rate, run in runs.items()}
-    said = {rate: finished(spec.run_config(), spec.folder()) for rate, spec in specs.items()}
+    said = {rate: describe_finished_run(spec.run_config(), spec.folder()) for rate, spec in specs.items()}
     assert str(said[1e-3]).startswith("already done")
     assert said[1e20] is None, "a checkpoint with NaN in it is no run that is done"
 

@@ -9,11 +9,10 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Said
-from hpc_train.launch.partitions import Hardware, check_partition, minutes, parse
-from hpc_train.launch.request import make_request
-from hpc_train.launch.submit import with_slurm
-from hpc_train.training.folder import RunFolder
+from hpc_train.launch.slurm.request import PartitionNodes, check_partition, make_request, parse_minutes, parse_sinfo
+from hpc_train.launch.slurm.slurm_cli import Answer
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.training.run_directory import RunDirectory
 
 RECORDED = """\
 batch*|up|1-00:00:00|4|8|8192|(null)
@@ -29,11 +28,11 @@ old|down|infinite|8|16|64000|gpu:k80:2
 """
 
 
-def check(sinfo: Said, *overrides: str) -> None:
-    config = compose(with_slurm(overrides))
-    folder = RunFolder(Path("/data/run"), Path("/data/run/checkpoints"))
+def check(sinfo: Answer, *overrides: str) -> None:
+    config = compose(default_to_slurm(overrides))
+    folder = RunDirectory(Path("/data/run"), Path("/data/run/checkpoints"))
 
-    def ask(command: Sequence[str]) -> Said:
+    def ask(command: Sequence[str]) -> Answer:
         assert command[0] == "sinfo"
         return sinfo
 
@@ -42,11 +41,11 @@ def check(sinfo: Said, *overrides: str) -> None:
 
 def test_sinfo_as_recorded() -> None:
     day = 24 * 60
-    assert parse(RECORDED) == [
-        Hardware("batch", True, True, day, 4, 8, 8192, 0),
-        Hardware("urgent", False, True, day, 4, 8, 8192, 0),
+    assert parse_sinfo(RECORDED) == [
+        PartitionNodes("batch", True, True, day, 4, 8, 8192, 0),
+        PartitionNodes("urgent", False, True, day, 4, 8, 8192, 0),
     ]
-    assert [it.gpus for it in parse(SITE)] == [0, 0, 4, 8, 4, 2]
+    assert [it.gpus for it in parse_sinfo(SITE)] == [0, 0, 4, 8, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_sinfo_as_recorded() -> None:
     [("infinite", None), ("30:00", 30), ("2:00:00", 120), ("1-00:00:00", 1440), ("7-12:30:00", 10830), ("n/a", None)],
 )
 def test_time_limits(limit: str, expected: int | None) -> None:
-    assert minutes(limit) == expected
+    assert parse_minutes(limit) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_time_limits(limit: str, expected: int | None) -> None:
     ],
 )
 def test_what_fits(overrides: list[str]) -> None:
-    check(Said(0, SITE), *overrides)
+    check(Answer(0, SITE), *overrides)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +91,13 @@ def test_what_fits(overrides: list[str]) -> None:
 )
 def test_what_does_not_fit_and_what_would(overrides: list[str], said: str) -> None:
     with pytest.raises(UserError) as refused:
-        check(Said(0, SITE), *overrides)
+        check(Answer(0, SITE), *overrides)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("sinfo", [Said(127, err="sinfo is not on the PATH"), Said(0, ""), Said(0, "a|b\nx|y|z\n")])
-def test_what_sinfo_does_not_say_is_left_to_sbatch(sinfo: Said) -> None:
+@pytest.mark.parametrize(
+    "sinfo", [Answer(127, err="sinfo is not on the PATH"), Answer(0, ""), Answer(0, "a|b\nx|y|z\n")]
+)
+def test_what_sinfo_does_not_say_is_left_to_sbatch(sinfo: Answer) -> None:
     check(sinfo, "cluster.nodes=1000", "launch.partition=any")

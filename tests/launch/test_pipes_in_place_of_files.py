@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.convert.model_config import load_run_config
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.formats.fit import run_config
-from hpc_train.checkpoint.index import INDEX, index_problem
-from hpc_train.checkpoint.lock import refuse_if_locked, take_lock
+from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_problem
+from hpc_train.checkpoint.storage.lock import refuse_if_locked, take_lock
+from hpc_train.cli.logs import LogSelection, logs_command
 from hpc_train.config.compose import compose
-from hpc_train.data.content import find_problem
+from hpc_train.data.text_files import find_text_problem
 from hpc_train.errors import UserError
-from hpc_train.launch.escalation import cancel_seconds
-from hpc_train.launch.logs import Choice, logs_command
-from hpc_train.launch.spec import read_spec
-from hpc_train.launch.state.points import Point
-from hpc_train.launch.train import schedule_text
-from hpc_train.launch.watch import Tail
-from hpc_train.parallel.pipeline.block_times import read_times
-from hpc_train.planner.failures import read_log
-from hpc_train.planner.from_runs import read_runs
-from hpc_train.schedules.table import read as read_schedule
-from hpc_train.training.folder import open_folder, prepare
-from hpc_train.training.records import add_event
+from hpc_train.launch.cancel import read_cancel_seconds
+from hpc_train.launch.freeze import read_schedule_file
+from hpc_train.launch.job_spec import read_spec
+from hpc_train.launch.local.rank_pool import JsonTail
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.parallel.pipeline.measurement import read_block_times
+from hpc_train.planner.calibration.run_table import read_runs
+from hpc_train.planner.reliability.failure_rate import read_log
+from hpc_train.schedules.order import read_order as read_schedule
+from hpc_train.training.run_directory import locate_run_directory, prepare_run_directory
+from hpc_train.training.run_records import append_event
 from hpc_train.training.warning_files import read_warnings
 
 
@@ -53,10 +53,12 @@ both = pytest.mark.parametrize("put", [make_pipe, make_device])
 
 @both
 @pytest.mark.parametrize(
-    "choice", [Choice(), Choice(tail=3), Choice(attempt=0)], ids=["all", "the last lines", "an attempt"]
+    "choice",
+    [LogSelection(), LogSelection(tail=3), LogSelection(attempt=0)],
+    ids=["all", "the last lines", "an attempt"],
 )
 @pytest.mark.parametrize("follow", [False, True])
-def test_log_of_a_rank(tmp_path: Path, put: Put, choice: Choice, follow: bool) -> None:
+def test_log_of_a_rank(tmp_path: Path, put: Put, choice: LogSelection, follow: bool) -> None:
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
     (tmp_path / "job.json").write_text("{}")
@@ -73,7 +75,7 @@ def test_last_lines_of_a_log(tmp_path: Path, text: str, tail: int | None, capsys
     logs.mkdir(parents=True)
     (tmp_path / "job.json").write_text("{}")
     (logs / "task-0.log").write_text(text)
-    logs_command(str(tmp_path), Choice(tail=tail), follow=False, error_only=False)
+    logs_command(str(tmp_path), LogSelection(tail=tail), follow=False, error_only=False)
     lines = text.splitlines(keepends=True)
     assert capsys.readouterr().out == "".join(lines if tail is None else lines[len(lines) - min(tail, len(lines)) :])
 
@@ -100,11 +102,11 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a table of measured runs": read_runs,
     "a log of failures": read_log,
     "a pipeline's order": read_schedule,
-    "times of blocks": lambda path: read_times(path, []),
+    "times of blocks": lambda path: read_block_times(path, []),
     "a job": read_spec,
-    "config.yaml of a run": run_config,
-    "a text to train on": find_problem,
-    "a schedule that is frozen": lambda path: schedule_text(
+    "config.yaml of a run": load_run_config,
+    "a text to train on": find_text_problem,
+    "a schedule that is frozen": lambda path: read_schedule_file(
         compose(["parallel.pp=2", f"parallel.pipeline.schedule={path.rename(path.with_suffix('.csv'))}"])
     ),
 }
@@ -126,17 +128,17 @@ def test_files_of_a_run_directory(tmp_path: Path, put: Put) -> None:
     for name in ("job.json", "events.jsonl", "config.yaml"):
         put(tmp_path / name)
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    assert cancel_seconds(Point("run", tmp_path)) > 0
-    assert list(Tail(tmp_path / "events.jsonl").records()) == []
+    assert read_cancel_seconds(RunPoint("run", tmp_path)) > 0
+    assert list(JsonTail(tmp_path / "events.jsonl").records()) == []
     config = compose([f"run_dir={tmp_path}"])
     with pytest.raises(UserError, match=r"config.yaml: cannot be read"):
-        prepare(open_folder(config), config)
+        prepare_run_directory(locate_run_directory(config), config)
 
 
 def test_event_for_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
     make_pipe(tmp_path / "events.jsonl")
     with pytest.raises(OSError, match="No such device"):
-        add_event(tmp_path / "events.jsonl", "note", 0)
+        append_event(tmp_path / "events.jsonl", "note", 0)
 
 
 @both
@@ -148,7 +150,7 @@ def test_warnings_of_ranks(tmp_path: Path, put: Put) -> None:
 
 
 def test_index_of_a_step(tmp_path: Path) -> None:
-    make_pipe(tmp_path / INDEX)
-    problem = index_problem(tmp_path, None)  # type: ignore[arg-type]
+    make_pipe(tmp_path / INDEX_FILE)
+    problem = find_index_problem(tmp_path, None)  # type: ignore[arg-type]
     assert problem is not None
     assert "named pipe" in problem.what

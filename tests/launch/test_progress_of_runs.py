@@ -13,25 +13,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_train.launch.state.attempts import Attempt, Begun
-from hpc_train.launch.state.codes import describe_exit, parse_ending
-from hpc_train.launch.state.facts import Facts, read_files
-from hpc_train.launch.state.points import Point
-from hpc_train.launch.state.progress import readable_seconds, with_progress
-from hpc_train.launch.state.states import State, Status
-from hpc_train.launch.status import table
+from hpc_train.cli.status import status_table
+from hpc_train.launch.state.attempts import Attempt, AttemptStart
+from hpc_train.launch.state.progress import add_progress, format_age
+from hpc_train.launch.state.run_facts import RunFacts, read_files
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.launch.state.state_names import RunStatus, State, describe_exit, parse_ending
 
-RUNNING = Status("run", "7", 0, State.RUNNING)
+RUNNING = RunStatus("run", "7", 0, State.RUNNING)
 
 
 def line(step: int, loss: float | None = 1.5, seconds: float = 1.0) -> str:
     return json.dumps({"step": step, "loss": loss, "step_seconds": seconds}) + "\n"
 
 
-def facts_of(run: Path, began: float = 0.0) -> Facts:
+def facts_of(run: Path, began: float = 0.0) -> RunFacts:
     (run / "logs/0").mkdir(parents=True, exist_ok=True)
     (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": 1, "attempt": 0, "steps": 300}) + "\n")
-    return replace(read_files(Point("run", run)), attempts=(Attempt(0, Begun("here", began)),))
+    return replace(read_files(RunPoint("run", run)), attempts=(Attempt(0, AttemptStart("here", began)),))
 
 
 def aged(path: Path, seconds: float) -> None:
@@ -44,14 +43,14 @@ def test_step_loss_and_the_age_of_the_last_step(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(line(step) for step in range(1, 127)) + line(127, 2.5))
     aged(metrics, 30)
-    status = with_progress(RUNNING, facts)
+    status = add_progress(RUNNING, facts)
     assert (status.step, status.steps, status.loss, status.reason) == (127, 300, 2.5, "")
     assert status.seconds_since_step == pytest.approx(30, abs=10)
     out = io.StringIO()
-    Console(file=out, width=200).print(table([status]))
+    Console(file=out, width=200).print(status_table([status]))
     assert "127/300" in out.getvalue()
     assert "2.5000" in out.getvalue()
-    assert with_progress(replace(RUNNING, state=State.DONE), facts).seconds_since_step is None
+    assert add_progress(replace(RUNNING, state=State.DONE), facts).seconds_since_step is None
 
 
 def test_a_hang_does_not_look_healthy(tmp_path: Path) -> None:
@@ -59,18 +58,18 @@ def test_a_hang_does_not_look_healthy(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(3))
     aged(metrics, 600)
-    assert with_progress(RUNNING, facts).reason == "no step for 10 min"
-    assert with_progress(replace(RUNNING, reason="asked"), facts).reason == "asked: no step for 10 min"
+    assert add_progress(RUNNING, facts).reason == "no step for 10 min"
+    assert add_progress(replace(RUNNING, reason="asked"), facts).reason == "asked: no step for 10 min"
     metrics.write_text(line(3, seconds=100.0))
     aged(metrics, 600)
-    assert with_progress(RUNNING, facts).reason == "", "its steps take that long"
+    assert add_progress(RUNNING, facts).reason == "", "its steps take that long"
     metrics.unlink()
     begun = facts_of(tmp_path, time.time() - 7200)
-    assert with_progress(RUNNING, begun).reason == "no step for 2.0 h"
+    assert add_progress(RUNNING, begun).reason == "no step for 2.0 h"
     requeued = facts_of(tmp_path, time.time() - 5)
     metrics.write_text(line(3))
     aged(metrics, 7200)
-    assert with_progress(RUNNING, requeued).reason == "", "the attempt began a moment ago"
+    assert add_progress(RUNNING, requeued).reason == "", "the attempt began a moment ago"
 
 
 def huge(path: Path) -> None:
@@ -99,21 +98,21 @@ def huge(path: Path) -> None:
 def test_damaged_metrics(tmp_path: Path, damage: Callable[[Path], object], step: int | None) -> None:
     facts = facts_of(tmp_path)
     damage(tmp_path / "metrics.jsonl")
-    status = with_progress(RUNNING, facts)
+    status = add_progress(RUNNING, facts)
     assert (status.step, status.loss) == (step, 1.5 if step in (4, 9) else None)
     json.dumps(status.row(), allow_nan=False)
-    Console(file=io.StringIO()).print(table([status]))
+    Console(file=io.StringIO()).print(status_table([status]))
 
 
 def test_events_and_markers_that_are_no_files_are_none(tmp_path: Path) -> None:
     (tmp_path / "logs/0").mkdir(parents=True)
     for name in ("events.jsonl", "logs/0/attempt.json", "logs/0/result.json", "logs/0/rankmap.json"):
         os.mkfifo(tmp_path / name)
-    assert read_files(Point("run", tmp_path)).attempts == (Attempt(0),)
+    assert read_files(RunPoint("run", tmp_path)).attempts == (Attempt(0),)
 
 
 def test_times_are_readable() -> None:
-    found = [readable_seconds(it) for it in (3, 99, 600, 9000, 7 * 86400)]
+    found = [format_age(it) for it in (3, 99, 600, 9000, 7 * 86400)]
     assert found == ["3 s", "99 s", "10 min", "2.5 h", "7.0 d"]
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch.distributed as dist
 from jobs import FAULTY, Workshop, processes
 
-from hpc_train.launch.failures import first_error
-from hpc_train.launch.timeouts import stopped_waiting
-from hpc_train.runtime.arrivals import arrival_key, name_missing
-from hpc_train.runtime.identity import Identity
-from hpc_train.training.failure import record_failure
+from hpc_train.launch.failures import find_first_error, is_timeout
+from hpc_train.runtime.identity import ProcessIdentity
+from hpc_train.runtime.rendezvous import arrival_key, name_missing_tasks
+from hpc_train.training.run_records import record_failure
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation"
@@ -41,27 +40,27 @@ def test_several(tmp_path: Path, message: str) -> None:
     (logs / "rankmap.json").write_text(json.dumps({"ranks": ranks}))
     for task in (0, 2):
         record_failure(logs, task, f"n{task}", RuntimeError(message))
-    error = first_error(logs)
+    error = find_first_error(logs)
     assert error is not None
     assert error.task == 1
     assert error.line.startswith("ranks 3, 1 stopped waiting for ranks 2 (task 1 on n1), 0 (task 3 on n3), which")
     for task in (1, 3):
         record_failure(logs, task, f"n{task}", RuntimeError(message))
-    assert first_error(logs).line.startswith("task 0 on n0 failed first"), "all of them stopped waiting"  # type: ignore[union-attr]
+    assert find_first_error(logs).line.startswith("task 0 on n0 failed first"), "all of them stopped waiting"  # type: ignore[union-attr]
 
 
 def test_errors_of_other_things_that_take_long_are_no_timeouts_of_ranks() -> None:
-    assert not stopped_waiting("HTTPSConnectionPool: Read timed out. (read timeout=10)")
-    assert not stopped_waiting("a fault of the user's model")
+    assert not is_timeout("HTTPSConnectionPool: Read timed out. (read timeout=10)")
+    assert not is_timeout("a fault of the user's model")
 
 
 def test_who_has_not_come_is_named_with_its_node() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
-    me = Identity(0, 8, 0, 0, 4, "slurm", "n1", "key")
+    me = ProcessIdentity(0, 8, 0, 0, 4, "slurm", "n1", "key")
     for process in (1, 2, 3, 5):
         store.set(arrival_key(process), "")
     env = {"SLURM_JOB_NODELIST": "n[1-4]"}
-    assert name_missing(store, me, env) == "tasks 4, 6, 7 on n[3-4]"
-    assert name_missing(store, me, {}) == "tasks 4, 6, 7"
-    assert name_missing(store, me, env | {"SLURM_DISTRIBUTION": "cyclic"}) == "tasks 4, 6, 7"
+    assert name_missing_tasks(store, me, env) == "tasks 4, 6, 7 on n[3-4]"
+    assert name_missing_tasks(store, me, {}) == "tasks 4, 6, 7"
+    assert name_missing_tasks(store, me, env | {"SLURM_DISTRIBUTION": "cyclic"}) == "tasks 4, 6, 7"

@@ -14,8 +14,8 @@ from other_user import SOMEBODY, as_somebody, need_root
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.whole import submission
-from hpc_train.training.folder import check_owner, open_folder, prepare
+from hpc_train.launch.submit import submission_transaction
+from hpc_train.training.run_directory import check_owner, locate_run_directory, prepare_run_directory
 
 QUICK = ("model=llama_tiny", "launch.ranks=2", "train.steps=1", "train.sequence_length=16", "train.tensorboard=true")
 
@@ -72,14 +72,14 @@ def test_root_leaves_the_directory_of_another_user_alone(tmp_path: Path, link: b
     def begin() -> None:
         if command == "train":
             from hpc_train.launch.train import train_here
-            from hpc_train.runtime.stop import StopRequest
+            from hpc_train.runtime.processes import StopRequest
 
             train_here([*QUICK, f"run_dir={path}"], None, StopRequest())
         elif command == "submit":
-            with submission(path):
+            with submission_transaction(path):
                 raise AssertionError("began")
         else:
-            prepare(open_folder(config), config)
+            prepare_run_directory(locate_run_directory(config), config)
 
     with pytest.raises(UserError) as refused:
         begin()
@@ -97,7 +97,7 @@ def test_a_link_of_roots_to_a_users_own_directory_is_followed() -> None:
         os.chown(own, SOMEBODY, SOMEBODY)
         link.symlink_to(own)
         code = "check_owner(Path(arguments[0])); print(json.dumps('followed'))"
-        imports = "from pathlib import Path\nfrom hpc_train.training.folder import check_owner"
+        imports = "from pathlib import Path\nfrom hpc_train.training.run_directory import check_owner"
         assert as_somebody(code, str(link), imports=imports) == "followed"
 
 

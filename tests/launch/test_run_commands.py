@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import COMMAND, FAULTY, LONG, PATIENCE, Job, Workshop, numbers, processes, saved_steps, wait_for
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE, EXIT_USER_ERROR
 
 ENDLESS = (*FAULTY, "train.steps=100000", "checkpoint.every=50000")

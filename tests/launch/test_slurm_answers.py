@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_train.launch.clients import Said, client_environment
-from hpc_train.launch.state import sacct, scontrol, squeue
-from hpc_train.launch.state.backoff import Backoff
-from hpc_train.launch.state.polling import poll
-from hpc_train.launch.state.records import Record, exit_code
-from hpc_train.launch.state.states import State, ours
+from hpc_train.launch.slurm import slurm_cli
+from hpc_train.launch.slurm.slurm_cli import Answer, Backoff, JobRecord, client_environment, parse_exit_code, poll_jobs
+from hpc_train.launch.state.state_names import State, from_slurm_state
 
 SQUEUE = """\
 7|7|COMPLETED|node[1-2]|None
@@ -66,40 +63,40 @@ NEWER_SCONTROL = (
 
 
 def test_squeue() -> None:
-    found = {record.job_id: record for record in squeue.parse(SQUEUE + OTHER_SQUEUE)}
-    assert found["7"] == Record("7", "7", "COMPLETED", "squeue", ("node1", "node2"))
-    assert found["52_2"] == Record("52_2", "55", "FAILED", "squeue", ("node1",), "JobLaunchFailure")
+    found = {record.job_id: record for record in slurm_cli.parse_squeue(SQUEUE + OTHER_SQUEUE)}
+    assert found["7"] == JobRecord("7", "7", "COMPLETED", "squeue", ("node1", "node2"))
+    assert found["52_2"] == JobRecord("52_2", "55", "FAILED", "squeue", ("node1",), "JobLaunchFailure")
     assert found["52_4"].raw_id == "52"
-    assert found["51"] == Record("51", "51", "PENDING", "squeue", (), "Dependency")
+    assert found["51"] == JobRecord("51", "51", "PENDING", "squeue", (), "Dependency")
     assert found["9"].reason == "ReqNodeNotAvail, UnavailableNodes:gpu[07,09]"
     assert found["10"].nodes == ("gpu0001", "gpu0002", "gpu0007")
     assert "8_[4-9%2]" not in found
 
 
 def test_sacct() -> None:
-    found = {record.job_id: record for record in sacct.parse(SACCT)}
+    found = {record.job_id: record for record in slurm_cli.parse_sacct(SACCT)}
     assert sorted(found) == ["1", "16", "25", "28", "52_1", "8", "9"]
-    assert found["28"] == Record("28", "28", "FAILED", "sacct", ("node1",), "", 137)
+    assert found["28"] == JobRecord("28", "28", "FAILED", "sacct", ("node1",), "", 137)
     assert found["52_1"].exit_code == 4
     assert found["8"].nodes == ()
-    assert ours(found["8"].state) is State.CANCELLED
+    assert from_slurm_state(found["8"].state) is State.CANCELLED
 
 
 def test_scontrol() -> None:
-    element, newer = scontrol.parse(SCONTROL + NEWER_SCONTROL)
-    assert element == Record("52_2", "55", "FAILED", "scontrol", ("node1",), "JobLaunchFailure", 137)
+    element, newer = slurm_cli.parse_scontrol(SCONTROL + NEWER_SCONTROL)
+    assert element == JobRecord("52_2", "55", "FAILED", "scontrol", ("node1",), "JobLaunchFailure", 137)
     assert newer.job_id == "4711"
     assert newer.nodes == ("gpu01", "gpu02", "gpu03", "gpu04")
     assert (newer.state, newer.reason, newer.exit_code) == ("OUT_OF_MEMORY", "OutOfMemory", 253)
-    assert scontrol.fields(SCONTROL)["StdOut"] == "/data/a run/logs/job-55.log"
-    assert scontrol.fields(SCONTROL)["WorkDir"] == "/data/a run"
+    assert slurm_cli.parse_scontrol_fields(SCONTROL)["StdOut"] == "/data/a run/logs/job-55.log"
+    assert slurm_cli.parse_scontrol_fields(SCONTROL)["WorkDir"] == "/data/a run"
 
 
 @pytest.mark.parametrize(
     ("text", "code"), [("0:0", 0), ("3:0", 3), ("0:15", 143), ("1:9", 137), ("", None), ("x", None)]
 )
 def test_exit_codes(text: str, code: int | None) -> None:
-    assert exit_code(text) == code
+    assert parse_exit_code(text) == code
 
 
 @pytest.mark.parametrize(
@@ -119,63 +116,63 @@ def test_exit_codes(text: str, code: int | None) -> None:
     ],
 )
 def test_words(word: str, state: State) -> None:
-    assert ours(word) is state
+    assert from_slurm_state(word) is state
 
 
 class Slurm:
     """Answers from a script, and remembers what it was asked."""
 
-    def __init__(self, **answers: Said) -> None:
+    def __init__(self, **answers: Answer) -> None:
         self.answers, self.asked = answers, list[str]()
 
-    def __call__(self, command: Sequence[str]) -> Said:
+    def __call__(self, command: Sequence[str]) -> Answer:
         self.asked.append(" ".join(command))
-        return self.answers.get(command[0], Said(127, err=f"{command[0]} is not on the PATH"))
+        return self.answers.get(command[0], Answer(127, err=f"{command[0]} is not on the PATH"))
 
 
-FORGOTTEN = Said(1, err="slurm_load_jobs error: Invalid job id specified\n")
-NO_ACCOUNTING = Said(1, err="Slurm accounting storage is disabled\n")
-DOWN = Said(1, err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+FORGOTTEN = Answer(1, err="slurm_load_jobs error: Invalid job id specified\n")
+NO_ACCOUNTING = Answer(1, err="Slurm accounting storage is disabled\n")
+DOWN = Answer(1, err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
 
 
 def test_a_thousand_elements_are_one_question() -> None:
     lines = "".join(f"12_{index}|{13 + index}|RUNNING|node1|None\n" for index in range(1000))
-    slurm = Slurm(squeue=Said(0, lines))
-    polled = poll([f"12_{index}" for index in range(1000)], slurm)
+    slurm = Slurm(squeue=Answer(0, lines))
+    polled = poll_jobs([f"12_{index}" for index in range(1000)], slurm)
     assert len(polled.records) == 1000
     assert [line.split()[0] for line in slurm.asked] == ["squeue"]
     assert "--jobs=12 " in slurm.asked[0]
 
 
 def test_what_slurm_still_knows_of_an_end_is_asked_of_scontrol_and_not_of_accounting() -> None:
-    slurm = Slurm(squeue=Said(0, SQUEUE), scontrol=Said(0, SCONTROL))
-    polled = poll(["52_2", "7"], slurm)
+    slurm = Slurm(squeue=Answer(0, SQUEUE), scontrol=Answer(0, SCONTROL))
+    polled = poll_jobs(["52_2", "7"], slurm)
     assert polled.records["52_2"].exit_code == 137
     assert [line.split()[0] for line in slurm.asked] == ["squeue", "scontrol"]
 
 
 def test_what_slurm_has_forgotten_accounting_may_know() -> None:
-    slurm = Slurm(squeue=FORGOTTEN, sacct=Said(0, SACCT))
-    polled = poll(["28", "999"], slurm)
+    slurm = Slurm(squeue=FORGOTTEN, sacct=Answer(0, SACCT))
+    polled = poll_jobs(["28", "999"], slurm)
     assert polled.silent is None
     assert list(polled.records) == ["28"]
     assert [line.split()[0] for line in slurm.asked] == ["squeue", "sacct"]
 
 
 def test_without_accounting_what_slurm_has_forgotten_nobody_knows() -> None:
-    polled = poll(["28"], Slurm(squeue=FORGOTTEN, sacct=NO_ACCOUNTING))
+    polled = poll_jobs(["28"], Slurm(squeue=FORGOTTEN, sacct=NO_ACCOUNTING))
     assert (polled.records, polled.silent) == ({}, None)
 
 
 def test_a_controller_that_is_down_is_no_answer() -> None:
-    polled = poll(["28"], Slurm(squeue=DOWN, sacct=NO_ACCOUNTING))
+    polled = poll_jobs(["28"], Slurm(squeue=DOWN, sacct=NO_ACCOUNTING))
     assert polled.silent == "Slurm does not answer: Unable to contact slurm controller (connect failure)"
-    assert poll(["28"], Slurm(squeue=DOWN, sacct=Said(0, SACCT))).records["28"].exit_code == 137
+    assert poll_jobs(["28"], Slurm(squeue=DOWN, sacct=Answer(0, SACCT))).records["28"].exit_code == 137
 
 
 def test_no_job_is_no_question() -> None:
     slurm = Slurm()
-    assert poll([], slurm).records == {}
+    assert poll_jobs([], slurm).records == {}
     assert slurm.asked == []
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Said
-from hpc_train.launch.state.decide import decide
-from hpc_train.launch.state.facts import gather
-from hpc_train.launch.state.points import find, one
-from hpc_train.launch.state.states import Status
+from hpc_train.launch.slurm.slurm_cli import Answer
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import gather_facts
+from hpc_train.launch.state.run_lookup import find_points, require_single
+from hpc_train.launch.state.state_names import RunStatus
 
 
 class Run:
@@ -49,18 +49,18 @@ class Slurm:
     def __init__(self, *lines: str, up: bool = True) -> None:
         self.lines, self.up, self.asked = lines, up, 0
 
-    def __call__(self, command: Sequence[str]) -> Said:
+    def __call__(self, command: Sequence[str]) -> Answer:
         self.asked += 1
         if not self.up:
-            return Said(1, err="slurm_load_jobs error: Unable to contact slurm controller")
+            return Answer(1, err="slurm_load_jobs error: Unable to contact slurm controller")
         if command[0] == "squeue" and self.lines:
-            return Said(0, "\n".join(self.lines))
-        return Said(1, err="slurm_load_jobs error: Invalid job id specified")
+            return Answer(0, "\n".join(self.lines))
+        return Answer(1, err="slurm_load_jobs error: Invalid job id specified")
 
 
-def state(run: Run, *lines: str, up: bool = True) -> Status:
+def state(run: Run, *lines: str, up: bool = True) -> RunStatus:
     slurm = Slurm(*lines, up=up)
-    return decide(gather(find(str(run.path), slurm), slurm)[0])
+    return decide_state(gather_facts(find_points(str(run.path), slurm), slurm)[0])
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_second_attempt_runs_whatever_the_first_one_said(run: Run) -> None:
 def test_one_that_is_done_asks_nobody(run: Run) -> None:
     run.submitted("12").attempt(0, "12", DONE)
     slurm = Slurm(up=False)
-    told = decide(gather(find(str(run.path), slurm), slurm)[0])
+    told = decide_state(gather_facts(find_points(str(run.path), slurm), slurm)[0])
     assert (told.state, told.exit_code, told.nodes, slurm.asked) == ("DONE", 0, ("node1", "node2"), 0)
 
 
@@ -244,7 +244,7 @@ def test_a_sweep_is_a_list_of_runs_and_one_poll(tmp_path: Path) -> None:
     for index in range(3):
         Run(tmp_path / "points" / f"p{index}").submitted(f"12_{index}")
     slurm = Slurm(*(f"12_{index}|{20 + index}|RUNNING|node1|None" for index in range(3)))
-    rows = [decide(facts) for facts in gather(find(str(tmp_path), slurm), slurm)]
+    rows = [decide_state(facts) for facts in gather_facts(find_points(str(tmp_path), slurm), slurm)]
     assert [(row.point, row.job_id, row.state) for row in rows] == [
         ("p0", "12_0", "RUNNING"),
         ("p1", "12_1", "RUNNING"),
@@ -260,8 +260,8 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         ("x", "no such run"),
     ):
         with pytest.raises(UserError, match=words):
-            find(name, Slurm())
+            find_points(name, Slurm())
     for index in range(2):
         Run(tmp_path / "points" / f"p{index}")
     with pytest.raises(UserError, match="a sweep of 2 points"):
-        one(find(str(tmp_path), Slurm()), str(tmp_path))
+        require_single(find_points(str(tmp_path), Slurm()), str(tmp_path))

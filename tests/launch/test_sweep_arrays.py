@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import freeze, make
 
-from hpc_train.launch.arrays import DEFAULT, largest_array, split
-from hpc_train.launch.clients import Said
-from hpc_train.launch.share import gpu_share
-from hpc_train.launch.sweep import sending
-from hpc_train.launch.sweep.frozen import SweepFolder
-from hpc_train.launch.sweep.shapes import Array, make_arrays, throttle
+from hpc_train.launch.local.node_sharing import gpu_share_environment
+from hpc_train.launch.slurm.slurm_cli import DEFAULT_ARRAY_SIZE, Answer, max_array_size, split_evenly
+from hpc_train.launch.sweep import submit_sweep
+from hpc_train.launch.sweep.arrays import JobArray, make_arrays, share_throttle
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory
 
 STUB = """#!/bin/bash
 name="$(basename "$0")"
@@ -41,7 +40,7 @@ touch "$logs/done"
 
 @given(st.integers(0, 500), st.integers(1, 60))
 def test_a_long_list_is_cut_into_as_few_parts_as_can_be(count: int, most: int) -> None:
-    parts = split(count, most)
+    parts = split_evenly(count, most)
     assert [index for part in parts for index in part] == list(range(count))
     assert len(parts) == -(-count // most)
     assert all(0 < len(part) <= most for part in parts)
@@ -51,22 +50,22 @@ def test_a_long_list_is_cut_into_as_few_parts_as_can_be(count: int, most: int) -
 @pytest.mark.parametrize(
     ("said", "most"),
     [
-        (Said(0, "MaxArraySize            = 10001\nSchedulerParameters = bf_interval=1"), 10001),
-        (Said(0, "MaxArraySize            = 10001\nSchedulerParameters = a=1,max_array_tasks=500,b"), 500),
-        (Said(0, "MaxArraySize            = 0\n"), 0),
-        (Said(0, "nothing of the kind"), DEFAULT),
-        (Said(127, err="scontrol is not on the PATH"), DEFAULT),
+        (Answer(0, "MaxArraySize            = 10001\nSchedulerParameters = bf_interval=1"), 10001),
+        (Answer(0, "MaxArraySize            = 10001\nSchedulerParameters = a=1,max_array_tasks=500,b"), 500),
+        (Answer(0, "MaxArraySize            = 0\n"), 0),
+        (Answer(0, "nothing of the kind"), DEFAULT_ARRAY_SIZE),
+        (Answer(127, err="scontrol is not on the PATH"), DEFAULT_ARRAY_SIZE),
     ],
 )
-def test_the_largest_array_is_what_the_controller_says(said: Said, most: int) -> None:
-    assert largest_array(lambda _: said) == most
+def test_the_largest_array_is_what_the_controller_says(said: Answer, most: int) -> None:
+    assert max_array_size(lambda _: said) == most
 
 
 @given(st.one_of(st.none(), st.integers(1, 40)), st.lists(st.integers(1, 30), min_size=1, max_size=12))
 def test_no_more_points_run_at_a_time_than_were_asked_for_however_they_are_split(
     most: int | None, sizes: list[int]
 ) -> None:
-    limits = throttle(most, sizes)
+    limits = share_throttle(most, sizes)
     assert len(limits) == len(sizes)
     if most is None:
         assert limits == [(None, None)] * len(sizes)
@@ -85,12 +84,12 @@ def test_no_more_points_run_at_a_time_than_were_asked_for_however_they_are_split
     assert len(followers) == len(set(followers)), "one after the other, not two after one"
 
 
-def arrays(path: Path, *words: str, most: int = 1001) -> list[Array]:
+def arrays(path: Path, *words: str, most: int = 1001) -> list[JobArray]:
     folder, frozen = freeze(path, *words)
     return make_arrays(frozen.points, folder, None, most, frozen.config_of)
 
 
-def options(array: Array) -> dict[str, Any]:
+def options(array: JobArray) -> dict[str, Any]:
     known = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem", "time")
     found = {name: array.request.parameters[name] for name in known if name in array.request.parameters}
     return {**found, "array": array.request.parameters["additional_parameters"]["array"]}
@@ -133,8 +132,8 @@ def test_a_pack_is_so_many_times_one_point_and_no_more(tmp_path: Path) -> None:
 class Job:
     """An element of an array, run by bash with stubs in place of Slurm's commands."""
 
-    folder: SweepFolder
-    array: Array
+    folder: SweepDirectory
+    array: JobArray
     place: Path
 
     def run(self, restart: int = 0, **ends: str) -> int:
@@ -148,7 +147,7 @@ class Job:
         (stubs / "ends").write_text("".join(f"{point} {end}\n" for point, end in ends.items()))
         slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1"}
         own = {"STUBS": str(stubs), "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": str(restart)}
-        script = sending.script(self.folder, self.array)
+        script = submit_sweep.render_array_script(self.folder, self.array)
         done = subprocess.run(
             ["bash"],
             input=script,
@@ -187,8 +186,8 @@ def test_an_element_is_its_point(tmp_path: Path) -> None:
     assert not it.folder.run(second).exists()
     assert json.loads((it.folder.run(first) / "job.json").read_text())["config"]["train"]["seed"] == 0
     assert json.loads((it.folder.run(first) / "logs/0/attempt.json").read_text())["job_id"] == "7_0"
-    it = replace(it, folder=SweepFolder(tmp_path / "not there"))
-    script = sending.script(it.folder, it.array).replace("a sweep'", "nowhere'")
+    it = replace(it, folder=SweepDirectory(tmp_path / "not there"))
+    script = submit_sweep.render_array_script(it.folder, it.array).replace("a sweep'", "nowhere'")
     nowhere = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=False)
     assert nowhere.returncode != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it's a sweep", "stubs"]
@@ -249,10 +248,10 @@ def test_a_point_that_is_cancelled_before_its_job_begins_does_not_run_with_its_n
 
 
 def test_points_here_have_gpus_of_their_own_as_far_as_there_are_any() -> None:
-    assert [gpu_share(index, 2, {}, 4) for index in range(3)] == [
+    assert [gpu_share_environment(index, 2, {}, 4) for index in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "2,3", "0,1")
     ]
-    assert gpu_share(1, 1, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, 2) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
-    assert gpu_share(1, 1, {"ROCR_VISIBLE_DEVICES": "2,3"}, 2) == {"ROCR_VISIBLE_DEVICES": "3"}
-    assert gpu_share(0, 1, {}, 0) == {}
-    assert gpu_share(0, 4, {}, 2) == {}
+    assert gpu_share_environment(1, 1, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, 2) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    assert gpu_share_environment(1, 1, {"ROCR_VISIBLE_DEVICES": "2,3"}, 2) == {"ROCR_VISIBLE_DEVICES": "3"}
+    assert gpu_share_environment(0, 1, {}, 0) == {}
+    assert gpu_share_environment(0, 4, {}, 2) == {}

@@ -11,28 +11,28 @@ import pytest
 from sweeps import make
 
 from hpc_train.errors import UserError
-from hpc_train.launch.clients import Said
-from hpc_train.launch.dependencies import jobs_to_wait_for
-from hpc_train.launch.state.decide import decide
-from hpc_train.launch.state.facts import gather
-from hpc_train.launch.state.points import find
-from hpc_train.launch.sweep import ledger
-from hpc_train.launch.sweep.frozen import SweepFolder
-from hpc_train.launch.sweep.resume import MODES, look
+from hpc_train.launch.resume import MODES, find_candidates
+from hpc_train.launch.slurm.slurm_cli import Answer
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import gather_facts
+from hpc_train.launch.state.run_lookup import find_points
+from hpc_train.launch.submit import jobs_to_wait_for
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory
 
 
 def test_a_torn_line_is_no_event_and_the_next_one_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger.append(path, "sweep", points=1)
+    sweep_directory.append_event(path, "sweep", points=1)
     assert path.stat().st_mode & 0o777 == 0o600
     with path.open("a") as file:
         file.write('{"event": "submit", "time": 1, "job_id": "7", "elem')
-    assert [event["event"] for event in ledger.read(path)] == ["sweep"]
-    ledger.append(path, "resume", mode="retry")
-    assert [event["event"] for event in ledger.read(path)] == ["sweep", "resume"]
+    assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep"]
+    sweep_directory.append_event(path, "resume", mode="retry")
+    assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep", "resume"]
     path.write_bytes(path.read_bytes() + b"\xff\xfe[1]\nnull\n")
-    assert [event["event"] for event in ledger.read(path)] == ["sweep", "resume"]
-    assert ledger.read(tmp_path / "nothing") == []
+    assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep", "resume"]
+    assert sweep_directory.read_ledger(tmp_path / "nothing") == []
 
 
 class Slurm:
@@ -41,25 +41,27 @@ class Slurm:
     def __init__(self, *lines: str) -> None:
         self.lines, self.asked = lines, 0
 
-    def __call__(self, command: Sequence[str]) -> Said:
+    def __call__(self, command: Sequence[str]) -> Answer:
         self.asked += command[0] == "squeue"
         if command[0] == "squeue" and self.lines:
-            return Said(0, "\n".join(self.lines))
-        return Said(1, err="slurm_load_jobs error: Invalid job id specified")
+            return Answer(0, "\n".join(self.lines))
+        return Answer(1, err="slurm_load_jobs error: Invalid job id specified")
 
 
-def states(folder: SweepFolder, *lines: str) -> dict[str, str]:
+def states(folder: SweepDirectory, *lines: str) -> dict[str, str]:
     slurm = Slurm(*lines)
-    found = {it.point: str(it.state) for it in map(decide, gather(find(str(folder.path), slurm), slurm))}
+    found = {
+        it.point: str(it.state) for it in map(decide_state, gather_facts(find_points(str(folder.path), slurm), slurm))
+    }
     assert slurm.asked <= 1, "one poll for all"
     return found
 
 
-def submitted(folder: SweepFolder, job: str, *elements: Sequence[str], **more: Any) -> None:
-    ledger.append(folder.ledger, "submit", job_id=job, nodes=1, ranks=2, elements=elements, **more)
+def submitted(folder: SweepDirectory, job: str, *elements: Sequence[str], **more: Any) -> None:
+    sweep_directory.append_event(folder.ledger, "submit", job_id=job, nodes=1, ranks=2, elements=elements, **more)
 
 
-def attempt(folder: SweepFolder, point: str, number: int, job: str, **result: Any) -> None:
+def attempt(folder: SweepDirectory, point: str, number: int, job: str, **result: Any) -> None:
     logs = folder.run(point) / "logs" / str(number)
     logs.mkdir(parents=True)
     (logs / "attempt.json").write_text(json.dumps({"job_id": job, "host": "n", "nodes": "n1", "time": 1}))
@@ -67,12 +69,12 @@ def attempt(folder: SweepFolder, point: str, number: int, job: str, **result: An
         (logs / "result.json").write_text(json.dumps(result))
 
 
-def chosen(folder: SweepFolder, mode: str, *lines: str) -> list[str]:
+def chosen(folder: SweepDirectory, mode: str, *lines: str) -> list[str]:
     slurm = Slurm(*lines)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr("hpc_train.launch.sweep.resume.ask", slurm)
-        return [it.status.point for it in look(find(str(folder.path), slurm), mode) if it.again]
+        patch.setattr("hpc_train.launch.resume.run_client", slurm)
+        return [it.status.point for it in find_candidates(find_points(str(folder.path), slurm), mode) if it.again]
 
 
 def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
     attempt(folder, ids[1], 0, "12_1", exit_code=1, why="launch.setup failed")
     attempt(folder, ids[2], 0, "12_2")
     attempt(folder, ids[3], 0, "12_3", exit_code=75, then="requeue")
-    ledger.append(folder.ledger, "cancel", points={ids[5]: "12_5"})
+    sweep_directory.append_event(folder.ledger, "cancel", points={ids[5]: "12_5"})
     lines = (
         *("12_1|21|FAILED|n1|NonZeroExitCode", "12_2|22|RUNNING|n1|None", "12_3|23|PENDING||BeginTime"),
         "12_4|12|PENDING||JobArrayTaskLimit",
@@ -139,16 +141,16 @@ def test_a_point_is_found_by_its_path_before_it_begins_and_a_job_by_its_points(t
     submitted(folder, "12", ids[:2], ids[2:], packed=True)
     (folder.scripts / "12_submission.sh").touch()
 
-    def asked(command: Sequence[str]) -> Said:
-        return Said(0, f"JobId=12 JobState=PENDING Command={folder.scripts}/12_submission.sh StdOut=/x/y WorkDir=/")
+    def asked(command: Sequence[str]) -> Answer:
+        return Answer(0, f"JobId=12 JobState=PENDING Command={folder.scripts}/12_submission.sh StdOut=/x/y WorkDir=/")
 
-    (point,) = find(str(folder.run(ids[1])), asked)
+    (point,) = find_points(str(folder.run(ids[1])), asked)
     assert (point.name, point.placed and point.placed.job, point.run.exists()) == (ids[1], "12_0", False)
-    assert [it.name for it in find("12", asked)] == ids
-    assert [it.name for it in find("12_0", asked)] == ids[:2]
-    assert [it.name for it in find("12_1", asked)] == ids[2:]
+    assert [it.name for it in find_points("12", asked)] == ids
+    assert [it.name for it in find_points("12_0", asked)] == ids[:2]
+    assert [it.name for it in find_points("12_1", asked)] == ids[2:]
     with pytest.raises(UserError, match="the sweep has no such point"):
-        find(str(folder.run("x")), asked)
+        find_points(str(folder.run("x")), asked)
     folder.points.write_text("{")
     with pytest.raises(UserError, match=r"points.jsonl: is damaged"):
-        find(str(folder.path), asked)
+        find_points(str(folder.path), asked)

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from sweeps import make
 
-from hpc_train.cli import main
-from hpc_train.config.compose import compose, options, to_container
-from hpc_train.config.compose_many import Composer
+from hpc_train.cli.main import main
+from hpc_train.config.compose import compose, config_to_dict, list_options
+from hpc_train.config.compose_sweep import Composer
 from hpc_train.errors import EXIT_USER_ERROR, UserError
-from hpc_train.launch.spec import read_spec
-from hpc_train.launch.sweep.begin import begin
-from hpc_train.launch.sweep.frozen import read_points
-from hpc_train.launch.sweep.grammar import read_grid
-from hpc_train.launch.sweep.identity import digest, point_id
+from hpc_train.launch.job_spec import read_spec
+from hpc_train.launch.sweep.point_entrypoint import begin_points
+from hpc_train.launch.sweep.points import config_digest, make_point_id, read_grid
+from hpc_train.launch.sweep.sweep_directory import read_points
 
 SLURM = ("cluster=slurm", "launch=slurm")
 
@@ -44,7 +43,7 @@ def test_hydras_grammar(words: Sequence[str], points: Sequence[str]) -> None:
 
 
 def test_glob_finds_the_options_that_a_user_can_choose(tmp_path: Path) -> None:
-    shipped = [name for name in options("model") if name.startswith("llama_")]
+    shipped = [name for name in list_options("model") if name.startswith("llama_")]
     found = [combination.swept for combination in read_grid(["model=glob(llama_*)"])]
     assert found == [(f"model={name}",) for name in shipped]
     assert len(found) > 3
@@ -101,7 +100,7 @@ def test_many_are_composed_as_each_of_them_would_be(words: Sequence[str]) -> Non
         alone = compose(combination.words)
         many = composer.compose(combination.words)
         assert many == alone, combination.name
-        assert json.dumps(to_container(many)) == json.dumps(to_container(alone))
+        assert json.dumps(config_to_dict(many)) == json.dumps(config_to_dict(alone))
 
 
 def test_a_point_that_cannot_be_is_refused_as_a_single_run_and_the_next_one_is_right() -> None:
@@ -118,18 +117,18 @@ def test_a_point_that_cannot_be_is_refused_as_a_single_run_and_the_next_one_is_r
 
 def test_an_id_is_that_of_the_run_and_not_of_the_place() -> None:
     def container(*words: str) -> dict[str, object]:
-        return to_container(compose([*SLURM, *words]))
+        return config_to_dict(compose([*SLURM, *words]))
 
-    plain = digest(container())
+    plain = config_digest(container())
     same = ("run_dir=/x", "data.cache=/y", "launch.parallel_points=3", "launch.points_per_job=2")
-    assert [digest(container(word)) for word in same] == [plain] * len(same)
+    assert [config_digest(container(word)) for word in same] == [plain] * len(same)
     others = ("train.steps=7", "cluster.nodes=2", "parallel.tp=2", "launch.time_minutes=9", "checkpoint.every=3")
-    found = {digest(container(word)) for word in (*others, "data.path=/a/x.h5", "data.path=/b/x.h5")}
+    found = {config_digest(container(word)) for word in (*others, "data.path=/a/x.h5", "data.path=/b/x.h5")}
     assert len({plain, *found}) == 8
     swept = ["optim.lr=1e-3", "model=llama_tiny", "launch.setup=['a b; $(c)']"]
-    assert point_id(swept, "0123456789abcdef") == "lr-1e-3_model-llama-tiny_setup-a-b-c-0123456789ab"
-    assert point_id([], "0123456789abcdef") == "point-0123456789ab"
-    assert len(point_id(["a=" + "x" * 500], "0123456789abcdef")) < 60
+    assert make_point_id(swept, "0123456789abcdef") == "lr-1e-3_model-llama-tiny_setup-a-b-c-0123456789ab"
+    assert make_point_id([], "0123456789abcdef") == "point-0123456789ab"
+    assert len(make_point_id(["a=" + "x" * 500], "0123456789abcdef")) < 60
 
 
 def test_points_that_are_one_run_are_run_once_and_it_is_said(
@@ -180,7 +179,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path, capsys: 
 def test_a_point_begins_with_what_was_frozen_and_from_a_list_of_its_owner(tmp_path: Path) -> None:
     frozen_sweep, _ = make(tmp_path / "sweep", "train.seed=0,1")
     first, second = read_points(frozen_sweep)
-    begin(frozen_sweep, [second.id])
+    begin_points(frozen_sweep, [second.id])
     run = frozen_sweep.run(second.id)
     assert read_spec(run / "job.json") == second.spec
     assert second.spec.run_dir == str(run)
@@ -188,11 +187,11 @@ def test_a_point_begins_with_what_was_frozen_and_from_a_list_of_its_owner(tmp_pa
     assert (run.stat().st_mode & 0o777, (run / "job.json").stat().st_mode & 0o777) == (0o700, 0o600)
     assert not frozen_sweep.run(first.id).exists()
     with pytest.raises(UserError, match="has no point x"):
-        begin(frozen_sweep, ["x"])
+        begin_points(frozen_sweep, ["x"])
     frozen_sweep.points.chmod(0o602)
     with pytest.raises(UserError, match=r"points.jsonl: is not yours alone"):
-        begin(frozen_sweep, [first.id])
+        begin_points(frozen_sweep, [first.id])
     frozen_sweep.points.chmod(0o600)
     frozen_sweep.points.write_text(frozen_sweep.points.read_text().replace('"spec"', '"spek"'))
     with pytest.raises(UserError, match=r"points.jsonl: is damaged; submit the sweep again"):
-        begin(frozen_sweep, [first.id])
+        begin_points(frozen_sweep, [first.id])

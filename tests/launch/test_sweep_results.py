@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cli.results import PointResult, SweepResults, plot_run, plot_sweep, spans_decades, varied_keys
 from hpc_train.errors import UserError
-from hpc_train.launch.sweep.metrics import best_value, final_values
-from hpc_train.launch.sweep.plot import draw, draw_run, spans_decades, varied
-from hpc_train.launch.sweep.results import Results, Row
+from hpc_train.launch.state.progress import find_best_value, read_final_values
 
 
 def lines(path: Path, count: int, every: int = 50) -> None:
@@ -25,35 +24,35 @@ def lines(path: Path, count: int, every: int = 50) -> None:
 def test_the_last_values_are_found_from_the_end(count: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines(path, count)
-    found = final_values(path)
+    found = read_final_values(path)
     assert (found["step"], found["loss"]) == (count, 1.0 + abs(count - 70))
     assert found.get("validation_loss") == (100.0 + count // 50 * 50 if count >= 50 else None)
     with path.open("a") as file:
         file.write('{"step": 99999, "loss": 3')
-    assert final_values(path) == found
-    assert best_value(path, "loss") == 1.0 + max(0, 70 - count)
-    assert best_value(path, "step") == 1
+    assert read_final_values(path) == found
+    assert find_best_value(path, "loss") == 1.0 + max(0, 70 - count)
+    assert find_best_value(path, "step") == 1
 
 
 def test_a_run_without_a_step_has_no_values(tmp_path: Path) -> None:
-    assert final_values(tmp_path / "nothing") == {}
-    assert best_value(tmp_path / "nothing", "loss") is None
+    assert read_final_values(tmp_path / "nothing") == {}
+    assert find_best_value(tmp_path / "nothing", "loss") is None
     (tmp_path / "empty").write_text("")
-    assert final_values(tmp_path / "empty") == {}
+    assert read_final_values(tmp_path / "empty") == {}
     (tmp_path / "torn").write_text('{"step"')
-    assert final_values(tmp_path / "torn") == {}
+    assert read_final_values(tmp_path / "torn") == {}
 
 
-def results(*rows: tuple[dict[str, Any], float | None]) -> Results:
+def results(*rows: tuple[dict[str, Any], float | None]) -> SweepResults:
     made = [
-        Row(f"p{index}", "DONE", swept, {} if value is None else {"step": 1, "loss": value})
+        PointResult(f"p{index}", "DONE", swept, {} if value is None else {"step": 1, "loss": value})
         for index, (swept, value) in enumerate(rows)
     ]
-    return Results(made, "loss")
+    return SweepResults(made, "loss")
 
 
-def drawn(it: Results, path: Path) -> str:
-    draw(it, path / "x.svg")
+def drawn(it: SweepResults, path: Path) -> str:
+    plot_sweep(it, path / "x.svg")
     return (path / "x.svg").read_text()
 
 
@@ -80,8 +79,8 @@ def test_of_two_axes_the_second_are_lines_and_more_are_ranked(tmp_path: Path) ->
     written = texts(drawn(three, tmp_path))
     assert "x=1, b=0, c=1" in written
     assert "x=9, b=9, c=9" not in written, "it has no value"
-    assert varied(three.rows, three.keys) == ["a.x", "b", "c"]
-    assert varied(results(({"a": 1, "b": 2}, 1), ({"a": 1, "b": 3}, 1)).rows, ["a", "b"]) == ["b"]
+    assert varied_keys(three.rows, three.keys) == ["a.x", "b", "c"]
+    assert varied_keys(results(({"a": 1, "b": 2}, 1), ({"a": 1, "b": 3}, 1)).rows, ["a", "b"]) == ["b"]
 
 
 def test_decades() -> None:
@@ -92,25 +91,25 @@ def test_decades() -> None:
 
 def test_no_value_and_no_place_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no point has a value of loss yet"):
-        draw(results(({"a": 1}, None)), tmp_path / "x.png")
+        plot_sweep(results(({"a": 1}, None)), tmp_path / "x.png")
     with pytest.raises(UserError, match="--plot"):
-        draw(results(({"a": 1}, 2.0)), tmp_path / "nowhere/x.png")
+        plot_sweep(results(({"a": 1}, 2.0)), tmp_path / "nowhere/x.png")
 
 
 def test_one_run_is_drawn_over_its_steps(tmp_path: Path) -> None:
     steps = [{"step": step, "loss": 3.0 / step, "lr": 0.1} for step in range(1, 9)] + [{"step": 9, "loss": None}]
     steps[3]["validation_loss"] = 1.0
-    draw_run(steps, None, "my run", tmp_path / "x.svg")
+    plot_run(steps, None, "my run", tmp_path / "x.svg")
     assert {"my run", "step", "loss", "validation_loss"} <= texts((tmp_path / "x.svg").read_text())
-    draw_run(steps, "lr", "my run", tmp_path / "y.svg")
+    plot_run(steps, "lr", "my run", tmp_path / "y.svg")
     assert "loss" not in texts((tmp_path / "y.svg").read_text())
     with pytest.raises(UserError, match="the run has no step with a value of loss yet"):
-        draw_run([], None, "my run", tmp_path / "z.svg")
+        plot_run([], None, "my run", tmp_path / "z.svg")
 
 
 def test_the_winner_is_the_lowest_loss_or_the_highest_speed() -> None:
     it = results(({"a": 1}, 3.0), ({"a": 2}, 2.0), ({"a": 3}, None))
     assert it.winner is it.rows[1]
     assert results(({"a": 1}, None)).winner is None
-    fast = [Row(str(speed), "DONE", {}, {"tokens_per_second": speed}) for speed in (1.0, 9.0, 4.0)]
-    assert Results(fast, "tokens_per_second").winner is fast[1]
+    fast = [PointResult(str(speed), "DONE", {}, {"tokens_per_second": speed}) for speed in (1.0, 9.0, 4.0)]
+    assert SweepResults(fast, "tokens_per_second").winner is fast[1]

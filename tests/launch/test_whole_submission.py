@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.launch.code import store, users
-from hpc_train.launch.code.entries import Entry, digest
-from hpc_train.launch.slurm import refusal
-from hpc_train.launch.whole import alone, submission
+from hpc_train.launch.slurm.sbatch import explain_refusal
+from hpc_train.launch.snapshot import code_snapshot, snapshot_files
+from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry, hash_entries
+from hpc_train.launch.submit import lock_submissions, submission_transaction
 
 OTHER = """
 import sys
 from pathlib import Path
-from hpc_train.launch.whole import submission
+from hpc_train.launch.submit import submission_transaction as submission
 with submission(Path(sys.argv[1])):
     print("alone", flush=True)
     sys.stdin.read()
@@ -31,7 +31,7 @@ with submission(Path(sys.argv[1])):
 
 def refused(run: Path, files: dict[str, str]) -> None:
     """A submission that fails when it has written these files."""
-    with pytest.raises(ZeroDivisionError), submission(run):
+    with pytest.raises(ZeroDivisionError), submission_transaction(run):
         write(run, files)
 
 
@@ -62,16 +62,22 @@ def test_a_run_that_was_there_keeps_what_it_had(tmp_path: Path) -> None:
         "job.json": "as it was",
         "metrics.jsonl": "results",
     }
-    with submission(run):
+    with submission_transaction(run):
         (run / "job.json").write_text("as it is asked for now")
     assert (run / "job.json").read_text() == "as it is asked for now"
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run_dir=.*/file/run: .*; choose a dir"), submission(tmp_path / "file/run"):
+    with (
+        pytest.raises(UserError, match=r"run_dir=.*/file/run: .*; choose a dir"),
+        submission_transaction(tmp_path / "file/run"),
+    ):
         pass
-    with pytest.raises(UserError, match=r"run_dir=.*/run: No space left on device; c"), submission(tmp_path / "run"):
+    with (
+        pytest.raises(UserError, match=r"run_dir=.*/run: No space left on device; c"),
+        submission_transaction(tmp_path / "run"),
+    ):
         Path("/dev/full").write_text("no disk is large enough")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -83,15 +89,18 @@ def test_of_two_at_the_same_time_the_second_is_refused_and_harms_nothing(tmp_pat
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == "alone\n"
-        with pytest.raises(UserError, match="run: another command submits from it right now"), submission(run):
+        with (
+            pytest.raises(UserError, match="run: another command submits from it right now"),
+            submission_transaction(run),
+        ):
             pass
-        with pytest.raises(UserError, match="another command"), alone(run):
+        with pytest.raises(UserError, match="another command"), lock_submissions(run):
             pass
         assert run.is_dir()
         other.stdin.close()
         assert other.wait() == 0
     assert list(run.iterdir()) == []
-    with submission(run), pytest.raises(UserError, match="another command"), alone(run):
+    with submission_transaction(run), pytest.raises(UserError, match="another command"), lock_submissions(run):
         pass
 
 
@@ -102,16 +111,16 @@ def test_the_lock_of_a_command_that_was_killed_holds_nobody_back(tmp_path: Path)
         other.stdout.readline()
         other.kill()
     assert (tmp_path / ".lock").exists()
-    with alone(tmp_path):
+    with lock_submissions(tmp_path):
         pass
     assert not (tmp_path / ".lock").exists()
 
 
 def test_a_controller_that_answers_too_late_has_perhaps_taken_the_job() -> None:
     late = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
-    assert str(refusal(late)).startswith("sbatch got no answer: Batch job submission failed: Socket timed out")
+    assert str(explain_refusal(late)).startswith("sbatch got no answer: Batch job submission failed: Socket timed out")
     flag = "sbatch: option '--hold' doesn't allow an argument\nTry \"sbatch --help\" for more information\n"
-    assert str(refusal(flag)).endswith("argument; leave its value empty (launch.extra.<option>=)")
+    assert str(explain_refusal(flag)).endswith("argument; leave its value empty (launch.extra.<option>=)")
 
 
 Stored = Callable[[str, Path], Path]
@@ -122,13 +131,13 @@ def stored(tmp_path: Path) -> Stored:
     """Store a text as a snapshot for a run, as long ago as a job may wait."""
 
     def keep(text: str, run: Path, age: float = 7 * 86400) -> Path:
-        entries = [Entry("0/code.py", text.encode())]
-        path = tmp_path / "code" / digest(entries)
-        users.use(path, run)
+        entries = [SnapshotEntry("0/code.py", text.encode())]
+        path = tmp_path / "code" / hash_entries(entries)
+        code_snapshot.add_reference(path, run)
         line = {"event": "use", "time": time.time() - age, "code": path.name, "run": str(run)}
-        kept = (path.parent / users.USERS).read_text().splitlines()[:-1]
-        (path.parent / users.USERS).write_text("".join(f"{it}\n" for it in [*kept, json.dumps(line)]))
-        store.write(path, entries)
+        kept = (path.parent / code_snapshot.REFERENCES_FILE).read_text().splitlines()[:-1]
+        (path.parent / code_snapshot.REFERENCES_FILE).write_text("".join(f"{it}\n" for it in [*kept, json.dumps(line)]))
+        snapshot_files.store_snapshot(path, entries)
         return path
 
     return keep
@@ -148,46 +157,46 @@ def test_code_goes_when_no_run_names_it_any_more(tmp_path: Path, stored: Stored)
     frozen_run(tmp_path / "named", named)
     (tmp_path / "swept").mkdir()
     (tmp_path / "swept/points.jsonl").touch()
-    users.tidy(tmp_path / "code")
+    code_snapshot.remove_unused_snapshots(tmp_path / "code")
     assert not gone.exists()
     assert not edited.exists()
-    left = {path for path in (tmp_path / "code").iterdir() if path.name != users.USERS}
+    left = {path for path in (tmp_path / "code").iterdir() if path.name != code_snapshot.REFERENCES_FILE}
     assert left == {named, swept, elsewhere, unknown}
-    assert store.contents(named) == named.name
-    users.tidy(tmp_path / "nowhere")
+    assert snapshot_files.hash_folder(named) == named.name
+    code_snapshot.remove_unused_snapshots(tmp_path / "nowhere")
 
 
 def test_code_of_a_submission_that_has_no_directory_yet_stays(tmp_path: Path, stored: Stored) -> None:
     path = stored("text", tmp_path / "gone")
-    users.use(path, tmp_path / "of a submission under way")
-    users.tidy(path.parent)
+    code_snapshot.add_reference(path, tmp_path / "of a submission under way")
+    code_snapshot.remove_unused_snapshots(path.parent)
     assert path.is_dir()
 
 
 def test_code_that_is_asked_for_while_it_is_removed_is_there(tmp_path: Path, stored: Stored) -> None:
     """One thread removes what the other stores: whoever has written down its run, and looked then, has its code."""
-    entries = [Entry("0/code.py", b"text")]
+    entries = [SnapshotEntry("0/code.py", b"text")]
     path = stored("text", tmp_path / "gone")
     ended = threading.Event()
 
     def remove() -> None:
         while not ended.is_set():
-            users.tidy(path.parent)
+            code_snapshot.remove_unused_snapshots(path.parent)
 
     helper = threading.Thread(target=remove)
     helper.start()
     try:
         for number in range(60):
-            (path.parent / users.USERS).write_text(
+            (path.parent / code_snapshot.REFERENCES_FILE).write_text(
                 json.dumps({"event": "use", "time": 0.0, "code": path.name, "run": str(tmp_path / "gone")}) + "\n"
             )
             while path.exists():
                 os.sched_yield()
             run = frozen_run(tmp_path / str(number), path)
-            users.use(path, run)
-            store.write(path, entries)
+            code_snapshot.add_reference(path, run)
+            snapshot_files.store_snapshot(path, entries)
             for _ in range(20):
-                assert store.contents(path) == path.name
+                assert snapshot_files.hash_folder(path) == path.name
     finally:
         ended.set()
         helper.join()
@@ -195,10 +204,10 @@ def test_code_that_is_asked_for_while_it_is_removed_is_there(tmp_path: Path, sto
 
 def test_a_store_that_a_refused_submission_began_goes_with_it(tmp_path: Path) -> None:
     path = tmp_path / "code" / ("a" * 40)
-    users.use(path, tmp_path / "refused")
-    users.leave(path.parent, tmp_path / "refused")
+    code_snapshot.add_reference(path, tmp_path / "refused")
+    code_snapshot.drop_reference(path.parent, tmp_path / "refused")
     assert list(tmp_path.iterdir()) == []
-    users.use(path, tmp_path / "refused")
-    users.use(path, tmp_path / "other")
-    users.leave(path.parent, tmp_path / "refused")
-    assert (path.parent / users.USERS).exists()
+    code_snapshot.add_reference(path, tmp_path / "refused")
+    code_snapshot.add_reference(path, tmp_path / "other")
+    code_snapshot.drop_reference(path.parent, tmp_path / "refused")
+    assert (path.parent / code_snapshot.REFERENCES_FILE).exists()

@@ -9,13 +9,13 @@ import torch
 import wrong_models
 from jobs import Workshop
 
-from hpc_train.api import MicroBatch, StepBatch, World
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_USER_ERROR, UserError
+from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
-from hpc_train.training.failure import summarise
 from hpc_train.training.rank import make_engine, make_model
+from hpc_train.training.run_records import summarise_exception
 from hpc_train.user_frames import user_frames
 
 WRONG = ("model=custom", "model.module=wrong_models", "model.name=wrong")
@@ -87,6 +87,6 @@ def test_the_users_own_lines_come_first_and_no_others() -> None:
     for one in (error, outer):
         frames = user_frames(one)
         assert frames[0].filename.endswith("wrong_models.py")
-        first, *lines = summarise(one)
+        first, *lines = summarise_exception(one)
         assert first == "ValueError: no luck"
         assert lines[0].endswith('in raising: raise ValueError("no\\nluck")')

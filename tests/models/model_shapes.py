@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model
 
 FOLDER = Path(hpc_train.conf.__path__[0]) / "model"
 SCHEMAS = {
@@ -52,8 +52,8 @@ def load(name: str) -> ModelConfig:
 
 def drawn(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """A model with its initial values."""
-    module = build(config).to(dtype)
-    initialise(module, seed)
+    module = build_model(config).to(dtype)
+    initialise_parameters(module, seed)
     return module
 
 

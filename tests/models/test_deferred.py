@@ -17,7 +17,7 @@ from hpc_train.models.deferred import build_deferred
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defer all tensors except those of a few numbers."""
-    monkeypatch.setattr(deferred, "LARGE", 128)
+    monkeypatch.setattr(deferred, "LARGE_TENSOR_BYTES", 128)
 
 
 class Own(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from model_shapes import GPT2, LLAMA, drawn
 
 from hpc_train.errors import UserError
-from hpc_train.models.huggingface import family, from_huggingface, to_huggingface
+from hpc_train.models.huggingface import find_model_family, from_huggingface, to_huggingface
 
 
 def test_files_of_the_bare_model_with_mask_buffers_are_read() -> None:
@@ -34,4 +34,4 @@ def test_an_unknown_weight_is_a_user_error() -> None:
 
 def test_a_shape_without_a_family_is_a_user_error() -> None:
     with pytest.raises(UserError, match="neither of the Llama, the GPT-2 nor the ViT family"):
-        family(replace(LLAMA, norm="layernorm"))
+        find_model_family(replace(LLAMA, norm="layernorm"))

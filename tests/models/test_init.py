@@ -10,9 +10,9 @@ from torch import nn
 
 from hpc_train.config.model import ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models import init
-from hpc_train.models.init import ZEROS, Normal, Region, draw, initialise
-from hpc_train.models.registry import build
+from hpc_train.models import initial_values
+from hpc_train.models.initial_values import ZEROS, Normal, Region, draw_values, initialise_parameters
+from hpc_train.models.registry import build_model
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, VIT], ids=lambda config: config.name)
@@ -20,7 +20,7 @@ def test_a_stage_draws_what_the_whole_model_draws(config: ModelConfig) -> None:
     whole = drawn(config)
     for names in (["layers.0"], ["layers.1"], ["layers.2"]):
         stage = whole.stage(names).to_empty(device="cpu")
-        initialise(stage, 0)
+        initialise_parameters(stage, 0)
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name))
 
@@ -57,36 +57,36 @@ def test_standard_deviations_are_those_of_gpt2() -> None:
 
 @pytest.mark.parametrize("shape", [(10,), (10, 7), (3, 5, 4), (1, 9), ()])
 def test_any_rectangle_is_cut_from_the_same_values(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "CHUNK", 20)  # several chunks, not all of them full
+    monkeypatch.setattr(initial_values, "CHUNK_ELEMENTS", 20)  # several chunks, not all of them full
     rule = Normal(0.0, 1.0)
-    everything = draw(rule, 3, "w", shape, (0,) * len(shape), shape)
+    everything = draw_values(rule, 3, "w", shape, (0,) * len(shape), shape)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         corners = [sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in shape]
         offset, size = tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
         expected = everything[tuple(slice(low, high) for low, high in corners)]
-        assert torch.equal(draw(rule, 3, "w", shape, offset, size), expected)
+        assert torch.equal(draw_values(rule, 3, "w", shape, offset, size), expected)
 
 
 def test_chunks_differ_from_one_another() -> None:
-    rows = draw(Normal(0.0, 1.0), 0, "w", (5, init.CHUNK), (0, 0), (5, 8))
+    rows = draw_values(Normal(0.0, 1.0), 0, "w", (5, initial_values.CHUNK_ELEMENTS), (0, 0), (5, 8))
     assert len({row[0].item() for row in rows}) == 5
 
 
 def test_a_shard_is_filled_through_its_region() -> None:
-    whole, shard = drawn(LLAMA), build(LLAMA).double()
+    whole, shard = drawn(LLAMA), build_model(LLAMA).double()
     columns = {
         id(parameter): name for name, parameter in shard.named_parameters() if name.endswith("attention.o.weight")
     }
 
     def right_half(parameter: torch.Tensor) -> Region:
         if id(parameter) not in columns:
-            return init.whole(parameter)
+            return initial_values.whole_region(parameter)
         half = parameter.shape[1] // 2
         return Region(tuple(parameter.shape), (0, half), parameter.detach()[:, half:])
 
     before = {name: shard.get_parameter(name).clone() for name in columns.values()}
-    initialise(shard, 0, right_half)
+    initialise_parameters(shard, 0, right_half)
     for name, parameter in shard.named_parameters():
         half = parameter.shape[-1] // 2
         expected = whole.get_parameter(name)
@@ -96,16 +96,16 @@ def test_a_shard_is_filled_through_its_region() -> None:
 
 
 def test_constants_are_not_drawn() -> None:
-    assert torch.equal(draw(ZEROS, 0, "b", (4,), (1,), (2,)), torch.zeros(2))
+    assert torch.equal(draw_values(ZEROS, 0, "b", (4,), (1,), (2,)), torch.zeros(2))
 
 
 def test_a_module_without_a_rule_keeps_its_values() -> None:
     module = nn.Linear(3, 3)
     before = module.weight.clone()
-    initialise(module, 0)
+    initialise_parameters(module, 0)
     assert torch.equal(module.weight, before)
 
 
 def test_a_module_without_a_rule_on_meta_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"^Linear\.weight: on the meta device, .* init_rule\(name\)$"):
-        initialise(nn.Linear(3, 3, device="meta"), 0)
+        initialise_parameters(nn.Linear(3, 3, device="meta"), 0)

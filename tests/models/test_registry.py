@@ -9,9 +9,9 @@ from model_shapes import GPT2, VIT
 
 from hpc_train.config.model import CustomModelConfig, ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models import build, register
+from hpc_train.models import build_model, register
 from hpc_train.models.transformer import Transformer
-from hpc_train.models.vit import VisionTransformer
+from hpc_train.models.vision_transformer import VisionTransformer
 
 SOURCE = """
 from torch import nn
@@ -39,19 +39,19 @@ def write(folder: Path, module: str, name: str) -> None:
 def line(config: ModelConfig) -> str:
     """The one line that building this raises."""
     with pytest.raises(UserError) as error:
-        build(config)
+        build_model(config)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_the_kinds_that_come_with_the_package() -> None:
-    assert isinstance(build(GPT2), Transformer)
-    assert isinstance(build(VIT), VisionTransformer)
+    assert isinstance(build_model(GPT2), Transformer)
+    assert isinstance(build_model(VIT), VisionTransformer)
 
 
 def test_a_model_in_a_module_of_the_current_folder(folder: Path) -> None:
     write(folder, "my_models", "perceptron")
-    model = build(CustomModelConfig(name="perceptron", module="my_models", args={"width": 3, "depth": 2}))
+    model = build_model(CustomModelConfig(name="perceptron", module="my_models", args={"width": 3, "depth": 2}))
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [(3, 3), (3,), (3, 3), (3,)]
 
 
@@ -59,7 +59,7 @@ def test_a_custom_model_is_drawn_from_the_seed_and_leaves_the_generator_alone(fo
     write(folder, "seeded_models", "seeded")
     config = CustomModelConfig(name="seeded", module="seeded_models")
     before = torch.random.get_rng_state()
-    first, again, other = (next(build(config, seed).parameters()) for seed in (1, 1, 2))
+    first, again, other = (next(build_model(config, seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -76,7 +76,7 @@ def test_a_model_of_an_installed_package(folder: Path) -> None:
         "[hpc_train.models]\ntheirs = their_package:make\nbroken = their_package:no\n"
     )
     sys.path.append(str(folder))
-    model = build(CustomModelConfig(name="theirs", args={"width": 5}))
+    model = build_model(CustomModelConfig(name="theirs", args={"width": 5}))
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [(1, 5), (1,)]
     assert line(CustomModelConfig(name="broken")).startswith(
         "model.name=broken: its entry point their_package:no cannot"

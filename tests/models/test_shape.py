@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig
 from hpc_train.errors import UserError
-from hpc_train.models.registry import build
-from hpc_train.models.shape import check_shape, flops_per_token, parameter_count
+from hpc_train.models.registry import build_model
+from hpc_train.models.shape import check_shape, compute_flops_per_token, count_parameters
 
 PUBLISHED = {
     "gpt2_tiny": 957_184,  # ours; pinned so that it stays what its comment says
@@ -45,7 +45,7 @@ VARIANTS = [
 
 def meta(config: ModelConfig) -> torch.nn.Module:
     with torch.device("meta"):
-        return build(config)
+        return build_model(config)
 
 
 def test_every_file_is_listed() -> None:
@@ -62,13 +62,13 @@ def test_the_model_is_named_as_its_file_and_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", shipped())
 def test_the_size_is_the_published_one(name: str) -> None:
-    count = parameter_count(load(name))
+    count = count_parameters(load(name))
     assert count == pytest.approx(PUBLISHED[name], rel=0 if isinstance(PUBLISHED[name], int) else 0.01)
 
 
 @pytest.mark.parametrize("config", [*map(load, shipped()), *VARIANTS], ids=lambda config: config.name)
 def test_parameter_count_is_that_of_the_built_model(config: ModelConfig) -> None:
-    assert parameter_count(config) == sum(parameter.numel() for parameter in meta(config).parameters())
+    assert count_parameters(config) == sum(parameter.numel() for parameter in meta(config).parameters())
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, load("llama_8b"), load("gpt3_22b")], ids=lambda config: config.name)
@@ -79,7 +79,7 @@ def test_flops_are_those_that_torch_counts(config: TransformerConfig) -> None:
         model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
     uncounted = _attention(config, length)  # torch counts no causal half
     forward = counter.get_total_flops()
-    assert flops_per_token(config, length) == pytest.approx(3 * (forward - uncounted) / length, rel=1e-12)
+    assert compute_flops_per_token(config, length) == pytest.approx(3 * (forward - uncounted) / length, rel=1e-12)
 
 
 def _attention(config: TransformerConfig, length: int) -> float:
@@ -92,18 +92,18 @@ def test_flops_of_an_image_are_those_that_torch_counts() -> None:
     model = meta(VIT)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, VIT.channels, VIT.image_size, VIT.image_size, device="meta"))
-    assert flops_per_token(VIT, 1) == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
+    assert compute_flops_per_token(VIT, 1) == pytest.approx(3 * counter.get_total_flops(), rel=1e-12)
 
 
 def test_flops_of_llama_8b_by_hand() -> None:
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
-    assert flops_per_token(load("llama_8b"), 8192) == 6 * weights + 6 * 32 * 4096 * 8192
+    assert compute_flops_per_token(load("llama_8b"), 8192) == 6 * weights + 6 * 32 * 4096 * 8192
 
 
 def test_a_custom_model_has_no_formula() -> None:
     config = CustomModelConfig(name="mine")
-    assert parameter_count(config) is None
-    assert flops_per_token(config, 128) is None
+    assert count_parameters(config) is None
+    assert compute_flops_per_token(config, 128) is None
 
 
 def test_the_shipped_custom_model_lacks_only_its_name() -> None:
@@ -122,7 +122,7 @@ def test_the_shipped_custom_model_lacks_only_its_name() -> None:
     ],
 )
 def test_a_shape_that_does_not_fit_is_one_line(config: ModelConfig, line: str) -> None:
-    for attempt in (check_shape, build):
+    for attempt in (check_shape, build_model):
         with pytest.raises(UserError) as error:
             attempt(config)
         assert str(error.value).startswith(line)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hpc_train.api import IGNORED_TARGET, Model, World
 from hpc_train.config.model import ModelConfig, TransformerConfig
 from hpc_train.config.parallel import ParallelConfig
-from hpc_train.models.rotary import rotary_table, rotate
-from hpc_train.models.transformer import PLAN, Transformer
-from hpc_train.models.vit import PLAN as VIT_PLAN
+from hpc_train.interfaces import IGNORED_TARGET, Model, World
+from hpc_train.models.layers import apply_rotary, make_rotary_table
+from hpc_train.models.transformer import TENSOR_PLAN, Transformer
+from hpc_train.models.vision_transformer import TENSOR_PLAN as VIT_PLAN
 from hpc_train.testing import run_ranks
 
 TIED = replace(LLAMA, tied_embeddings=True)
@@ -88,7 +88,7 @@ def test_every_line_of_a_plan_matches_and_every_linear_layer_of_a_block_is_split
     modules = dict(model.named_modules())
     for glob in model.plan:
         assert any(fnmatchcase(name, glob) for name in modules), glob
-    assert set(model.plan) <= set(VIT_PLAN if config is VIT else PLAN)
+    assert set(model.plan) <= set(VIT_PLAN if config is VIT else TENSOR_PLAN)
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and name.startswith("layers."):
             assert sum(fnmatchcase(name, glob) for glob in model.plan) == 1, name
@@ -163,9 +163,9 @@ def test_rotary_tables_are_as_wide_as_the_model_and_never_narrower_than_float32(
         torch.float32: torch.float32,
         torch.float64: torch.float64,
     }.items():
-        assert rotary_table(LLAMA, 8, positions, dtype)[0].dtype == wide
-    assert rotate(
-        torch.ones(1, 5, 2, 8, dtype=torch.bfloat16), rotary_table(LLAMA, 8, positions, torch.bfloat16)
+        assert make_rotary_table(LLAMA, 8, positions, dtype)[0].dtype == wide
+    assert apply_rotary(
+        torch.ones(1, 5, 2, 8, dtype=torch.bfloat16), make_rotary_table(LLAMA, 8, positions, torch.bfloat16)
     ).dtype == (torch.bfloat16)
 
 
@@ -196,9 +196,9 @@ def test_the_default_model_learns_a_repeated_text() -> None:
     config = load("llama_tiny")
     assert isinstance(config, TransformerConfig)
     model = Transformer(config)
-    from hpc_train.models.init import initialise
+    from hpc_train.models.initial_values import initialise_parameters
 
-    initialise(model, 0)
+    initialise_parameters(model, 0)
     x = tokens(config, batch=2, length=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []

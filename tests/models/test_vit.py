@@ -4,13 +4,13 @@ import torch
 from model_shapes import load
 from sklearn.datasets import load_digits
 
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model
 
 
 def test_the_default_model_learns_handwritten_digits() -> None:
-    model = build(load("vit_tiny"))
-    initialise(model, 0)
+    model = build_model(load("vit_tiny"))
+    initialise_parameters(model, 0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target, dtype=torch.int64)

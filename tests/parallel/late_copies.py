@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from hpc_train.api import Engine, StepBatch, World
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.copying import Copying
+from hpc_train.checkpoint.save.staging import TensorCopy
+from hpc_train.interfaces import Engine, StepBatch, World
 
 STEPS, RATE, MAX_NORM = 3, 1e-2, 0.05
 MakeEngine = Callable[[World], Engine]
@@ -22,23 +22,23 @@ MakeBatch = Callable[[World, int], StepBatch]
 def latest() -> Iterator[list[int]]:
     """Gives the number of tensors of every copy that was late."""
     late: list[int] = []
-    complete, wait = Copying.complete, Copying.wait
+    complete, wait = TensorCopy.complete, TensorCopy.wait
 
-    def reached(copying: Copying) -> threading.Event:
+    def reached(copying: TensorCopy) -> threading.Event:
         event: threading.Event = copying.__dict__.setdefault("reached", threading.Event())
         return event
 
-    def waited(copying: Copying) -> float:
+    def waited(copying: TensorCopy) -> float:
         reached(copying).set()
         return wait(copying)
 
-    def completed(copying: Copying) -> None:
+    def completed(copying: TensorCopy) -> None:
         if copying._later:
             assert reached(copying).wait(60), "nobody waits for the copy"
             late.append(len(copying._later))
         complete(copying)
 
-    with patch.object(Copying, "complete", completed), patch.object(Copying, "wait", waited):
+    with patch.object(TensorCopy, "complete", completed), patch.object(TensorCopy, "wait", waited):
         yield late
 
 

@@ -10,15 +10,15 @@ import torch
 from outcome import Outcome, gradients, held, state
 from torch import nn
 
-from hpc_train.api import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.models.dropout import Counter, Dropout, Site, every_position, layer_key, step_key
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
+from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, list_positions, make_layer_key, make_step_key
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.training.optimizer import make_optimizer
 
@@ -106,7 +106,7 @@ def _compose(overrides: tuple[str, ...], kind: str) -> RunConfig:
 def model(kind: str) -> nn.Module:
     """The whole model with its values, in float64."""
     module = build_model(MODELS[kind]).double()
-    initialise(module, 0)
+    initialise_parameters(module, 0)
     return module
 
 
@@ -140,19 +140,19 @@ def truth(kind: str) -> tuple[Outcome, Outcome]:
     for steps in (STEPS, (len(STEPS),)):
         outcome = Outcome([], [], [], [])
         for step in steps:
-            counter.begin(step_key(config.train.seed, step), 0, SEQUENCES, torch.device("cpu"))
+            counter.begin(make_step_key(config.train.seed, step), 0, SEQUENCES, torch.device("cpu"))
             _plain_step(module, optimizer, global_batch(kind, step), RATES[step], outcome)
         outcome.state = state(module, optimizer)
         outcomes.append(outcome)
     return outcomes[0], outcomes[1]
 
 
-def count_samples(module: nn.Module) -> Counter:
+def count_samples(module: nn.Module) -> SampleCounter:
     """Tell each dropout layer of a whole model which layer it is."""
-    counter = Counter()
+    counter = SampleCounter()
     for name, layer in module.named_modules():
         if isinstance(layer, (Dropout, ScaledDotProduct)):
-            layer.site = Site(counter, torch.tensor(layer_key(name)), every_position)
+            layer.site = DropoutSite(counter, torch.tensor(make_layer_key(name)), list_positions)
     return counter
 
 
@@ -196,9 +196,9 @@ def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[
     """The three steps, saved into `own`; then a new engine that goes on from what another layout has saved."""
     engine = fresh(case, world)
     trained = steps(engine, case, world, STEPS)
-    save(own, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(own, len(STEPS), engine.pieces(), {}, world).wait()
     again = fresh(case, world)
-    load(other, len(STEPS), again.pieces(), world)
+    load_step(other, len(STEPS), again.pieces(), world)
     return trained, steps(again, case, world, (len(STEPS),))
 
 
@@ -206,11 +206,11 @@ def train_and_save(world: World, case: Case, own: Path) -> None:
     """The three steps, saved for others."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
-    save(own, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(own, len(STEPS), engine.pieces(), {}, world).wait()
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
     """The step after the third, from what another layout has saved."""
     engine = fresh(case, world)
-    load(other, len(STEPS), engine.pieces(), world)
+    load_step(other, len(STEPS), engine.pieces(), world)
     return steps(engine, case, world, (len(STEPS),))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from outcome import Outcome, engine_steps
 from plain_setup import Layout, engine_of
 
-from hpc_train.runtime.start import identity_map, join, shut_down, start
+from hpc_train.runtime.start import join, leave_process_group, make_identity_map, start
 
 STEPS = (0, 1, 2)
 KINDS = ("gpt2", "bare")
@@ -43,7 +43,7 @@ def main(folder: Path, ranks: int) -> None:
     layout = Layout(ranks, ("parallel=ddp",))
     configs = {how: layout.config(*OPTIM, f"parallel.reduce_with={how}") for how in ("torch", "mpi")}
     task = join()
-    world = start(task, identity_map(task), configs["torch"])
+    world = start(task, make_identity_map(task), configs["torch"])
     found: dict[tuple[str, str], tuple[Outcome, int]] = {}
     for how, config in configs.items():
         for kind in KINDS:
@@ -53,7 +53,7 @@ def main(folder: Path, ranks: int) -> None:
                 outcome = engine_steps(engine, world, config, kind, "two", STEPS)
             found[how, kind] = outcome, reductions.bytes
     (folder / f"{world.rank}.pickle").write_bytes(pickle.dumps(found))
-    shut_down()
+    leave_process_group()
 
 
 if __name__ == "__main__":

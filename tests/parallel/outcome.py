@@ -13,9 +13,9 @@ from plain_setup import global_batch, model, share
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import IGNORED_TARGET, Engine, Piece, World
-from hpc_train.compat import shard_offset
+from hpc_train._torch import shard_offset
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import IGNORED_TARGET, Engine, TensorShard, World
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
@@ -44,7 +44,7 @@ class Outcome:
     state: list[Held]
 
 
-def held(pieces: Iterable[Piece]) -> list[Held]:
+def held(pieces: Iterable[TensorShard]) -> list[Held]:
     """Copies of a rank's pieces."""
     return [Held(p.name, p.shape, p.offset, p.local.double().numpy().copy(), p.replica) for p in pieces]
 

@@ -8,12 +8,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from hpc_train.api import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.training.optimizer import make_optimizer
 
@@ -108,7 +108,7 @@ def model(kind: str, dropout: float = 0.0) -> nn.Module:
             torch.manual_seed(0)
             return Bare()
     module = build_model(GPT2 if kind == "gpt2" else LLAMA(tied_embeddings=kind == "tied", dropout=dropout))
-    initialise(module, 0)
+    initialise_parameters(module, 0)
     if kind == "half_frozen":
         module.embed.requires_grad_(False)
         module.layers["0"].requires_grad_(False)

@@ -18,13 +18,13 @@ from late_copies import assert_same, save_both_ways
 from outcome import engine_steps, held, whole
 from plain_setup import engine_of, global_batch, share
 
-from hpc_train.api import Engine, World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.engines.server import ServerEngine
-from hpc_train.parallel.server.asynchronous import AsynchronousUpdates
-from hpc_train.runtime.start import identity_map, join, shut_down, start
+from hpc_train.interfaces import Engine, World
+from hpc_train.parallel.engines.server_engine import ServerEngine
+from hpc_train.parallel.parameter_server.asynchronous import AsynchronousUpdates
+from hpc_train.runtime.start import join, leave_process_group, make_identity_map, start
 
 STEPS = (0, 1, 2)
 MODES = ("synchronous", "asynchronous", "peer")
@@ -71,10 +71,10 @@ def resumed(world: World, folder: Path) -> float:
     config = config_of("parallel.server.mode=synchronous", "parallel.server.servers=2")
     engine = engine_of("tied", config, world)
     engine_steps(engine, world, config, "tied", "one", STEPS)
-    save(folder, 3, engine.pieces(), {}, world).wait()
+    save_step(folder, 3, engine.pieces(), {}, world).wait()
     other = config_of("parallel.server.mode=synchronous", "parallel.server.servers=1")
     again = engine_of("tied", other, world)
-    load(folder, 3, again.pieces(), world)
+    load_step(folder, 3, again.pieces(), world)
     states = []
     for continued in (engine, again):
         outcome = engine_steps(continued, world, config, "tied", "one", (3,))
@@ -157,7 +157,7 @@ def main(folder: Path) -> None:
     """Every scenario in one job; rank 0 prints them as JSON."""
     torch.set_num_threads(1)
     task = join(timeout=timedelta(seconds=60))
-    world = start(task, identity_map(task), config_of())
+    world = start(task, make_identity_map(task), config_of())
     found = {
         "synchronous": synchronous(world),
         "resumed": resumed(world, folder),
@@ -168,7 +168,7 @@ def main(folder: Path) -> None:
     }
     if world.rank == 0:
         print(json.dumps(found))
-    shut_down()
+    leave_process_group()
 
 
 if __name__ == "__main__":

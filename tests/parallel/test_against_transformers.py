@@ -14,10 +14,10 @@ from outcome import Held, Outcome, assert_close, whole
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hpc_train.api import IGNORED_TARGET, World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.models.huggingface import State, from_huggingface
-from hpc_train.models.registry import build as build_model
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul, matmul_scatter
+from hpc_train.interfaces import World
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul, matmul_scatter
 from hpc_train.testing import run_ranks
 
 POSITIONS, HIDDEN = 24, 5
@@ -49,8 +49,8 @@ def _own(tensor: Tensor, dim: int, world: World) -> Tensor:
     return tensor.chunk(world.size, dim)[world.rank].clone().requires_grad_()
 
 
-def _ring(world: World, shape: Shape) -> Ring:
-    return Ring(world.mesh["tp"].get_group(), shape.chunk_bytes)
+def _ring(world: World, shape: Shape) -> MatmulRing:
+    return MatmulRing(world.mesh["tp"].get_group(), shape.chunk_bytes)
 
 
 def _error(got: Tensor | None, wanted: Tensor | None) -> float:
@@ -137,7 +137,7 @@ class Traffic(TorchDispatchMode):
 
 def _sent(world: World) -> dict[str, list[int]]:
     """Messages of each direction of each side."""
-    ring = Ring(world.mesh["tp"].get_group(), chunk_bytes=1)
+    ring = MatmulRing(world.mesh["tp"].get_group(), chunk_bytes=1)
     x = _draw(0, 2, POSITIONS // world.size, HIDDEN).requires_grad_()
     weights = [_draw(1, width, HIDDEN).requires_grad_() for width in WIDTHS]
     back = _draw(2, HIDDEN, WIDTHS[0]).requires_grad_()
@@ -164,7 +164,7 @@ def test_each_direction_sends_one_shard_less_than_there_are_ranks_in_chunks(rank
 
 def _frozen(world: World) -> dict[str, int]:
     """How much travels back where only some gradients are wanted, and whether those are right."""
-    ring = Ring(world.mesh["tp"].get_group())
+    ring = MatmulRing(world.mesh["tp"].get_group())
     x = _draw(0, 1, POSITIONS // world.size, HIDDEN)
     frozen, trained = _draw(1, WIDTHS[0], HIDDEN), _draw(2, WIDTHS[0], HIDDEN).requires_grad_()
     sent = {}

@@ -6,8 +6,8 @@ import pytest
 from plain_setup import LAYOUTS, engine_of, global_batch, model, share
 from recorder import REDUCE, Call, Recorder
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 

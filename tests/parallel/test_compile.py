@@ -18,15 +18,15 @@ from test_matrix import assert_outcome
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hpc_train.api import World
-from hpc_train.config.degrees import smallest_world
+from hpc_train.config.parallel import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.interfaces import World
+from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.memory.compiled import check_compiler, report_fallbacks
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.support.table import EXACT, TABLE, Technique
+from hpc_train.parallel.memory.compilation import check_compiler, report_fallbacks
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.rules.support_table import EXACT, SUPPORT_TABLE, Technique
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -142,7 +142,7 @@ def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
 
 def _rows() -> list[Any]:
     """The techniques that can run here: those of GPUs and of ranks that MPI starts change no block."""
-    rows = [row for row in TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
+    rows = [row for row in SUPPORT_TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
     large = {row.option for row in rows if smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2}
     return [pytest.param(row, id=row.option, marks=pytest.mark.long if row.option in large else ()) for row in rows]
 

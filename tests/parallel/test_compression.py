@@ -16,12 +16,11 @@ from plain_setup import LAYOUTS, engine_of, global_batch, model, share
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from hpc_train.api import MicroBatch, StepBatch, World
+from hpc_train.config.parallel import CompressionConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.config.techniques import CompressionConfig
+from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.ddp.bucket import Bucket, Method
-from hpc_train.parallel.ddp.compression import make_compression
+from hpc_train.parallel.data_parallel.gradient_reduction import GradientBucket, ReductionMethod, make_compression
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -213,14 +212,14 @@ def test_the_noise_scale_sees_gradients_before_they_are_compressed() -> None:
 # The methods by themselves
 
 
-def _bucket(tensors: list[Tensor]) -> Bucket:
+def _bucket(tensors: list[Tensor]) -> GradientBucket:
     buffer = torch.cat([tensor.flatten() for tensor in tensors])
     parts = buffer.split([tensor.numel() for tensor in tensors])
     views = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-    return Bucket(0, buffer, views, last=True)
+    return GradientBucket(0, buffer, views, last=True)
 
 
-def _method(name: str, **options: Any) -> Method:
+def _method(name: str, **options: Any) -> ReductionMethod:
     method = make_compression(CompressionConfig(method=name, **options))
     assert method is not None
     return method

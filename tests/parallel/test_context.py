@@ -15,14 +15,14 @@ from matrix import LENGTH, STEPS, Case, fresh, global_batch, share, steps, truth
 from outcome import Outcome, assert_close, whole
 from torch import Tensor, nn
 
-from hpc_train.api import MicroBatch, World
-from hpc_train.config.parallel import ParallelConfig
-from hpc_train.config.techniques import ContextConfig
+from hpc_train.config.parallel import ContextConfig, ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.parallel.context import block_attention, context_parallel, positions
-from hpc_train.parallel.context.positions import Share
-from hpc_train.parallel.support import check_support
+from hpc_train.interfaces import MicroBatch, World
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.parallel import mesh_axes
+from hpc_train.parallel.context import block_attention, context_parallel
+from hpc_train.parallel.mesh_axes import SequenceShare
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
 TOLERANCE = 1e-10
@@ -62,9 +62,11 @@ def _attention_errors(world: World) -> dict[AttentionCase, float]:
     for method, causal, heads, dtype in ATTENTION:
         config = replace(Case(1, ()).config(), parallel=ParallelConfig(cp=world.size, context=METHODS[method]))
         tensors, core = _inputs(heads, dtype), ScaledDotProduct(causal=causal, dropout=0.0)
-        mine = positions.share(config, world).positions(LENGTH)
+        mine = mesh_axes.get_sequence_share(config, world).positions(LENGTH)
         whole_results = _results(core, *(x.double() for x in tensors))
-        results = _results(context_parallel.distributed(core, config, world), *(x[:, :, mine] for x in tensors))
+        results = _results(
+            context_parallel.distribute_attention(core, config, world), *(x[:, :, mine] for x in tensors)
+        )
         errors = [(a - b[:, :, mine]).abs().max().item() for a, b in zip(results, whole_results, strict=True)]
         found[method, causal, heads, dtype] = max(errors)
     return found
@@ -82,13 +84,15 @@ def test_plain_operations_give_what_the_fused_kernel_gives(heads: tuple[int, int
     q, k, v, grad = _inputs(heads, torch.float64)
     if not causal:
         k, v = k[:, :, :5], v[:, :, :5]
-    out, lse = block_attention.attend(q, k, v, causal)
-    plain_out, plain_lse = block_attention.attend_plainly(q, k, v, causal)
+    out, lse = block_attention.attend_block(q, k, v, causal)
+    plain_out, plain_lse = block_attention.attend_block_plainly(q, k, v, causal)
     torch.testing.assert_close(plain_out, out, rtol=0, atol=1e-12)
     torch.testing.assert_close(plain_lse, lse, rtol=0, atol=1e-12)
     arguments = (grad, q, k, v, out, lse + 0.5, causal)  # as if there were more keys in other blocks
     for plain, fused in zip(
-        block_attention.gradients_plainly(*arguments), block_attention.gradients(*arguments), strict=True
+        block_attention.differentiate_block_plainly(*arguments),
+        block_attention.differentiate_block(*arguments),
+        strict=True,
     ):
         torch.testing.assert_close(plain, fused, rtol=0, atol=1e-12)
 
@@ -96,7 +100,7 @@ def test_plain_operations_give_what_the_fused_kernel_gives(heads: tuple[int, int
 @given(ranks=st.integers(1, 9), size=st.integers(1, 5), balanced=st.booleans())
 def test_the_shares_of_all_ranks_are_the_sequence(ranks: int, size: int, balanced: bool) -> None:
     length = size * ranks * (2 if balanced else 1)
-    shares = [Share(rank, ranks, balanced).positions(length) for rank in range(ranks)]
+    shares = [SequenceShare(rank, ranks, balanced).positions(length) for rank in range(ranks)]
     assert {len(share) for share in shares} == {length // ranks}
     assert sorted(torch.cat(shares).tolist()) == list(range(length))
     assert all(share.tolist() == sorted(share.tolist()) for share in shares)
@@ -171,7 +175,7 @@ def _positions(world: World, case: Case) -> list[tuple[list[int], list[int], lis
     found = []
     for length in (LENGTH, LENGTH // 2):
         tokens = torch.arange(length).unsqueeze(0)
-        mine = context_parallel.own_tokens(MicroBatch(tokens, tokens + 1), config, world)
+        mine = context_parallel.select_own_tokens(MicroBatch(tokens, tokens + 1), config, world)
         part(mine.inputs)
         found.append((seen.pop(), mine.inputs[0].tolist(), mine.targets[0].tolist()))
     return found
@@ -258,21 +262,24 @@ def _refusals(world: World) -> list[str]:
     said = []
     for part in (_Told(nn.Identity()), _Blind(cores[0])):
         with pytest.raises(UserError) as error:
-            context_parallel.apply(part, config, world)
+            context_parallel.apply_context_parallel(part, config, world)
         said.append(str(error.value))
     dropping = _Told(cores[1])
     gathered = "context: gathered (dropout: no ring) attention in 1 modules over cp=2"
-    assert context_parallel.apply(dropping, config, world) == gathered
+    assert context_parallel.apply_context_parallel(dropping, config, world) == gathered
     part = _Told(cores[0])
-    assert context_parallel.apply(part, config, world) == "context: balanced ring attention in 1 modules over cp=2"
+    assert (
+        context_parallel.apply_context_parallel(part, config, world)
+        == "context: balanced ring attention in 1 modules over cp=2"
+    )
     with pytest.raises(UserError) as error:
-        context_parallel.own_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
+        context_parallel.select_own_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
     return [*said, str(error.value)]
 
 
 def test_a_model_that_does_not_fit_is_one_line() -> None:
     wanted = (
-        "_Told has no hpc_train.models.attention.ScaledDotProduct",
+        "_Told has no hpc_train.models.layers.ScaledDotProduct",
         "_Blind.forward takes no `positions`",
         "a sequence of 6 positions does not divide into the 4 equal parts",
     )
@@ -284,7 +291,7 @@ def test_a_model_that_does_not_fit_is_one_line() -> None:
 
 def _heads(world: World) -> str:
     config = replace(Case(2, ()).config(), parallel=ParallelConfig(cp=2, context=ContextConfig("ulysses")))
-    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), config, world)
+    core = context_parallel.distribute_attention(ScaledDotProduct(causal=True, dropout=0.0), config, world)
     with pytest.raises(UserError) as error:
         core(*torch.zeros(3, 1, 3, 4, 2))
     return str(error.value)

@@ -19,17 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.api import MicroBatch, World
 from hpc_train.config.model import TransformerConfig
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import ContextConfig, ParallelConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.config.techniques import ContextConfig
-from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import MicroBatch, World
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.context import context_parallel
-from hpc_train.parallel.context.positions import Share
-from hpc_train.parallel.context.ring_attention import visible
+from hpc_train.parallel.context.ring_attention import find_visible_block
+from hpc_train.parallel.mesh_axes import SequenceShare
 from hpc_train.testing import run_ranks
 
 BATCH, HEADS, KV_HEADS, WIDTH, LENGTH = 2, 4, 2, 8, 32
@@ -73,7 +72,9 @@ class Ledger(TorchDispatchMode):
 
 def _cost(world: World, method: str, dtype: torch.dtype) -> tuple[Ledger, Ledger]:
     """Of the forward and of the backward of one attention."""
-    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
+    core = context_parallel.distribute_attention(
+        ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world
+    )
     length = LENGTH // world.size
     q, k, v = (
         torch.randn(BATCH, heads, length, WIDTH, dtype=dtype).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -144,11 +145,11 @@ def test_messages_are_on_their_way_while_a_block_is_computed() -> None:
 def test_the_blocks_of_all_rounds_are_the_mask(ranks: int, size: int, causal: bool, balanced: bool) -> None:
     per_rank = size * (2 if balanced else 1)
     length = per_rank * ranks
-    places = [Share(rank, ranks, balanced).positions(length) for rank in range(ranks)]
+    places = [SequenceShare(rank, ranks, balanced).positions(length) for rank in range(ranks)]
     seen = torch.zeros(length, length, dtype=torch.int64)
     for rank in range(ranks):
         for source in range(ranks):
-            block = visible(rank, source, per_rank, causal=causal, balanced=balanced)
+            block = find_visible_block(rank, source, per_rank, causal=causal, balanced=balanced)
             if block is not None:
                 rows, columns = places[rank][block.queries], places[source][block.keys]
                 part = torch.ones(len(rows), len(columns), dtype=torch.int64)
@@ -167,7 +168,9 @@ MODEL = TransformerConfig(
 
 def _attention_memory(world: World, method: str, expected: float) -> tuple[int, int]:
     """(bytes kept for backward, the largest tensor) of one attention over LONG positions."""
-    core = context_parallel.distributed(ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world)
+    core = context_parallel.distribute_attention(
+        ScaledDotProduct(causal=True, dropout=0.0), _config(world.size, method), world
+    )
     q, k, v = (torch.randn(1, LONG // world.size, 4, WIDTH).transpose(1, 2).requires_grad_() for _ in range(3))
     gc.collect()
     with PeakBytes() as live:
@@ -193,10 +196,10 @@ def _training_memory(world: World, method: str) -> int:
     """Peak of a forward and backward of a model on one sequence of LONG tokens: the least of five, because the threads
     of collectives may keep a message of theirs a little longer than it takes."""
     config, model = _config(world.size, method), build_model(MODEL)
-    initialise(model, 0)
-    context_parallel.apply(model, config, world)
+    initialise_parameters(model, 0)
+    context_parallel.apply_context_parallel(model, config, world)
     tokens = torch.zeros(1, LONG, dtype=torch.int64)
-    mine = context_parallel.own_tokens(MicroBatch(tokens, tokens), config, world)
+    mine = context_parallel.select_own_tokens(MicroBatch(tokens, tokens), config, world)
     peaks = []
     for _ in range(5):
         model.zero_grad()

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import IGNORED_TARGET, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.models import deferred
 from hpc_train.models.deferred import build_deferred
-from hpc_train.models.init import Normal
+from hpc_train.models.initial_values import Normal
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.memory.blocks import named_blocks
-from hpc_train.parallel.meta_buffers import remake_buffers
+from hpc_train.parallel.materialise import remake_buffers
+from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -333,7 +333,7 @@ def test_at_the_start_a_rank_takes_its_share_and_no_more_than_a_block(layout: st
 
 def _bytes_with_its_construction(world: World, config: RunConfig) -> tuple[int, int, int, list[float]]:
     """Return (whole model, one block, peak bytes since before the constructor, this rank's values of a parameter)."""
-    deferred.LARGE = 2**12
+    deferred.LARGE_TENSOR_BYTES = 2**12
     peak, found = _RealBytes(), list[float]()
 
     def stop(split: nn.Module) -> torch.optim.Optimizer:
@@ -428,11 +428,11 @@ def test_what_would_not_follow_its_parameter_any_more_is_refused(way: str, says:
 )
 def test_blocks_of_another_kind_are_one_line(found: Callable[[nn.Module], object], says: str) -> None:
     with pytest.raises(UserError) as caught:
-        named_blocks(Blocks(found))
+        get_named_blocks(Blocks(found))
     assert str(caught.value).startswith(says)
 
 
 def test_an_attribute_of_that_name_is_no_method() -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList([nn.Linear(2, 2)])
-    assert named_blocks(module) == {}
+    assert get_named_blocks(module) == {}

@@ -12,11 +12,11 @@ from outcome import Arrays, Held, Outcome, assert_close, engine_steps, gradients
 from plain_setup import LAYOUTS, engine_of
 from torch import Tensor, nn
 
-from hpc_train.api import Engine, MicroBatch, StepBatch, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.support import check_support
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 

@@ -13,24 +13,24 @@ from matrix import MODELS, Case, truth
 from test_matrix import Elsewhere, check_case
 from torch import Tensor, nn
 
-from hpc_train.api import World
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.models import dropped_attention
+from hpc_train.interfaces import World
+from hpc_train.models import dropout
 from hpc_train.models.dropout import (
-    Counter,
     Dropout,
-    Site,
-    dropped_weights,
-    every_position,
-    head_rows,
-    layer_key,
-    step_key,
+    DropoutSite,
+    SampleCounter,
+    find_dropped_weights,
+    hash_heads,
+    list_positions,
+    make_layer_key,
+    make_step_key,
 )
-from hpc_train.models.registry import build as build_model
-from hpc_train.parallel import dropout
-from hpc_train.parallel.context.positions import Share
-from hpc_train.parallel.dropout import Places
+from hpc_train.models.registry import build_model as build_model
+from hpc_train.parallel import dropout as parallel_dropout
+from hpc_train.parallel.dropout import DropoutPositions
+from hpc_train.parallel.mesh_axes import SequenceShare
 from hpc_train.testing import run_ranks
 
 FULL, MM = "parallel.recompute.mode=full", ("parallel.recompute.mode=selective", "parallel.recompute.keep=[mm]")
@@ -71,13 +71,13 @@ def test_that_is_not_what_comes_out_without() -> None:
 # The masks themselves.
 
 
-def _site(seed: int = 0, step: int = 0, name: str = "layers.0", first: int = 0, rows: int = 8) -> Site:
-    counter = Counter()
-    counter.begin(step_key(seed, step), first, rows, torch.device("cpu"))
-    return Site(counter, torch.tensor(layer_key(name)), every_position)
+def _site(seed: int = 0, step: int = 0, name: str = "layers.0", first: int = 0, rows: int = 8) -> DropoutSite:
+    counter = SampleCounter()
+    counter.begin(make_step_key(seed, step), first, rows, torch.device("cpu"))
+    return DropoutSite(counter, torch.tensor(make_layer_key(name)), list_positions)
 
 
-def _dropped(site: Site, p: float, *shape: int) -> Tensor:
+def _dropped(site: DropoutSite, p: float, *shape: int) -> Tensor:
     layer = Dropout(p)
     layer.site = site
     return layer(torch.ones(shape)) == 0
@@ -144,7 +144,7 @@ def test_masks_look_random(p: float) -> None:
 
 def test_weights_of_heads_and_queries_are_dropped_independently() -> None:
     places = torch.arange(64)
-    mask = dropped_weights(head_rows(_site(rows=4), 8), places, places, 0.3)
+    mask = find_dropped_weights(hash_heads(_site(rows=4), 8), places, places, 0.3)
     assert mask.shape == (4, 8, 64, 64)
     assert abs(float(mask.double().mean()) - 0.3) < 5 * math.sqrt(0.21 / mask.numel())
     for axis in range(4):
@@ -158,8 +158,8 @@ def test_ranks_know_where_their_positions_stand(balanced: bool) -> None:
     tp, cp = 2, 4
     found = []
     for rank in range(cp):
-        share = Share(rank, cp, balanced)
-        mine = [Places(share, part, tp)(4, torch.device("cpu")) for part in range(tp)]
+        share = SequenceShare(rank, cp, balanced)
+        mine = [DropoutPositions(share, part, tp)(4, torch.device("cpu")) for part in range(tp)]
         assert torch.equal(torch.cat(mine), share.positions(4 * tp * cp))
         found += torch.cat(mine).tolist()
     assert sorted(found) == list(range(4 * tp * cp))
@@ -185,7 +185,7 @@ def test_attention_in_blocks_is_attention_with_its_mask(
     causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare values and gradients with plain operations on the whole mask, for queries that are out of order."""
-    monkeypatch.setattr(dropped_attention, "SCORES", scores)
+    monkeypatch.setattr(dropout, "MAX_SCORES", scores)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, n, 40, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
     queries, keys, site = torch.arange(40).flip(0), torch.arange(40), _site(rows=2)
@@ -193,12 +193,12 @@ def test_attention_in_blocks_is_attention_with_its_mask(
     for out in (found, wanted):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         if out is found:
-            mixed = dropped_attention.attend_with_dropout(*given, queries, keys, causal, site, 0.3)
+            mixed = dropout.attend_with_dropout(*given, queries, keys, causal, site, 0.3)
         else:
             wide = [given[0], *(x.repeat_interleave(2, dim=1) for x in given[1:])]
             bias = torch.zeros(40, 40).masked_fill(causal & (keys > queries.unsqueeze(1)), -torch.inf)
             weights = (wide[0] @ wide[1].mT / 6**0.5 + bias).softmax(-1)
-            weights = weights * ~dropped_weights(head_rows(site, 4), queries, keys, 0.3) / 0.7
+            weights = weights * ~find_dropped_weights(hash_heads(site, 4), queries, keys, 0.3) / 0.7
             mixed = weights @ wide[2]
         mixed.backward(grad)
         out += [mixed.detach(), *(x.grad for x in given)]
@@ -218,7 +218,7 @@ class _Own(nn.Module):
 def _refused(world: World, layer: nn.Module, parallel: ParallelConfig) -> str | None:
     config = replace(Case(2, ()).config(), parallel=parallel)
     try:
-        dropout.apply(_Own(layer), config, world)
+        parallel_dropout.place_dropout(_Own(layer), config, world)
     except UserError as error:
         return str(error)
     return None

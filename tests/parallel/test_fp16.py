@@ -12,11 +12,11 @@ import torch
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import LAYOUTS, engine_of, global_batch, share
 
-from hpc_train.api import Engine, Piece, World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.scaling import FIRST, INTERVAL, LossScale
+from hpc_train.interfaces import Engine, TensorShard, World
+from hpc_train.parallel.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from hpc_train.testing import run_ranks
 
 FP16 = "precision=fp16"
@@ -25,7 +25,7 @@ ROUNDING = 2**-11
 LAYOUTS_HERE = ("ddp-2", "zero3-2", "hsdp-2x2")
 
 
-def _piece(engine: Engine, name: str) -> Piece:
+def _piece(engine: Engine, name: str) -> TensorShard:
     return next(piece for piece in engine.pieces() if piece.name == name)
 
 
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_one_process_but_for_rounding(trained: list[Trai
     gradients = whole([rank.first.gradients[0] for rank in trained])
     wanted = whole([truth.gradients[0]])
     for name, gradient in gradients.items():
-        gradients[name] = gradient / FIRST  # taken before clip, which unscales
+        gradients[name] = gradient / INITIAL_SCALE  # taken before clip, which unscales
         assert gradients[name].shape == wanted[name].shape
     assert_close(gradients, wanted, 16 * ROUNDING)
     with pytest.raises(AssertionError, match="relative error"):
@@ -116,23 +116,23 @@ def test_the_loss_falls_after_the_overflow(trained: list[Training]) -> None:
 
 def test_the_scale_doubles_after_enough_good_updates() -> None:
     scaling = LossScale()
-    for _ in range(INTERVAL - 1):
+    for _ in range(GROWTH_INTERVAL - 1):
         scaling.learn(finite=True)
-    assert scaling.factor == FIRST
+    assert scaling.factor == INITIAL_SCALE
     scaling.learn(finite=True)
-    assert scaling.factor == 2 * FIRST
+    assert scaling.factor == 2 * INITIAL_SCALE
     scaling.learn(finite=False)
-    assert scaling.factor == FIRST
-    for _ in range(INTERVAL - 1):
+    assert scaling.factor == INITIAL_SCALE
+    for _ in range(GROWTH_INTERVAL - 1):
         scaling.learn(finite=True)
-    assert scaling.factor == FIRST, "a skipped update begins the count anew"
+    assert scaling.factor == INITIAL_SCALE, "a skipped update begins the count anew"
 
 
 def test_a_gradient_that_no_scale_saves_ends_the_run_in_a_line() -> None:
     scaling = LossScale()
     for _ in range(40):
         scaling.learn(finite=False)
-    assert scaling.factor == FIRST / 2**40
+    assert scaling.factor == INITIAL_SCALE / 2**40
     with pytest.raises(UserError, match=r"precision=fp16: the gradient is not finite even at a loss scale of .*bf16"):
         scaling.learn(finite=False)
 
@@ -146,9 +146,9 @@ def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[list[fl
     assert not first.update(1e-2)
     _piece(first, "scaler.scale").local.fill_(2.0**9)
     train(first, steps=(0, 1))
-    save(folder, 2, first.pieces(), {}, world).wait()
+    save_step(folder, 2, first.pieces(), {}, world).wait()
     second = engine_of("gpt2", config, world)
-    load(folder, 2, second.pieces(), world)
+    load_step(folder, 2, second.pieces(), world)
     state = [float(_piece(second, f"scaler.{name}").local) for name in ("scale", "good")]
     return state, train(first, steps=(2, 3)), train(second, steps=(2, 3))
 

@@ -9,8 +9,8 @@ from outcome import Held, gradients, whole
 from plain_setup import LAYOUTS, SEQUENCES, engine_of
 from torch import Tensor, nn
 
-from hpc_train.api import MicroBatch, StepBatch, World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

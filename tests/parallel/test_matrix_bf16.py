@@ -23,7 +23,7 @@ import torch.distributed.pipelining  # noqa: F401  imported once here and not by
 from matrix import STEPS, Case, fresh, model, steps, truth
 from outcome import Arrays, Outcome, assert_close, whole
 
-from hpc_train.api import World
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 LOSS, NORM, GRADIENT, ONE_GRADIENT, UPDATE = 0.01, 0.06, 0.09, 0.15, 0.35

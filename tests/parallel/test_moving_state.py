@@ -10,9 +10,9 @@ import pytest
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import LAYOUTS, engine_of, global_batch, model, share
 
-from hpc_train.api import World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 ROAD = ("ddp-2", "zero3-4", "hsdp-2x2", "zero3-3", "ddp-1")
@@ -23,10 +23,10 @@ def _continue(world: World, config: RunConfig, folder: Path, step: int) -> Outco
     """Load what is there, train one step, evaluate, save."""
     engine = engine_of("tied", config, world)
     if step:
-        assert load(folder, step, engine.pieces(), world) == {"consumed": step}
+        assert load_step(folder, step, engine.pieces(), world) == {"consumed": step}
     outcome = engine_steps(engine, world, config, "tied", "two", (step,))
     engine.evaluate(share(global_batch("tied", 100), world))  # a forward without a backward, as before most saves
-    save(folder, step + 1, engine.pieces(), {"consumed": step + 1}, world).wait()
+    save_step(folder, step + 1, engine.pieces(), {"consumed": step + 1}, world).wait()
     return outcome
 
 
@@ -43,9 +43,9 @@ def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[Outcome
     train = partial(engine_steps, world=world, config=config, kind="gpt2", accumulation="short_last")
     first = engine_of("gpt2", config, world)
     train(first, steps=(0, 1))
-    save(folder, 2, first.pieces(), {}, world).wait()
+    save_step(folder, 2, first.pieces(), {}, world).wait()
     second = engine_of("gpt2", config, world)
-    load(folder, 2, second.pieces(), world)
+    load_step(folder, 2, second.pieces(), world)
     return train(first, steps=(2, 3)), train(second, steps=(2, 3))
 
 

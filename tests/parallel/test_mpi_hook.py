@@ -14,10 +14,10 @@ import pytest
 from outcome import Outcome, assert_close, whole
 from plain_setup import LAYOUTS, engine_of
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
+from hpc_train.interfaces import World
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n")

@@ -19,19 +19,18 @@ from outcome import RATES, Held, Outcome, engine_steps, held
 from plain_setup import Layout, engine_of, global_batch, model, share
 from torch import nn
 
-from hpc_train.api import Engine, MicroBatch, StepBatch, World
-from hpc_train.checkpoint import load, save
-from hpc_train.compat_rehearsal import Pretending, address, tensors_in
+from hpc_train._torch_rehearsal import MemorylessMode, storage_address, tensors_in
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.zero import offload
-from hpc_train.parallel.zero.offload_file import FileMemory, is_in_memory
-from hpc_train.parallel.zero.offload_optimizer import PlacedOptimizer
+from hpc_train.parallel.memory import parameter_offload
+from hpc_train.parallel.memory.parameter_offload import FileMemory, OffloadedOptimizer, is_memory_file_system
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -95,13 +94,13 @@ def test_offload_changes_no_bit(name: str, tmp_path: Path) -> None:
 def _saved(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
     engine_steps(engine, world, config, "untied", "one", (0,))
-    save(folder, 1, engine.pieces(), {}, world).wait()
+    save_step(folder, 1, engine.pieces(), {}, world).wait()
     return _next_step(engine, world)
 
 
 def _resumed(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
-    load(folder, 1, engine.pieces(), world)
+    load_step(folder, 1, engine.pieces(), world)
     return _next_step(engine, world)
 
 
@@ -197,7 +196,7 @@ def _updated(world: World, apart: bool, folder: Path | None) -> list[Held]:
 
     def place(split: nn.Module) -> torch.optim.Optimizer:
         device = torch.device("cpu:0" if apart else "cpu")
-        return PlacedOptimizer(make_optimizer(split, config.optim), device, files, files is not None, part_mib=1e-3)
+        return OffloadedOptimizer(make_optimizer(split, config.optim), device, files, files is not None, part_mib=1e-3)
 
     engine = build(model("untied"), place, config, world)
     return engine_steps(engine, world, config, "untied", "one", (0, 1, 2)).state
@@ -244,9 +243,9 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_a_file_system_in_memory_is_known(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n")
-    assert is_in_memory(tmp_path / "a" / "c", mounts)
-    assert not is_in_memory(tmp_path / "a" / "b" / "c", mounts)
-    assert not is_in_memory(tmp_path / "ab", mounts)
+    assert is_memory_file_system(tmp_path / "a" / "c", mounts)
+    assert not is_memory_file_system(tmp_path / "a" / "b" / "c", mounts)
+    assert not is_memory_file_system(tmp_path / "ab", mounts)
 
 
 @pytest.mark.parametrize(
@@ -283,18 +282,20 @@ def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: st
         for tensor in tensors_in(out):
             if tensor.device.type == "cuda":
                 storage = tensor.untyped_storage()
-                held[address(storage)] = weakref.ref(storage), storage.nbytes()
+                held[storage_address(storage)] = weakref.ref(storage), storage.nbytes()
 
     def on_gpu() -> int:
         gc.collect()
         return sum(size for storage, size in held.values() if storage() is not None)
 
     world = cast(World, SimpleNamespace(device=GPU))
-    with Pretending(see):
-        home = offload.home(config, world)
+    with MemorylessMode(see):
+        home = parameter_offload.get_parameter_home(config, world)
         part = nn.Module()
         part.weight = nn.Parameter(torch.zeros(256, 64, device=home))
-        made_optimizer = offload.placing(lambda split: make_optimizer(split, config.optim), config, world, None)(part)
+        made_optimizer = parameter_offload.offload_optimizer(
+            lambda split: make_optimizer(split, config.optim), config, world, None
+        )(part)
         size = part.weight.nbytes
         assert on_gpu() == (size if parameters == "none" else 0)
         if parameters == "none" and optimizer == "cpu":

@@ -14,8 +14,8 @@ from matrix import share as matrix_share
 from plain_setup import FEATURES, HSDP, LAYOUTS, Layout, engine_of, global_batch, share
 from torch import Tensor, nn
 
-from hpc_train.api import Engine, StepBatch, World
 from hpc_train.checkpoint import Saver
+from hpc_train.interfaces import Engine, StepBatch, World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

@@ -10,8 +10,8 @@ import pytest
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import ACCUMULATIONS, KINDS, LAYOUTS, engine_of, model
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 TOLERANCE = 1e-10

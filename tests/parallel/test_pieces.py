@@ -10,8 +10,8 @@ from outcome import Held, held
 from plain_setup import LAYOUTS, Layout, engine_of
 from torch import Tensor, nn
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

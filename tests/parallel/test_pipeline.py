@@ -19,15 +19,15 @@ from recorder import REDUCE, SCATTER, Recorder
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import IGNORED_TARGET, Engine, Model, World
-from hpc_train.checkpoint import save
+from hpc_train.checkpoint import save_step
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.config.run import RunConfig
-from hpc_train.config.techniques import SCHEDULES
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import IGNORED_TARGET, Engine, Model, World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.engines.pipeline import PipelineEngine
-from hpc_train.parallel.pipeline.timeline import Event, bubble
-from hpc_train.schedules.generate import orders
+from hpc_train.parallel.engines.pipeline_engine import PipelineEngine
+from hpc_train.parallel.pipeline.measurement import TimelineEvent, measure_bubble
+from hpc_train.schedules.generate import generate_order
 from hpc_train.testing import RankFailure, run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -175,7 +175,7 @@ def _save_and_resume(world: World, case: Case, other: Case, folder: Path) -> Out
     """Three steps in one layout, and one more in another."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
-    save(folder, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(folder, len(STEPS), engine.pieces(), {}, world).wait()
     return resume(world, other, folder)
 
 
@@ -235,7 +235,7 @@ def test_a_stage_with_nothing_to_train_is_refused_on_every_rank() -> None:
         run_ranks(_half_frozen, 2, config, parallel=config.parallel)
 
 
-def _recorded(world: World, case: Case, run_dir: Path) -> tuple[list[Event], list[int]]:
+def _recorded(world: World, case: Case, run_dir: Path) -> tuple[list[TimelineEvent], list[int]]:
     """What was recorded over more steps than are, and the blocks of each stage of this rank in a second attempt."""
     config = replace(case.config(), run_dir=str(run_dir))
     batch = share(global_batch(case.kind, 0), world, case.micro)
@@ -272,7 +272,7 @@ def test_what_a_run_records(schedule: str, tmp_path: Path) -> None:
     more = ("parallel.pipeline.timeline=true", "parallel.pipeline.resplit=true")
     case = _case(schedule, *more, kind="deep", micro=4)
     ranks = run_ranks(_recorded, 2, case, tmp_path, parallel=case.config().parallel)
-    order, timelines = orders(schedule, 2, 4), [events for events, _ in ranks]
+    order, timelines = generate_order(schedule, 2, 4), [events for events, _ in ranks]
     for rank, events in enumerate(timelines):
         assert {event.step for event in events} == set(range(8)), "the first steps of a run, and no evaluation"
         computed = [event for event in events if event.kind != "L"]
@@ -281,6 +281,6 @@ def test_what_a_run_records(schedule: str, tmp_path: Path) -> None:
         assert all(before.end <= after.start for before, after in pairwise(computed))
         written = json.loads((tmp_path / "timeline" / f"rank-{rank}.json").read_text())
         assert len(written["traceEvents"]) == len(events)
-    assert all(0 < idle < 1 for idle in bubble(timelines))
+    assert all(0 < idle < 1 for idle in measure_bubble(timelines))
     assert ranks[0][1][0] == 1, "the stage of the slow block has no other"
     assert sum(sum(blocks) for _, blocks in ranks) == 8

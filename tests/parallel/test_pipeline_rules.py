@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.config.techniques import SCHEDULES
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.models.shape import flops_per_token
-from hpc_train.parallel.pipeline.stages import costs, given, split
-from hpc_train.parallel.pipeline.timeline import Event, bubble, chrome_trace
-from hpc_train.parallel.support import check_support
-from hpc_train.schedules import simulate, table
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.requirements import REQUIREMENTS
+from hpc_train.models.shape import compute_flops_per_token
+from hpc_train.parallel.pipeline.measurement import TimelineEvent, format_chrome_trace, measure_bubble
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.schedules import order, simulate
+from hpc_train.schedules.generate import REQUIREMENTS, generate_order
+from hpc_train.traffic.stages import block_costs, costs_from_config, split_blocks
 
 CSV = "0F0,0F1,0I0,0F2,0B1,0W0,0F3,0B3,0B2\n1F0,1I0,1F1,1W0,1B1,1F2,1F3,1B3,1B2\n"
 """An order that trains: 4 micro-batches over 2 ranks."""
@@ -39,21 +38,21 @@ def test_the_split_is_the_best_there_is(costs: tuple[float, ...], stages: int) -
         sums[-1] += costs[-1]
         return max(sums)
 
-    found = split(given(costs), stages)
+    found = split_blocks(costs_from_config(costs), stages)
     assert [index for held in found for index in held] == list(range(blocks))
     best = min(largest(cuts) for cuts in combinations(range(1, blocks), stages - 1))
     assert largest(tuple(held.start for held in found[1:])) == best
 
 
 def test_costs_count_embedding_and_head() -> None:
-    text = costs(compose(("model=llama_tiny", "model.vocab_size=8192")).model, 64, 4)
+    text = block_costs(compose(("model=llama_tiny", "model.vocab_size=8192")).model, 64, 4)
     assert text.before == 0
     assert text.after > 2 * text.blocks[0], "a large head"
-    assert [len(held) for held in split(text, 2)] == [3, 1]
+    assert [len(held) for held in split_blocks(text, 2)] == [3, 1]
     image = compose(("model=vit_tiny",)).model
-    parts = costs(image, 64, 4)
+    parts = block_costs(image, 64, 4)
     assert parts.before > 0
-    assert math.isclose(parts.before + sum(parts.blocks) + parts.after, flops_per_token(image, 64) or 0)
+    assert math.isclose(parts.before + sum(parts.blocks) + parts.after, compute_flops_per_token(image, 64) or 0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_what_cannot_be_is_one_line(overrides: tuple[str, ...], words: str) -> N
         (CSV.replace("1F2,1F3", "1F3,1F2"), "the last stage has to take its micro-batches in order"),
         (CSV.splitlines()[0], "is for 1 ranks"),
         (CSV.replace("0F0", "0X0"), "line 1, column 1: '0X0' is no action"),
-        ("\n".join(",".join(row) for row in table.rows(orders("1f1b", 2, 3))), "is for 3 micro-batches"),
+        ("\n".join(",".join(row) for row in order.order_rows(generate_order("1f1b", 2, 3))), "is for 3 micro-batches"),
     ],
 )
 def test_a_schedule_from_a_file_is_proved_before_it_runs(text: str, words: str, tmp_path: Path) -> None:
@@ -111,14 +110,14 @@ def test_a_schedule_from_a_file_that_trains_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_of_a_timeline_is_that_of_its_order(schedule: str) -> None:
-    order = orders(schedule, 4, 8)
-    times = simulate.Times.even(order.stages, 1.0, 2.0, 3.0)
-    ran = simulate.simulate(order, times)
+    order = generate_order(schedule, 4, 8)
+    times = simulate.ActionTimes.even(order.stages, 1.0, 2.0, 3.0)
+    ran = simulate.simulate_order(order, times)
     ranks = [
-        [Event(s.start, s.end, str(s.action.kind), s.action.stage, s.action.micro_batch, 0) for s in spans]
+        [TimelineEvent(s.start, s.end, str(s.action.kind), s.action.stage, s.action.micro_batch, 0) for s in spans]
         for spans in ran.spans
     ]
-    np.testing.assert_allclose(bubble(ranks), ran.bubble)
+    np.testing.assert_allclose(measure_bubble(ranks), ran.bubble)
     if REQUIREMENTS[schedule].micro_batches_per_rank == 1:
-        np.testing.assert_allclose(bubble(ranks), 3 / (8 + 3))
-    assert len(json.loads(chrome_trace(ranks[0], 0))["traceEvents"]) == len(ranks[0])
+        np.testing.assert_allclose(measure_bubble(ranks), 3 / (8 + 3))
+    assert len(json.loads(format_chrome_trace(ranks[0], 0))["traceEvents"]) == len(ranks[0])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_train.api import MicroBatch, StepBatch, World
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import smallest_world
-from hpc_train.config.options import option_files
+from hpc_train.config.groups import option_files
+from hpc_train.config.parallel import smallest_world
 from hpc_train.config.run import RunConfig
-from hpc_train.launch.train import planned
-from hpc_train.parallel.support import check_support
-from hpc_train.runtime.start import another_mesh
+from hpc_train.interfaces import MicroBatch, StepBatch, World
+from hpc_train.launch.freeze import decide_auto_layout
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.runtime.start import make_another_mesh
 from hpc_train.testing import run_ranks
 from hpc_train.training.rank import make_engine, make_model
 
@@ -41,8 +41,8 @@ def _losses(world: World, presets: list[str]) -> dict[str, list[float]]:
     """Of two steps on the same batch, of each preset."""
     found: dict[str, list[float]] = {}
     for preset in presets:
-        config, _ = planned(_config(preset), world.size)
-        there = another_mesh(world, check_support(config, world.size))
+        config, _ = decide_auto_layout(_config(preset), world.size)
+        there = make_another_mesh(world, check_support(config, world.size))
         engine = make_engine(config, there, make_model(config))
         tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
         mine = torch.chunk(tokens.chunk(there.dp_size)[there.dp_index], 4 // there.dp_size)

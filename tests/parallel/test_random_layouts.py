@@ -15,9 +15,9 @@ import pytest
 from matrix import SEQUENCES, Case
 from test_matrix import Elsewhere, check_case
 
-from hpc_train.config.techniques import SCHEDULES
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
+from hpc_train.parallel.rules.check import check_support
 
 EXAMPLES = int(os.environ.get("HPC_TRAIN_RANDOM_LAYOUTS", "6"))
 FIRST = int(os.environ.get("HPC_TRAIN_RANDOM_SEED", "12"))

@@ -13,18 +13,17 @@ from plain_setup import GPT2, LAYOUTS, LENGTH, LLAMA, SEQUENCES, engine_of, glob
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import World
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory import activation_offload, recompute
-from hpc_train.parallel.memory.blocks import replace_forward
-from hpc_train.parallel.support import check_support
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.user_model import replace_forward
 from hpc_train.testing import run_ranks
-from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.seeds import be_deterministic, seed_step
+from hpc_train.training.optimizer import make_optimizer, require_determinism, seed_step
 
 MODE = "parallel.recompute.mode="
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
@@ -60,7 +59,7 @@ def test_recomputation_gives_the_numbers_of_one_process(layout: str) -> None:
 
 
 def _with_dropout(world: World, config: RunConfig) -> Outcome:
-    be_deterministic()
+    require_determinism()
     engine = engine_of("untied", config, world, dropout=0.3)
     seed_step(0, 0, world.dp_index)
     return engine_steps(engine, world, config, "untied", "two", STEPS)
@@ -99,7 +98,7 @@ def test_dropout_is_the_same_when_a_block_runs_again(layout: str, precision: str
 def _watched(world: World, layers: int, config: RunConfig) -> tuple[int, Watch]:
     """(bytes held between forward and backward, what backward ran)."""
     module = build_model(LLAMA(layers=layers))
-    initialise(module, 0)
+    initialise_parameters(module, 0)
     engine = build(module, lambda split: make_optimizer(split, config.optim), config, world)
     tokens = global_batch("untied", 0).inputs
     with Watch() as forward:
@@ -169,7 +168,7 @@ def test_backward_repeats_what_was_not_kept_and_nothing_else(mode: str, products
 
 def _block() -> tuple[nn.Module, Tensor]:
     module = build_model(GPT2)
-    initialise(module, 0)
+    initialise_parameters(module, 0)
     x = torch.randn(SEQUENCES, LENGTH, GPT2.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return next(iter(module.double().blocks().values())), x.requires_grad_()
 
@@ -189,7 +188,7 @@ def test_offload_copies_what_is_kept_once_and_lets_go_of_it() -> None:
     plain, there, _ = _gradients(*_block())
     assert there
     block, x = _block()
-    replace_forward(block, partial(activation_offload.offloaded, block))
+    replace_forward(block, partial(activation_offload.wrap_offload, block))
     moved, there, forward = _gradients(block, x)
     assert not there
     for a, b in zip(moved, plain, strict=True):
@@ -204,7 +203,7 @@ def _saved_bytes(block: nn.Module, x: Tensor) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage().data_ptr()
-        if memory not in parameters and tensor.nbytes >= activation_offload.SMALLEST:
+        if memory not in parameters and tensor.nbytes >= activation_offload.MIN_OFFLOAD_BYTES:
             saved[memory, tensor.storage_offset(), tensor.shape, tensor.stride()] = tensor
         return tensor
 
@@ -216,8 +215,8 @@ def _saved_bytes(block: nn.Module, x: Tensor) -> int:
 def test_offload_with_full_recomputation_copies_the_input_of_the_block() -> None:
     plain, _, _ = _gradients(*_block())
     block, x = _block()
-    replace_forward(block, partial(recompute.recomputed, keep=None))
-    replace_forward(block, partial(activation_offload.offloaded, block))
+    replace_forward(block, partial(recompute.wrap_recompute, keep=None))
+    replace_forward(block, partial(activation_offload.wrap_offload, block))
     moved, _, forward = _gradients(block, x)
     assert forward.copied == x.nbytes
     for a, b in zip(moved, plain, strict=True):
@@ -227,7 +226,7 @@ def test_offload_with_full_recomputation_copies_the_input_of_the_block() -> None
 def _offloaded_steps(world: World, config: RunConfig) -> Outcome:
     module = model("gpt2")
     for block in module.blocks().values():
-        replace_forward(block, partial(activation_offload.offloaded, block))
+        replace_forward(block, partial(activation_offload.wrap_offload, block))
     engine = build(module, lambda split: make_optimizer(split, config.optim), config, world)
     return engine_steps(engine, world, config, "gpt2", "two", STEPS)
 

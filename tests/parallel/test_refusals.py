@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.train import check_run
+from hpc_train.launch.freeze import check_run
 
 TOPK = "parallel.compression.method=topk"
 SERVERS, LATE = "parallel.server.mode=synchronous", "parallel.server.mode=asynchronous"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import Engine, World
-from hpc_train.compat import rectangle
+from hpc_train._torch import shard_rectangle
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.models.init import draw
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import Engine, World
+from hpc_train.models.initial_values import draw_values
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.testing import pretend_ranks
 from hpc_train.training.optimizer import make_optimizer
@@ -82,7 +82,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_model() -> None:
 
 def covered(parameter: DTensor) -> int:
     """Elements that the ranks of dp and tp hold together; no two of them hold the same ones unless they are copies."""
-    rectangles = {rectangle(parameter, at) for at in product(range(DP), range(TP))}
+    rectangles = {shard_rectangle(parameter, at) for at in product(range(DP), range(TP))}
     corners: dict[int, list[tuple[int, int]]] = defaultdict(list)
     total = 0
     for shape, offset in rectangles:
@@ -102,10 +102,10 @@ def what_one_rank_holds(world: World, config: RunConfig) -> tuple[int, int]:
     at = (world.dp_index, world.rank % TP)
     for ending in ("attention.q.weight", "feed_forward.down.weight"):
         name, parameter = next((key, p) for key, p in parameters(engine).items() if key.endswith(ending))
-        shape, offset = rectangle(parameter, at)
+        shape, offset = shard_rectangle(parameter, at)
         rule = engine.parts[0].init_rule(name)
         assert torch.equal(
-            parameter.to_local(), draw(rule, config.train.seed, name, tuple(parameter.shape), offset, shape)
+            parameter.to_local(), draw_values(rule, config.train.seed, name, tuple(parameter.shape), offset, shape)
         )
     held = parameters(engine).values()
     return sum(p.to_local().numel() for p in held), sum(p.numel() for p in held)

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import smallest_world
-from hpc_train.config.options import option_files
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.support.table import EXACT, INEXACT, TABLE, Technique, markdown
+from hpc_train.config.groups import option_files
+from hpc_train.config.parallel import smallest_world
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.rules.support_table import EXACT, INEXACT, SUPPORT_TABLE, Technique, format_support_table
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_documentation_has_the_table() -> None:
     page = (ROOT / "docs/parallelism.md").read_text()
-    assert "".join(re.findall(r"^\|.*\n", page, re.MULTILINE)) == markdown()
+    assert "".join(re.findall(r"^\|.*\n", page, re.MULTILINE)) == format_support_table()
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.option)
+@pytest.mark.parametrize("row", SUPPORT_TABLE, ids=lambda row: row.option)
 def test_a_line_says_what_works_and_where_it_is_proved(row: Technique) -> None:
     config = compose(row.option.split())
     check_support(config, max(2, smallest_world(config.parallel)))
@@ -33,7 +33,9 @@ def test_a_line_says_what_works_and_where_it_is_proved(row: Technique) -> None:
 
 
 def test_every_line_is_another_and_every_choice_of_conf_parallel_is_in_it() -> None:
-    assert len({row.option for row in TABLE}) == len({row.name for row in TABLE}) == len(TABLE)
-    chosen = {word.removeprefix("parallel=") for row in TABLE for word in row.option.split() if "parallel=" in word}
+    assert len({row.option for row in SUPPORT_TABLE}) == len({row.name for row in SUPPORT_TABLE}) == len(SUPPORT_TABLE)
+    chosen = {
+        word.removeprefix("parallel=") for row in SUPPORT_TABLE for word in row.option.split() if "parallel=" in word
+    }
     others = {"zero3", "auto"}  # another name of fsdp, and whichever of these the planner takes
     assert set(option_files("parallel")) - others == chosen

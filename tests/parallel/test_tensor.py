@@ -11,12 +11,11 @@ from matrix import STEPS, Case, fresh, global_batch, model, resume, steps, train
 from outcome import Held, Outcome, assert_close, held, whole
 from torch import nn
 
-from hpc_train.api import StepBatch, World
-from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.interfaces import StepBatch, World
+from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
-from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.seeds import seed_step
+from hpc_train.training.optimizer import make_optimizer, seed_step
 
 TOLERANCE = 1e-10
 NO_SEQUENCE, NO_VOCABULARY = "parallel.tensor.sequence=false", "parallel.tensor.vocabulary=false"

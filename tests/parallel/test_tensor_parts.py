@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train.api import IGNORED_TARGET, World
-from hpc_train.compat import shard_offset
+from hpc_train._torch import shard_offset
 from hpc_train.config.parallel import ParallelConfig
-from hpc_train.parallel.tensor.heads import attended
-from hpc_train.parallel.tensor.local_parameters import Holding, distribute
-from hpc_train.parallel.tensor.vocab_loss import split_cross_entropy_sum
+from hpc_train.interfaces import IGNORED_TARGET, World
+from hpc_train.parallel.loss import sum_split_cross_entropy
+from hpc_train.parallel.tensor.local_parameters import ParameterHolding, distribute_parameters
 from hpc_train.testing import run_ranks
+from hpc_train.traffic.axes import assign_kv_heads
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
@@ -28,15 +28,15 @@ def test_each_query_head_attends_to_its_own_key_head(kv_heads: int, group: int, 
     for ranks in (n for n in range(1, heads * factor + 1) if heads % n == 0):
         own = heads // ranks
         for rank in range(ranks):
-            held_heads = attended(heads, kv_heads, rank, ranks)
+            held_heads = assign_kv_heads(heads, kv_heads, rank, ranks)
             assert own % len(held_heads) == 0, "torch serves equally many query heads with each"
             for head in range(own):
                 assert held_heads[head * len(held_heads) // own] == (rank * own + head) // group
 
 
 def test_fewer_key_heads_than_ranks_are_computed_once() -> None:
-    assert [attended(8, 2, rank, 4) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
-    assert [attended(8, 4, rank, 2) for rank in range(2)] == [(0, 1), (2, 3)]
+    assert [assign_kv_heads(8, 2, rank, 4) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert [assign_kv_heads(8, 4, rank, 2) for rank in range(2)] == [(0, 1), (2, 3)]
 
 
 def _split_loss(world: World, logits: Tensor, target: Tensor) -> tuple[float, Array]:
@@ -45,7 +45,7 @@ def _split_loss(world: World, logits: Tensor, target: Tensor) -> tuple[float, Ar
     begin = mesh.get_local_rank() * chunk
     mine = logits[..., begin : begin + chunk].clone().requires_grad_()
     out = DTensor.from_local(mine, mesh, (Shard(2),), run_check=False, shape=logits.shape, stride=logits.stride())
-    loss = split_cross_entropy_sum(out, target)
+    loss = sum_split_cross_entropy(out, target)
     (2 * loss).backward()  # type: ignore[no-untyped-call]
     assert mine.grad is not None
     return float(loss.detach()), mine.grad.numpy().copy()
@@ -84,7 +84,7 @@ ROWS = 17
 def _rows_held(world: World) -> list[Held]:
     table = nn.Embedding(ROWS, 2)
     table.weight.data = torch.arange(2.0 * ROWS).view(ROWS, 2)
-    distribute(table, world.mesh["tp"], {(table, "weight"): Holding(Shard(0))})
+    distribute_parameters(table, world.mesh["tp"], {(table, "weight"): ParameterHolding(Shard(0))})
     fully_shard(table, mesh=world.mesh["dp_shard"])
     parameter = next(table.parameters())
     assert isinstance(parameter, DTensor)

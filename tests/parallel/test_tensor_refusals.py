@@ -6,14 +6,14 @@ import pytest
 from matrix import Case, model
 from torch import Tensor, nn
 
-from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.loss import cross_entropy_sum
+from hpc_train.interfaces import World
+from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.support import check_support
-from hpc_train.parallel.tensor.plan import check_covered, read_plan
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -75,7 +75,7 @@ def test_a_wrong_plan_is_one_line(name: str) -> None:
     part = model("llama")
     part.plan = plan  # type: ignore[assignment]
     with pytest.raises(UserError) as caught:
-        read_plan(part, whole=True)
+        read_tensor_plan(part, whole=True)
     assert str(caught.value).startswith("Transformer.plan: ")
     assert said in str(caught.value)
 
@@ -83,11 +83,11 @@ def test_a_wrong_plan_is_one_line(name: str) -> None:
 def test_a_module_of_split_positions_must_be_in_the_plan() -> None:
     """Its gradients would be added up over ranks, or not, by guess."""
     part = model("llama")
-    plan = read_plan(part, whole=True)
-    check_covered(part, plan)
+    plan = read_tensor_plan(part, whole=True)
+    check_plan_coverage(part, plan)
     del plan["layers.2.attention_norm"]
     with pytest.raises(UserError, match=r"names layers\.2\.attention_norm\.weight in no line, but has lines seq"):
-        check_covered(part, plan)
+        check_plan_coverage(part, plan)
 
 
 class _OtherLoss(nn.Module):

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.api import StepBatch, World
 from hpc_train.config.model import TransformerConfig
-from hpc_train.models.init import initialise
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import StepBatch, World
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
@@ -89,7 +89,7 @@ def _widest(world: World, case: Case) -> int:
     shape = MODELS[case.kind]
     assert isinstance(shape, TransformerConfig)
     source = build_model(replace(shape, vocab_size=WORDS)).double()
-    initialise(source, 0)
+    initialise_parameters(source, 0)
     config, batch = case.config(), StepBatch([global_batch(case.kind, 0)])
     engine = build(source, lambda part: make_optimizer(part, config.optim), config, world)
     with _Largest(tokens=16 * LENGTH) as largest:

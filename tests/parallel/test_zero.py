@@ -17,15 +17,15 @@ from recorder import GATHER, REDUCE, SCATTER, Call, Recorder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import Engine, MicroBatch, StepBatch, World
-from hpc_train.checkpoint import load, save
+from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.support import check_support
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -79,9 +79,9 @@ ROAD = (LAYOUTS["zero1-2"], LAYOUTS["zero2-3-groups"], LAYOUTS["zero3-2x2-prefet
 def _go_on(world: World, config: RunConfig, folder: Path, step: int) -> Outcome:
     engine = engine_of("tied", config, world)
     if step:
-        load(folder, step, engine.pieces(), world)
+        load_step(folder, step, engine.pieces(), world)
     outcome = engine_steps(engine, world, config, "tied", "two", (step,))
-    save(folder, step + 1, engine.pieces(), {}, world).wait()
+    save_step(folder, step + 1, engine.pieces(), {}, world).wait()
     return outcome
 
 

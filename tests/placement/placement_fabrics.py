@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hpc_train.config.degrees import AXES
-from hpc_train.placement.fabric import Fabric, Level
-from hpc_train.traffic.flow import Flow
+from hpc_train.config.parallel import AXES
+from hpc_train.placement.fabric import Fabric, FabricLevel
+from hpc_train.traffic.axes import Flow
 
 GB = 1e9
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
@@ -39,12 +39,12 @@ def tree_fabric(
     Uplinks are those of all nodes of a group together, over the product of tapers up to it.
     """
     count = len(places)
-    levels = [Level("node", np.arange(count), np.full(count, nic), latencies[0])]
+    levels = [FabricLevel("node", np.arange(count), np.full(count, nic), latencies[0])]
     taper = 1.0
     for number, name in enumerate(names[: len(places[0])]):
         taper *= tapers[number]
         group = dense([place[number:] for place in places])
-        levels.append(Level(name, group, np.bincount(group) * nic / taper, latencies[number + 1]))
+        levels.append(FabricLevel(name, group, np.bincount(group) * nic / taper, latencies[number + 1]))
     return Fabric(tuple(f"n{i}" for i in range(count)), ranks_per_node, inside, inside_latency, tuple(levels))
 
 
@@ -56,7 +56,7 @@ def next_to_others(fabric: Fabric, others: Sequence[int]) -> Fabric:
         own = np.bincount(level.group)
         below = own + np.array([others[group % len(others)] for group in range(len(own))])
         uplink = level.uplink * below / own
-        levels.append(Level(level.name, level.group, uplink, level.latency, uplink * own / below))
+        levels.append(FabricLevel(level.name, level.group, uplink, level.latency, uplink * own / below))
     return Fabric(fabric.nodes, fabric.ranks_per_node, fabric.inside_bandwidth, fabric.inside_latency, tuple(levels))
 
 
@@ -72,7 +72,7 @@ def reordered(fabric: Fabric, order: Sequence[int]) -> Fabric:
         if level.share is not None:
             share = np.empty(len(level.share))
             share[group] = level.share[old]
-        levels.append(Level(level.name, group, uplink, level.latency, share))
+        levels.append(FabricLevel(level.name, group, uplink, level.latency, share))
     names = tuple(fabric.nodes[node] for node in order)
     return Fabric(names, fabric.ranks_per_node, fabric.inside_bandwidth, fabric.inside_latency, tuple(levels))
 
@@ -105,7 +105,7 @@ def fabrics(draw: st.DrawFn, least: int = 1, most: int = 8) -> Fabric:
     if draw(st.booleans()):
         slow = draw(st.lists(st.sampled_from([1.0, 0.5]), min_size=count, max_size=count))
         node = fabric.levels[0]
-        uneven = Level(node.name, node.group, node.uplink * np.array(slow), node.latency)
+        uneven = FabricLevel(node.name, node.group, node.uplink * np.array(slow), node.latency)
         fabric = Fabric(
             fabric.nodes,
             fabric.ranks_per_node,

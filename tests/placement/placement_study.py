@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from placement_fabrics import GB, reordered, tree_fabric
 
-from hpc_train.placement.cost import cost
-from hpc_train.placement.fabric import Fabric, Level
-from hpc_train.placement.order import tree_order
-from hpc_train.placement.result import Placement
-from hpc_train.placement.search import place
-from hpc_train.traffic.flow import Flow
+from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.fabric import Fabric, FabricLevel
+from hpc_train.placement.node_orders import order_along_tree
+from hpc_train.placement.placement_result import Placement
+from hpc_train.placement.search import search_placement
+from hpc_train.traffic.axes import Flow
 
 Places = NDArray[np.int64]
 """[nodes, 2]: leaf (or rack) and group (or 0) of every node, in the order of the tree."""
@@ -65,9 +65,9 @@ def study(inside: float = math.inf, oversubscriptions: tuple[float, ...] = (1.0,
     for over in oversubscriptions:
         fabric = clos(places, over, inside)
         shuffled = [random.permutation(len(places)).tolist() for _ in range(3)]
-        best = place(reordered(fabric, shuffled[0]), MESH, FLOWS)
-        mean = np.mean([cost(fabric, MESH, FLOWS, order).total for order in shuffled])
-        tree = cost(fabric, MESH, FLOWS, tree_order(fabric).tolist()).total
+        best = search_placement(reordered(fabric, shuffled[0]), MESH, FLOWS)
+        mean = np.mean([estimate_cost(fabric, MESH, FLOWS, order).total for order in shuffled])
+        tree = estimate_cost(fabric, MESH, FLOWS, order_along_tree(fabric).tolist()).total
         rows.append(Row(over, float(mean / best.placed.total), tree / best.placed.total, best))
     return rows
 
@@ -82,8 +82,8 @@ def racks(number: int) -> Fabric:
     trays, need = drawn[number], (256, 512, 1152)[number]
     rack = np.repeat(np.arange(len(trays)), trays)[:need]
     assert len(rack) == need
-    node = Level("node", np.arange(need), np.full(need, 4 * 900 * GB), 0.0)
-    domain = Level("domain", rack, np.bincount(rack) * 4 * 50 * GB, 0.0)
+    node = FabricLevel("node", np.arange(need), np.full(need, 4 * 900 * GB), 0.0)
+    domain = FabricLevel("domain", rack, np.bincount(rack) * 4 * 50 * GB, 0.0)
     return Fabric(tuple(f"tray{i}" for i in range(need)), 4, 900 * GB, 0.0, (node, domain))
 
 
@@ -108,11 +108,13 @@ def print_table() -> None:
                 f" {placed.seconds:6.3f} s  {placed.reason}"
             )
     large = clos(allocation(3, 32, 16, 32, 12288, 0.1), 2.0)
-    found = place(reordered(large, np.random.default_rng(5).permutation(12288).tolist()), LARGE_MESH, LARGE_FLOWS)
+    found = search_placement(
+        reordered(large, np.random.default_rng(5).permutation(12288).tolist()), LARGE_MESH, LARGE_FLOWS
+    )
     print(f"98,304 GPUs, 1:2: {found.reason}; search {found.seconds:.3f} s")
     fabric = racks(2)
     sizes, flows = expert_mesh(4608, 32)
-    print(f"4,608 GPUs in racks of 16 to 18 trays: {place(fabric, sizes, flows).reason}")
+    print(f"4,608 GPUs in racks of 16 to 18 trays: {search_placement(fabric, sizes, flows).reason}")
 
 
 if __name__ == "__main__":

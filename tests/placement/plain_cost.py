@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
-from hpc_train.config.degrees import AXES
+from hpc_train.config.parallel import AXES
 from hpc_train.placement.fabric import Fabric
-from hpc_train.traffic.flow import Flow
+from hpc_train.traffic.axes import Flow
 
 Message = tuple[int, int, float]
 """From rank, to rank, bytes."""

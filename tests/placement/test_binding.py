@@ -13,92 +13,92 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.placement.binding import (
-    Binding,
-    Processors,
-    Seat,
-    bind,
+from hpc_train.placement.cpu_binding import (
+    CpuBinding,
+    NodeProcessors,
+    RankSeat,
+    assign_cpus,
+    bind_process,
     format_cpus,
     parse_cpus,
-    prefer_memory,
+    prefer_numa_memory,
     read_processors,
-    share_out,
 )
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "ppc64le": 260}
 
 
-def machine(sockets: int, cores: int, threads: int) -> Processors:
+def machine(sockets: int, cores: int, threads: int) -> NodeProcessors:
     """`cores` a socket; the second hardware threads are numbered after all first ones, as Linux does on x86."""
     total = sockets * cores
     siblings = {cpu: frozenset(range(cpu % total, total * threads, total)) for cpu in range(total * threads)}
     numa = {node: frozenset(cpu for cpu in siblings if cpu % total // cores == node) for node in range(sockets)}
-    return Processors(numa, siblings)
+    return NodeProcessors(numa, siblings)
 
 
-def seats(count: int, allowed: str, *near: str) -> list[Seat]:
-    return [Seat(parse_cpus(allowed), parse_cpus(near[index]) if near else frozenset()) for index in range(count)]
+def seats(count: int, allowed: str, *near: str) -> list[RankSeat]:
+    return [RankSeat(parse_cpus(allowed), parse_cpus(near[index]) if near else frozenset()) for index in range(count)]
 
 
-def lists(bindings: list[Binding]) -> list[str]:
+def lists(bindings: list[CpuBinding]) -> list[str]:
     return [format_cpus(binding.cpus) for binding in bindings]
 
 
 def test_without_gpus_the_node_is_shared_out_by_whole_cores() -> None:
-    found = share_out(seats(4, "0-31"), machine(2, 8, 2))
+    found = assign_cpus(seats(4, "0-31"), machine(2, 8, 2))
     assert lists(found) == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
     assert [(it.cores, it.memory) for it in found] == [(4, 0), (4, 0), (4, 1), (4, 1)]
 
 
 def test_a_rank_stays_next_to_its_gpu() -> None:
     near = ["8-15,24-31", "8-15,24-31", "0-7,16-23", "0-7,16-23"]
-    found = share_out(seats(4, "0-31", *near), machine(2, 8, 2))
+    found = assign_cpus(seats(4, "0-31", *near), machine(2, 8, 2))
     assert lists(found) == ["8-11,24-27", "12-15,28-31", "0-3,16-19", "4-7,20-23"]
     assert [it.memory for it in found] == [1, 1, 0, 0]
     assert {it.reason for it in found} == {"next to its GPU"}
 
 
 def test_only_what_the_launcher_allows_is_shared() -> None:
-    found = share_out(seats(2, "2-5", "0-7", "0-7"), machine(2, 8, 1))
+    found = assign_cpus(seats(2, "2-5", "0-7", "0-7"), machine(2, 8, 1))
     assert lists(found) == ["2-3", "4-5"]
 
 
 def test_uneven_shares_differ_by_one_core() -> None:
-    found = share_out(seats(3, "0-7"), machine(1, 8, 1))
+    found = assign_cpus(seats(3, "0-7"), machine(1, 8, 1))
     assert lists(found) == ["0-1", "2-4", "5-7"]
 
 
 def test_hardware_threads_are_shared_where_cores_are_too_few() -> None:
-    found = share_out(seats(2, "0-1"), machine(1, 1, 2))
+    found = assign_cpus(seats(2, "0-1"), machine(1, 1, 2))
     assert lists(found) == ["0", "1"]
     assert [it.cores for it in found] == [1, 1]
 
 
 def test_processors_that_are_all_away_from_the_gpu_are_shared_and_said_to_be() -> None:
-    found = share_out(seats(2, "0-3", "8-15", "8-15"), machine(2, 8, 1))
+    found = assign_cpus(seats(2, "0-3", "8-15", "8-15"), machine(2, 8, 1))
     assert lists(found) == ["0-1", "2-3"]
     assert all("none of the processors next to its GPU" in it.reason for it in found)
 
 
 def test_what_the_launcher_has_bound_already_is_left() -> None:
-    found = share_out([Seat(parse_cpus("0-3")), Seat(parse_cpus("4-7"))], machine(1, 8, 1))
+    found = assign_cpus([RankSeat(parse_cpus("0-3")), RankSeat(parse_cpus("4-7"))], machine(1, 8, 1))
     assert [(it.cpus, it.reason) for it in found] == [
         ((), "not bound: the launcher has given each rank its own processors")
     ] * 2
 
 
 def test_more_ranks_than_processors_are_not_bound() -> None:
-    found = share_out(seats(3, "0-1"), machine(1, 2, 1))
+    found = assign_cpus(seats(3, "0-1"), machine(1, 2, 1))
     assert {(it.cpus, it.reason) for it in found} == {((), "not bound: 3 ranks on 2 processors")}
 
 
 def test_sets_that_overlap_in_part_are_left() -> None:
-    found = share_out([Seat(parse_cpus("0-3")), Seat(parse_cpus("2-5"))], machine(1, 8, 1))
+    found = assign_cpus([RankSeat(parse_cpus("0-3")), RankSeat(parse_cpus("2-5"))], machine(1, 8, 1))
     assert {it.cpus for it in found} == {()}
 
 
 def test_one_rank_has_all_that_is_allowed() -> None:
-    (only,) = share_out(seats(1, "0-15"), machine(2, 8, 1))
+    (only,) = assign_cpus(seats(1, "0-15"), machine(2, 8, 1))
     assert (format_cpus(only.cpus), only.memory) == ("0-15", None)
 
 
@@ -113,7 +113,7 @@ def test_shares_are_disjoint_near_and_even(sockets: int, cores: int, threads: in
     here = machine(sockets, cores, threads)
     everything = frozenset(here.siblings)
     near = [here.numa[rank % sockets] if gpus else frozenset[int]() for rank in range(ranks)]
-    found = share_out([Seat(everything, its) for its in near], here)
+    found = assign_cpus([RankSeat(everything, its) for its in near], here)
     if not all(it.cpus for it in found):
         assert all("ranks on" in it.reason for it in found)
         return
@@ -142,11 +142,11 @@ def test_a_tree_of_sysfs_is_read(tmp_path: Path) -> None:
         (tmp_path / f"sys/devices/system/node/{node}/cpulist").write_text(f"{cpus}\n")
     here = read_processors(tmp_path)
     assert here == machine(2, 1, 2)
-    assert lists(share_out(seats(2, "0-3"), here)) == ["0,2", "1,3"]
+    assert lists(assign_cpus(seats(2, "0-3"), here)) == ["0,2", "1,3"]
 
 
 def test_a_machine_that_tells_nothing_is_shared_out_all_the_same(tmp_path: Path) -> None:
-    assert lists(share_out(seats(2, "0-3"), read_processors(tmp_path))) == ["0-1", "2-3"]
+    assert lists(assign_cpus(seats(2, "0-3"), read_processors(tmp_path))) == ["0-1", "2-3"]
 
 
 @given(st.frozensets(st.integers(0, 300)))
@@ -164,7 +164,7 @@ def bound_process(cpu: int) -> tuple[set[str], set[str]]:
     stop = threading.Event()
     early = threading.Thread(target=stop.wait)
     early.start()
-    bind(Binding((cpu,), 1, None, ""))
+    bind_process(CpuBinding((cpu,), 1, None, ""))
     bound = masks_of_threads()
     late = threading.Thread(target=stop.wait)
     late.start()
@@ -181,7 +181,7 @@ def test_a_process_is_held_to_its_processor_with_all_its_threads(cpu: int) -> No
 
 def memory_policy() -> tuple[str | None, int, int]:
     """(what prefer_memory said, mode, mask) of a process that prefers NUMA node 0, as the kernel tells."""
-    problem = prefer_memory(0)
+    problem = prefer_numa_memory(0)
     mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall(GET_MEMPOLICY[platform.machine()], ctypes.byref(mode), mask, 16 * 64, None, 0)

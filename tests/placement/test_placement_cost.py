@@ -10,9 +10,9 @@ from placement_fabrics import GB, fabrics, flow_lists, meshes, problems, tree_fa
 from plain_cost import plain_cost
 
 from hpc_train.errors import UserError
-from hpc_train.placement.cost import cost, model
-from hpc_train.placement.fabric import Fabric, Level
-from hpc_train.traffic.flow import Flow
+from hpc_train.placement.cost import build_cost_model, estimate_cost
+from hpc_train.placement.fabric import Fabric, FabricLevel
+from hpc_train.traffic.axes import Flow
 
 TWO_LEAVES = [("a",)] * 2 + [("b",)] * 2
 
@@ -22,7 +22,7 @@ TWO_LEAVES = [("a",)] * 2 + [("b",)] * 2
 def test_the_cost_is_that_of_every_message_counted(problem, random, backend):
     fabric, sizes, flows = problem
     order = random.sample(range(len(fabric.nodes)), len(fabric.nodes))
-    found = cost(fabric, sizes, flows, order, backend)
+    found = estimate_cost(fabric, sizes, flows, order, backend)
     assert found.total == pytest.approx(plain_cost(fabric, sizes, flows, order, backend), rel=1e-9)
     assert found.total == pytest.approx(sum(found.per_axis.values()))
 
@@ -33,8 +33,8 @@ def test_many_orders_at_once_cost_what_each_costs(problem, random):
     fabric, sizes, flows = problem
     count = len(fabric.nodes)
     orders = np.array([random.sample(range(count), count) for _ in range(5)])
-    together = model(fabric, sizes, flows, count).totals(orders)
-    assert together == pytest.approx([cost(fabric, sizes, flows, order.tolist()).total for order in orders])
+    together = build_cost_model(fabric, sizes, flows, count).totals(orders)
+    assert together == pytest.approx([estimate_cost(fabric, sizes, flows, order.tolist()).total for order in orders])
 
 
 def played(latency, seconds_per_chunk, steps):
@@ -60,7 +60,7 @@ def both_ways(order, size):
     chunk = [size / 8 / (share if it else GB) for it in crosses]
     latency = [leaf.latency if it else fabric.levels[0].latency for it in crosses]
     flow = [Flow(("dp_replicate",), "all_reduce", size, 1, "gradients")]
-    return cost(fabric, {"dp_replicate": 8}, flow, order).total, played(latency, chunk, 14)
+    return estimate_cost(fabric, {"dp_replicate": 8}, flow, order).total, played(latency, chunk, 14)
 
 
 ORDERS = [[0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 4, 5, 2, 3, 6, 7]]
@@ -86,11 +86,13 @@ def test_two_leaves_by_hand():
     slow = 100e6 / 8
     fabric = tree_fabric(TWO_LEAVES, nic=GB, tapers=(2 * GB / slow,))
     flow = [Flow(("dp_replicate",), "all_reduce", 4e6, 1, "gradients")]
-    assert cost(fabric, {"dp_replicate": 4}, flow, [0, 1, 2, 3]).total == pytest.approx(6e6 / slow)
-    assert cost(fabric, {"dp_replicate": 4}, flow, [0, 2, 1, 3]).total == pytest.approx(2 * 6e6 / slow)
-    inside = cost(fabric, {"pp": 2, "dp_replicate": 2}, flow, [0, 1, 2, 3]).total
+    assert estimate_cost(fabric, {"dp_replicate": 4}, flow, [0, 1, 2, 3]).total == pytest.approx(6e6 / slow)
+    assert estimate_cost(fabric, {"dp_replicate": 4}, flow, [0, 2, 1, 3]).total == pytest.approx(2 * 6e6 / slow)
+    inside = estimate_cost(fabric, {"pp": 2, "dp_replicate": 2}, flow, [0, 1, 2, 3]).total
     assert inside == pytest.approx(4e6 / GB)
-    assert cost(fabric, {"pp": 2, "dp_replicate": 2}, flow, [0, 2, 1, 3]).total == pytest.approx(2 * 4e6 / slow)
+    assert estimate_cost(fabric, {"pp": 2, "dp_replicate": 2}, flow, [0, 2, 1, 3]).total == pytest.approx(
+        2 * 4e6 / slow
+    )
 
 
 def test_each_way_of_a_link_counts_by_itself():
@@ -98,37 +100,41 @@ def test_each_way_of_a_link_counts_by_itself():
     chain = [Flow(("pp",), "send_recv", GB, 1, "activations", ring=False)]
     ring = [Flow(("pp",), "send_recv", GB, 1, "keys", ring=True)]
     assert (
-        cost(fabric, {"pp": 4}, chain).total == pytest.approx(cost(fabric, {"pp": 4}, ring).total) == pytest.approx(5)
+        estimate_cost(fabric, {"pp": 4}, chain).total
+        == pytest.approx(estimate_cost(fabric, {"pp": 4}, ring).total)
+        == pytest.approx(5)
     )
-    there_and_back = cost(fabric, {"pp": 4}, chain, [0, 2, 1, 3]).total
+    there_and_back = estimate_cost(fabric, {"pp": 4}, chain, [0, 2, 1, 3]).total
     assert there_and_back == pytest.approx(10), "two messages one way, one the other"
 
 
 def test_axes_of_one_group_are_one_ring_and_have_one_name():
     fabric = tree_fabric(TWO_LEAVES)
-    together = cost(fabric, {"dp_shard": 2, "cp": 2}, [Flow(("cp", "dp_shard"), "all_gather", GB, 1, "p")])
-    alone = cost(fabric, {"dp_shard": 4}, [Flow(("dp_shard",), "all_gather", GB, 1, "p")])
+    together = estimate_cost(fabric, {"dp_shard": 2, "cp": 2}, [Flow(("cp", "dp_shard"), "all_gather", GB, 1, "p")])
+    alone = estimate_cost(fabric, {"dp_shard": 4}, [Flow(("dp_shard",), "all_gather", GB, 1, "p")])
     assert together.per_axis == {"dp_shard+cp": pytest.approx(0.75)}
     assert together.total == alone.total
 
 
 def test_an_axis_of_degree_one_moves_nothing():
     fabric = tree_fabric(TWO_LEAVES)
-    found = cost(fabric, {"pp": 4}, [Flow(("tp",), "all_reduce", GB, 1, "activations")])
+    found = estimate_cost(fabric, {"pp": 4}, [Flow(("tp",), "all_reduce", GB, 1, "activations")])
     assert (found.total, found.per_axis) == (0, {"tp": 0})
 
 
 def test_over_gloo_a_reduce_scatter_is_an_all_reduce():
     fabric, sizes = tree_fabric(TWO_LEAVES), {"dp_shard": 4}
     scatter, reduce = (Flow(("dp_shard",), name, GB, 1, "g") for name in ("reduce_scatter", "all_reduce"))
-    assert cost(fabric, sizes, [scatter], backend="gloo") == cost(fabric, sizes, [reduce], backend="gloo")
-    assert cost(fabric, sizes, [scatter]).total == cost(fabric, sizes, [reduce]).total / 2
+    assert estimate_cost(fabric, sizes, [scatter], backend="gloo") == estimate_cost(
+        fabric, sizes, [reduce], backend="gloo"
+    )
+    assert estimate_cost(fabric, sizes, [scatter]).total == estimate_cost(fabric, sizes, [reduce]).total / 2
 
 
 def test_ranks_of_a_node_share_its_uplink_and_not_each_others_links():
     fabric = tree_fabric([("a",)] * 2, ranks_per_node=4, nic=GB, inside=2 * GB)
     flows = [Flow(("dp_shard",), "send_recv", GB, 1, "x"), Flow(("tp",), "send_recv", GB, 1, "y")]
-    assert cost(fabric, {"dp_shard": 2, "tp": 4}, flows).per_axis == {"dp_shard": 4.0, "tp": 0.5}
+    assert estimate_cost(fabric, {"dp_shard": 2, "tp": 4}, flows).per_axis == {"dp_shard": 4.0, "tp": 0.5}
 
 
 @settings(max_examples=100)
@@ -136,14 +142,14 @@ def test_ranks_of_a_node_share_its_uplink_and_not_each_others_links():
 def test_more_bandwidth_never_costs_more(problem, random, factor):
     fabric, sizes, flows = problem
     order = random.sample(range(len(fabric.nodes)), len(fabric.nodes))
-    number, before = random.randrange(len(fabric.levels)), cost(fabric, sizes, flows, order).total
+    number, before = random.randrange(len(fabric.levels)), estimate_cost(fabric, sizes, flows, order).total
     level = fabric.levels[number]
     uplink = level.uplink.copy()
     uplink[random.randrange(len(uplink))] *= factor
     levels = list(fabric.levels)
-    levels[number] = Level(level.name, level.group, uplink, level.latency)
+    levels[number] = FabricLevel(level.name, level.group, uplink, level.latency)
     wider = Fabric(fabric.nodes, fabric.ranks_per_node, fabric.inside_bandwidth, fabric.inside_latency, tuple(levels))
-    assert cost(wider, sizes, flows, order).total <= before * (1 + 1e-12)
+    assert estimate_cost(wider, sizes, flows, order).total <= before * (1 + 1e-12)
 
 
 @settings(max_examples=50)
@@ -151,10 +157,10 @@ def test_more_bandwidth_never_costs_more(problem, random, factor):
 def test_link_bytes_are_what_the_busiest_link_carries(data):
     """Of one flow without latencies, the largest bytes over uplink is the cost."""
     fabric = data.draw(fabrics(least=2))
-    quiet = tuple(Level(it.name, it.group, it.uplink, 0.0) for it in fabric.levels)
+    quiet = tuple(FabricLevel(it.name, it.group, it.uplink, 0.0) for it in fabric.levels)
     fabric = Fabric(fabric.nodes, 1, math.inf, 0.0, quiet)
     sizes, flows = data.draw(meshes(len(fabric.nodes))), data.draw(flow_lists())[:1]
-    built = model(fabric, sizes, flows, len(fabric.nodes))
+    built = build_cost_model(fabric, sizes, flows, len(fabric.nodes))
     order = list(range(len(fabric.nodes)))[::-1]
     carried = built.link_bytes(order)
     longest = max((carried[level.name] / level.uplink).max() for level in fabric.levels)
@@ -170,5 +176,5 @@ def test_link_bytes_are_what_the_busiest_link_carries(data):
 )
 def test_a_mesh_that_does_not_fit_is_one_line(sizes, line):
     with pytest.raises(UserError, match=line) as error:
-        cost(tree_fabric(TWO_LEAVES), sizes, [])
+        estimate_cost(tree_fabric(TWO_LEAVES), sizes, [])
     assert "\n" not in str(error.value)

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 from fake_fabric import FakeFabric
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import resolve
-from hpc_train.traffic.flows import flows
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.traffic.flows import compute_flows
 
 NIC = 200e9 / 8
 """Bytes/s of a node's only NIC; cables between switches are as fast."""
@@ -68,8 +68,8 @@ class Step:
 
     def __init__(self, nodes: int, *overrides: str) -> None:
         config = compose([*RUN, *overrides])
-        sizes = asdict(resolve(config.parallel, nodes))
-        self.flows = [(flow, _groups(sizes, flow.axes)) for flow in flows(config, nodes)]
+        sizes = asdict(resolve_degrees(config.parallel, nodes))
+        self.flows = [(flow, _groups(sizes, flow.axes)) for flow in compute_flows(config, nodes)]
 
     def seconds(self, leaves: Leaves, order: Sequence[str]) -> float:
         """Return the seconds of the step's rings, flow by flow: the busiest cable decides."""

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from placement_fabrics import problems, tree_fabric
 from plain_cost import group_ranks
 
-from hpc_train.placement.advice import advice, least_straddling
-from hpc_train.placement.cost import model
-from hpc_train.placement.mesh import label, node_grid
-from hpc_train.placement.search import place
-from hpc_train.placement.straddling import crossable, straddling
-from hpc_train.traffic.flow import Flow
+from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.explanation import advise_allocation, count_least_straddling
+from hpc_train.placement.mesh_groups import count_straddling, find_crossable_groups, find_node_grid, format_axes
+from hpc_train.placement.search import search_placement
+from hpc_train.traffic.axes import Flow
 
 DATA = Flow(("dp_shard",), "all_reduce", 6e9, 1, "gradients")
 
@@ -23,7 +22,7 @@ def test_every_group_that_straddles_is_counted(problem, random):
     fabric, sizes, flows = problem
     count = len(fabric.nodes)
     order = np.array(random.sample(range(count), count))
-    table = straddling(fabric, model(fabric, sizes, flows, count).groups, np.arange(count), order)
+    table = count_straddling(fabric, build_cost_model(fabric, sizes, flows, count).groups, np.arange(count), order)
     expected = {}
     for axes in {flow.axes for flow in flows}:
         for level in fabric.levels[1:]:
@@ -35,7 +34,7 @@ def test_every_group_that_straddles_is_counted(problem, random):
                     sum(len({level.group[way[at]] for at in it}) > 1 for it in fitting) for way in (range(count), order)
                 ]
                 counts = {"groups": len(fitting), "identity": ways[0], "placed": ways[1]}
-                expected.setdefault(label(axes), {})[level.name] = counts
+                expected.setdefault(format_axes(axes), {})[level.name] = counts
     assert table == expected
 
 
@@ -45,17 +44,17 @@ def test_no_order_has_fewer_straddling_groups_than_the_least(problem, random):
     fabric, sizes, flows = problem
     count = len(fabric.nodes)
     orders = np.array([random.sample(range(count), count) for _ in range(30)])
-    for it in crossable(fabric, model(fabric, sizes, flows, count).groups):
-        assert it.straddle(fabric, orders).min() >= least_straddling(fabric, it)
+    for it in find_crossable_groups(fabric, build_cost_model(fabric, sizes, flows, count).groups):
+        assert it.straddle(fabric, orders).min() >= count_least_straddling(fabric, it)
 
 
 def test_leaves_too_small_for_whole_groups_are_said_so():
     """Three leaves of three nodes hold no two whole pairs each; two leaves of five would."""
     fabric = tree_fabric([("a",)] * 3 + [("b",)] * 3 + [("c",)] * 4, tapers=(10.0,))
     sizes = {"pp": 5, "dp_shard": 2}
-    found = place(fabric, sizes, [DATA])
+    found = search_placement(fabric, sizes, [DATA])
     assert found.straddling["dp_shard"]["leaf"]["placed"] == 1
-    assert advice(fabric, sizes, [DATA], found) == (
+    assert advise_allocation(fabric, sizes, [DATA], found) == (
         "1 of 5 dp_shard groups (2 nodes each) lie in several leaves: no permutation can fix it (in any order of these "
         "nodes at least 1 do); ask for nodes in whole multiples of 2 a leaf (--nodelist), or for a smaller dp_shard",
     )
@@ -64,14 +63,14 @@ def test_leaves_too_small_for_whole_groups_are_said_so():
 def test_fewer_leaves_are_asked_for_where_they_would_do():
     fabric = tree_fabric([("a",)] * 4 + [("b",)] * 3 + [("c",)], tapers=(10.0,))
     sizes = {"pp": 2, "dp_shard": 4}
-    (line,) = advice(fabric, sizes, [DATA], place(fabric, sizes, [DATA]))
+    (line,) = advise_allocation(fabric, sizes, [DATA], search_placement(fabric, sizes, [DATA]))
     assert line.endswith("ask for --switches=2, or for a smaller dp_shard")
 
 
 def test_nothing_is_advised_where_nothing_straddles_or_nothing_is_slower():
     sizes = {"pp": 2, "dp_shard": 4}
     for fabric in (tree_fabric([(i % 2,) for i in range(8)], tapers=(4.0,)), tree_fabric([(i % 3,) for i in range(8)])):
-        assert advice(fabric, sizes, [DATA], place(fabric, sizes, [DATA])) == ()
+        assert advise_allocation(fabric, sizes, [DATA], search_placement(fabric, sizes, [DATA])) == ()
 
 
 @pytest.mark.parametrize(
@@ -87,4 +86,4 @@ def test_nothing_is_advised_where_nothing_straddles_or_nothing_is_slower():
     ids=["whole axes", "an axis cut in two", "another", "the edge inside two axes", "no whole block", "one node"],
 )
 def test_what_of_the_mesh_lies_between_nodes(sizes, ranks_per_node, grid):
-    assert node_grid(sizes, ranks_per_node) == grid
+    assert find_node_grid(sizes, ranks_per_node) == grid

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc_train.planner.goodput import Interruption, Save
+from hpc_train.planner.reliability.goodput import Interruption, Save
 
 
 @dataclass

@@ -11,19 +11,19 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from hpc_train.config.compose import compose, from_container, to_container
-from hpc_train.config.options import SCHEMAS, option_files
+from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.groups import SCHEMAS, option_files
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
-from hpc_train.planner.answer import Answer, answer
-from hpc_train.planner.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
-from hpc_train.planner.question import question_of
-from hpc_train.planner.settings import settings_of, with_settings
-from hpc_train.planner.space import INNER, OUTER, Space, blocks
-from hpc_train.schedules.requirements import REQUIREMENTS
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.plan import Plan, make_plan
+from hpc_train.planner.request import make_request
+from hpc_train.planner.search.space import LAYOUT_COLUMNS, TECHNIQUE_COLUMNS, SearchSpace, iterate_blocks
+from hpc_train.planner.settings import apply_settings, settings_from_columns
+from hpc_train.schedules.generate import REQUIREMENTS
 
-NAMES = (*OUTER, *INNER)
+NAMES = (*LAYOUT_COLUMNS, *TECHNIQUE_COLUMNS)
 Row = tuple[float, ...]
 """One candidate: values of NAMES."""
 
@@ -38,12 +38,12 @@ def run(*overrides: str) -> RunConfig:
     chosen = {key: _option(key, name) for key, _, name in pairs if key in groups}
     values = [it for it, (key, _, _) in zip(overrides, pairs, strict=True) if key not in groups]
     whole = OmegaConf.merge(OmegaConf.create({**_defaults(), **chosen}), OmegaConf.from_dotlist(values))
-    return from_container(OmegaConf.to_container(whole))  # type: ignore[arg-type]
+    return config_from_dict(OmegaConf.to_container(whole))  # type: ignore[arg-type]
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return to_container(compose(()))
+    return config_to_dict(compose(()))
 
 
 @cache
@@ -55,22 +55,22 @@ def _option(group: str, name: str) -> dict[str, Any]:
     return {**said, "kind": kinds[0]} if kinds else said
 
 
-def asked(*overrides: str, top: int = 10) -> Answer:
+def asked(*overrides: str, top: int = 10) -> Plan:
     """What `hpc-train plan` answers to these overrides."""
-    return answer(question_of(run(*overrides), overrides), top)
+    return make_plan(make_request(run(*overrides), overrides), top)
 
 
-def rows_of(space: Space, candidates: int = 1 << 16) -> Iterator[Row]:
+def rows_of(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Row]:
     """Every candidate of a space by itself."""
-    for block in blocks(space, candidates):
-        outer = zip(*(block.rows[name].tolist() for name in OUTER), strict=True)
-        inner = list(zip(*(block.techniques.columns[name].tolist() for name in INNER), strict=True))
+    for block in iterate_blocks(space, candidates):
+        outer = zip(*(block.rows[name].tolist() for name in LAYOUT_COLUMNS), strict=True)
+        inner = list(zip(*(block.techniques.columns[name].tolist() for name in TECHNIQUE_COLUMNS), strict=True))
         for row, technique in product(outer, inner):
             yield (*row, *technique)
 
 
 def as_run(config: RunConfig, row: Row) -> RunConfig:
-    return with_settings(config, settings_of(dict(zip(NAMES, row, strict=True))))
+    return apply_settings(config, settings_from_columns(dict(zip(NAMES, row, strict=True))))
 
 
 def refusal(config: RunConfig, row: Row, ranks: int) -> str | None:

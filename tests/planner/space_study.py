@@ -16,13 +16,13 @@ import numpy as np
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants
-from hpc_train.planner.estimate import memory, time
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.jobs import Column, Jobs, with_columns
-from hpc_train.planner.legal import divisors, shape_of
-from hpc_train.planner.search import Rest, search
-from hpc_train.planner.settings import unspread
-from hpc_train.planner.space import Space
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
+from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.search.search import SearchBase, search_space
+from hpc_train.planner.search.space import SearchSpace, degree_limits, list_divisors
+from hpc_train.planner.settings import single_rank_config
 
 NAMES = (
     *("tp", "pp", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch", "recompute", "zero"),
@@ -39,13 +39,13 @@ def gpt3(world: int = 4096) -> RunConfig:
 
 def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
     """(tp, pp, dp, interleaving, micro-batches): degrees divide the world, the heads and the layers."""
-    for tp in (it for it in divisors(world) if heads % it == 0):
-        for pp in divisors(min(world // tp, layers)):
+    for tp in (it for it in list_divisors(world) if heads % it == 0):
+        for pp in list_divisors(min(world // tp, layers)):
             dp = world // (tp * pp)
             if world % (tp * pp) or layers % pp or dp > batch:
                 continue
-            for virtual in [1] if pp == 1 else divisors(layers // pp):
-                yield tp, pp, dp, virtual, divisors(batch // dp)
+            for virtual in [1] if pp == 1 else list_divisors(layers // pp):
+                yield tp, pp, dp, virtual, list_divisors(batch // dp)
 
 
 def calculon(world: int = 4096, batch: int = 3072, layers: int = 96, heads: int = 96) -> Iterator[Column]:
@@ -83,12 +83,12 @@ def blocks(rows: Iterator[Column]) -> Iterator[Column]:
 
 def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
     """(configurations, quickest that fits, seconds of estimating them)."""
-    told, count, best, spent = constants.default(), 0, np.inf, 0.0
+    told, count, best, spent = constants.default_constants(), 0, np.inf, 0.0
     for block in blocks(whole):
         for start in range(0, block.shape[1], ROWS):
             began = clock.process_time()
-            jobs = with_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS], strict=True)))
-            held, step = memory(jobs, told), time(jobs, told).step
+            jobs = replace_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS], strict=True)))
+            held, step = estimate_memory(jobs, told), estimate_step_time(jobs, told).step
             count, best = count + len(step), min(best, float(np.where(held.fits > 0, step, np.inf).min()))
             spent += clock.process_time() - began
     return count, best, spent
@@ -96,15 +96,15 @@ def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
 
 def main() -> None:
     config = gpt3()
-    base = jobs_of(unspread(config, config.train.global_batch), 1)
+    base = jobs_from_config(single_rank_config(config, config.train.global_batch), 1)
     count, best, spent = estimated(base, calculon())
     print(
         f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; best {best:.2f} s a step"
     )
-    space = Space(shape_of(config), 4096)
+    space = SearchSpace(degree_limits(config), 4096)
     for exhaustive in (False, True):
         began = clock.process_time()
-        found = search(Rest(base, 4.0), space, constants.default(), exhaustive=exhaustive)
+        found = search_space(SearchBase(base, 4.0), space, constants.default_constants(), exhaustive=exhaustive)
         spent = clock.process_time() - began
         print(
             f"our own space, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "

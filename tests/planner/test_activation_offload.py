@@ -6,12 +6,13 @@ import pytest
 from planner_runs import asked, run
 
 from hpc_train.config.run import RunConfig
-from hpc_train.planner.collectives import all_gather, all_to_all, group
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.estimate import Memory, Time, memory, time
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.jobs import column, with_columns
-from hpc_train.planner.settings import overrides_of
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import as_column, replace_columns
+from hpc_train.planner.model.memory import Memory, estimate_memory
+from hpc_train.planner.model.network import all_gather_seconds, all_to_all_seconds, make_rank_group
+from hpc_train.planner.model.step_time import StepTime, estimate_step_time
+from hpc_train.planner.settings import settings_to_overrides
 
 PLAIN = Constants(activations=1.0, fragmentation=0.0, context=0.0, jitter=0.0)
 BASE = (
@@ -22,9 +23,9 @@ LONG = ("train.sequence_length=16384", "model.max_positions=16384")
 MOVED = "parallel.recompute.offload=true"
 
 
-def estimated(*more: str, ranks: int = 8) -> tuple[Memory, Time]:
-    jobs = jobs_of(run(*BASE, *more), ranks)
-    return memory(jobs, PLAIN), time(jobs, PLAIN)
+def estimated(*more: str, ranks: int = 8) -> tuple[Memory, StepTime]:
+    jobs = jobs_from_config(run(*BASE, *more), ranks)
+    return estimate_memory(jobs, PLAIN), estimate_step_time(jobs, PLAIN)
 
 
 def test_the_host_has_what_the_device_no_longer_has() -> None:
@@ -39,7 +40,7 @@ def test_the_host_has_what_the_device_no_longer_has() -> None:
 
 def test_copies_take_what_the_bus_takes_and_nothing_hides_them() -> None:
     (moved, slow), (_, quick) = estimated(MOVED), estimated()
-    bus = float(jobs_of(run(*BASE), 8).host_bandwidth)
+    bus = float(jobs_from_config(run(*BASE), 8).host_bandwidth)
     assert float(slow.offload) == pytest.approx(2 * float(moved.host) / bus)
     assert float(quick.offload) == 0
     assert float(slow.compute) == pytest.approx(float(quick.compute))
@@ -72,14 +73,14 @@ def test_the_planner_moves_activations_where_nothing_else_helps() -> None:
     assert open_.best is not None
     assert kept.best is None or kept.best.total > open_.best.total
     assert open_.best.config.parallel.recompute.offload
-    assert "parallel.recompute.offload=true" in overrides_of(open_.best.settings)
+    assert "parallel.recompute.offload=true" in settings_to_overrides(open_.best.settings)
 
 
 def pair(config: RunConfig, ranks: int) -> tuple[float, float]:
     """(all-to-all, all-gather) seconds of 1 GB over cp."""
-    jobs = jobs_of(config, ranks)
-    at = group(jobs, PLAIN, jobs.cp, jobs.tp)
-    return tuple(float(it(at, column(1e9), column(0.0))) for it in (all_to_all, all_gather))  # type: ignore[return-value]
+    jobs = jobs_from_config(config, ranks)
+    at = make_rank_group(jobs, PLAIN, jobs.cp, jobs.tp)
+    return tuple(float(it(at, as_column(1e9), as_column(0.0))) for it in (all_to_all_seconds, all_gather_seconds))  # type: ignore[return-value]
 
 
 def test_exchanges_leave_a_node_by_each_ranks_own_nic() -> None:
@@ -89,7 +90,7 @@ def test_exchanges_leave_a_node_by_each_ranks_own_nic() -> None:
     assert inside == pytest.approx(gather)
     config = run(*words, "parallel.cp=16", "parallel.dp_replicate=1")
     across, _ = pair(config, 16)
-    jobs = jobs_of(config, 16)
+    jobs = jobs_from_config(config, 16)
     assert across == pytest.approx(1e9 / 2 / float(jobs.nic_bandwidth * PLAIN.nic_efficiency))
 
 
@@ -98,7 +99,9 @@ def test_exchanges_move_less_than_a_ring_unless_keys_are_few() -> None:
     found = {}
     for kv_heads in (32, 1):
         words = ("cluster=dgx_h100", "model=llama_7b", "precision=bf16", *LONG, f"model.kv_heads={kv_heads}")
-        jobs = jobs_of(run(*words, "parallel.cp=32", "parallel.dp_replicate=1"), 32)
-        found[kv_heads] = [float(time(with_columns(jobs, ulysses=way), PLAIN).context) for way in (0.0, 1.0)]
+        jobs = jobs_from_config(run(*words, "parallel.cp=32", "parallel.dp_replicate=1"), 32)
+        found[kv_heads] = [
+            float(estimate_step_time(replace_columns(jobs, ulysses=way), PLAIN).context) for way in (0.0, 1.0)
+        ]
     assert found[32][1] < found[32][0]
     assert found[1][1] > found[1][0]

@@ -13,28 +13,33 @@ from planner_runs import run
 
 from hpc_train.errors import UserError
 from hpc_train.models.shape import check_shape
-from hpc_train.parallel.pipeline.stages import Costs, split
-from hpc_train.parallel.support import check_support
-from hpc_train.placement.from_config import node_count, ranks_per_node
-from hpc_train.planner.advice.estimated import figures_of
-from hpc_train.planner.advice.facts import Figures, facts_of
-from hpc_train.planner.advice.layout import imbalance
-from hpc_train.planner.advice.lints import LINTS, advice
-from hpc_train.planner.advice.result import Advice, as_json, lines
-from hpc_train.planner.advice.shape import padding
-from hpc_train.planner.band import Band
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import NO, memory
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.outlook import Job
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.planner.advice.facts import (
+    Advice,
+    RunEstimate,
+    advice_to_json,
+    collect_facts,
+    estimate_for_advice,
+    format_advice,
+)
+from hpc_train.planner.advice.layout import stage_imbalance
+from hpc_train.planner.advice.lints import LINTS, run_lints
+from hpc_train.planner.advice.model_shape import choose_vocab_padding
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.memory import NO, estimate_memory
+from hpc_train.planner.reliability.failure_rate import Percentiles
+from hpc_train.planner.reliability.projection import ProjectedJob
+from hpc_train.traffic.stages import BlockCosts, split_blocks
 
 GPU = ["model=llama_1b", "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "train.sequence_length=2048"]
 PIPELINE = [*GPU, "parallel=pp", "parallel.pp=4", "parallel.dp_replicate=2", "train.global_batch=128"]
 PIPELINE += ["train.micro_batch=1", "model.layers=16", "model.vocab_size=32768"]
 LARGE = ["model=llama_70b", "cluster=dgx_h100", "cluster.nodes=128", "precision=bf16", "parallel=zero3"]
 LARGE += ["train.global_batch=1024", "train.micro_batch=1", "train.sequence_length=8192", "plan.tokens=15e12"]
-JOB = Job(1024, 128, Band(9.0, 10.0, 11.0), 1024 * 8192, 70.6e9)
-BIG = Figures(job=JOB)
+JOB = ProjectedJob(1024, 128, Percentiles(9.0, 10.0, 11.0), 1024 * 8192, 70.6e9)
+BIG = RunEstimate(job=JOB)
 GIB = float(1 << 30)
 
 
@@ -49,13 +54,13 @@ class Case:
     fixed: list[str]
     """Overrides that the fix tells of, with which it is silent."""
     severity: str = "warning"
-    figures: Figures = field(default_factory=Figures)
+    figures: RunEstimate = field(default_factory=RunEstimate)
     names_value: bool = True
     """The fix names the very values of `fixed`."""
 
     def ask(self, lint: str, *more: str) -> Advice | None:
         by_name = {it.__name__: it for it in LINTS}
-        return by_name[lint.split(",")[0]](facts_of(run(*self.overrides, *more), self.figures))
+        return by_name[lint.split(",")[0]](collect_facts(run(*self.overrides, *more), self.figures))
 
 
 CASES = {
@@ -128,7 +133,7 @@ CASES = {
         PIPELINE,
         "idles 20%",
         ["parallel.pp=1", "parallel.dp_replicate=8"],
-        figures=Figures(bubble=0.2),
+        figures=RunEstimate(bubble=0.2),
     ),
     "launch_bound": Case(
         "train.micro_batch",
@@ -148,14 +153,14 @@ CASES = {
         [*GPU, "parallel.recompute.mode=full"],
         "a rank needs 40.0 of 80 GiB",
         ["parallel.recompute.mode=none"],
-        figures=Figures(memory_without_recompute=40 * GIB),
+        figures=RunEstimate(memory_without_recompute=40 * GIB),
     ),
     "needless_offload": Case(
         "parallel.offload",
         [*GPU, "parallel=zero3", "parallel.offload.optimizer=cpu"],
         "a rank needs 60.0 of 80 GiB",
         ["parallel.offload.optimizer=none"],
-        figures=Figures(memory_without_offload=60 * GIB),
+        figures=RunEstimate(memory_without_offload=60 * GIB),
     ),
     "past_critical": Case(
         "train.global_batch",
@@ -295,12 +300,12 @@ QUIET = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_runs_that_others_have_done_get_no_error_and_no_warning_but_of_their_bubble(name: str) -> None:
-    loud = [it for it in advice(run(*QUIET[name])) if it.severity != "hint" and it.about != "parallel.pipeline"]
+    loud = [it for it in run_lints(run(*QUIET[name])) if it.severity != "hint" and it.about != "parallel.pipeline"]
     assert loud == []
 
 
 def test_the_default_run_gets_no_advice() -> None:
-    assert advice(run()) == []
+    assert run_lints(run()) == []
 
 
 @pytest.mark.parametrize(
@@ -308,37 +313,37 @@ def test_the_default_run_gets_no_advice() -> None:
 )
 def test_models_that_are_in_use_have_no_wrong_shape(model: str) -> None:
     config = run(f"model={model}", *GPU[1:], "train.sequence_length=1024", "train.micro_batch=4")
-    assert [it for it in advice(config) if it.about.startswith("model.")] == []
+    assert [it for it in run_lints(config) if it.about.startswith("model.")] == []
 
 
 def test_without_a_described_gpu_nothing_is_said_of_tensor_cores() -> None:
     odd = ["model=llama_1b", "model.vocab_size=50257", "model.head_dim=100", "precision=bf16"]
-    assert [it for it in advice(run(*odd)) if it.about.startswith("model.")] == []
+    assert [it for it in run_lints(run(*odd)) if it.about.startswith("model.")] == []
 
 
 def test_errors_come_first_and_print_in_two_lines() -> None:
     case = CASES["tensor_divides"]
-    told = advice(run(*case.overrides, "model.vocab_size=50257"))
+    told = run_lints(run(*case.overrides, "model.vocab_size=50257"))
     assert [it.severity for it in told] == sorted((it.severity for it in told), key=["error", "warning", "hint"].index)
-    assert len(lines(told)) == 2 * len(told)
-    assert as_json(told)[0]["about"] == "parallel.tp"
+    assert len(format_advice(told)) == 2 * len(told)
+    assert advice_to_json(told)[0]["about"] == "parallel.tp"
 
 
 def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
     with pytest.raises(UserError, match="but the world has 12 ranks"):
-        advice(run(*GPU, "parallel.dp_replicate=8"), world=12)
+        run_lints(run(*GPU, "parallel.dp_replicate=8"), world=12)
 
 
 def test_a_deadline_that_is_met_only_with_more_nodes_tells_how_many() -> None:
     case = CASES["late"]
-    slower = replace(case, figures=Figures(job=replace(JOB, step_seconds=Band(19.0, 20.0, 21.0))))
+    slower = replace(case, figures=RunEstimate(job=replace(JOB, step_seconds=Percentiles(19.0, 20.0, 21.0))))
     more = [int(told.fix.split()[2]) for told in (case.ask("late"), slower.ask("late")) if told is not None]
     assert more[1] == pytest.approx(2 * more[0], rel=0.05)
 
 
 @given(st.integers(64, 300_000), st.sampled_from([1, 2, 4, 8, 16]))
 def test_padding_adds_little_or_next_to_nothing_of_the_smallest_unit(vocab: int, tp: int) -> None:
-    told = padding(vocab, tp)
+    told = choose_vocab_padding(vocab, tp)
     assert told.padded >= vocab
     assert told.padded % (told.multiple * tp) == 0
     assert told.waste <= 0.01 or (told.multiple == 8 and told.padded - vocab < 8 * tp)
@@ -348,12 +353,12 @@ def test_padding_adds_little_or_next_to_nothing_of_the_smallest_unit(vocab: int,
 @given(st.integers(1, 6), st.integers(0, 20), st.floats(0, 3), st.floats(0, 6))
 def test_layers_are_weighed_as_they_will_be_split(stages: int, more: int, before: float, after: float) -> None:
     layers = stages + more
-    told = Costs(before, (1.0,) * layers, after)
-    times = [float(len(part)) for part in split(told, stages)]
+    told = BlockCosts(before, (1.0,) * layers, after)
+    times = [float(len(part)) for part in split_blocks(told, stages)]
     times[0] += before
     times[-1] += after
     expected = max(times) * stages / sum(times) - 1
-    assert imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)
+    assert stage_imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)
 
 
 def _jobs() -> Iterator[tuple[str, ...]]:
@@ -376,12 +381,12 @@ JOBS = tuple(dict.fromkeys(_jobs()))
 def test_every_setting_that_is_suggested_can_be_run(overrides: tuple[str, ...]) -> None:
     """Each suggestion composes, passes accept it on these ranks, and it fits in memory if the run itself does."""
     config = run(*overrides)
-    world = node_count(config) * ranks_per_node(config)
+    world = count_nodes(config) * count_ranks_per_node(config)
     try:
-        found = advice(config, figures_of(config, world, default()))
+        found = run_lints(config, estimate_for_advice(config, world, default_constants()))
     except UserError:
         pytest.fail("the cases are runs that can be planned")
-    before = float(memory(jobs_of(config, world), default()).fits)
+    before = float(estimate_memory(jobs_from_config(config, world), default_constants()).fits)
     for told in found:
         settings = {word.partition("=")[0] for alternative in told.overrides for word in alternative}
         assert set(re.findall(r"([a-z_]+(?:\.[a-z_]+)+)=", told.fix)) == settings, told
@@ -389,20 +394,20 @@ def test_every_setting_that_is_suggested_can_be_run(overrides: tuple[str, ...]) 
             changed = run(*overrides, *alternative)
             check_shape(changed.model)
             check_support(changed, world)
-            after = float(memory(jobs_of(changed, world), default()).fits)
+            after = float(estimate_memory(jobs_from_config(changed, world), default_constants()).fits)
             assert after > NO or before == NO, (told, alternative)
 
 
 def test_what_another_rule_refuses_is_not_suggested() -> None:
     small = ("model.hidden=1024", "model.heads=8", "model.kv_heads=8")
     plain, split = (*PIPELINE, *small), (*PIPELINE, *small, "parallel.pipeline.schedule=zbv")
-    fixes = [[it.fix for it in advice(run(*words)) if it.about == "train.micro_batch"] for words in (plain, split)]
+    fixes = [[it.fix for it in run_lints(run(*words)) if it.about == "train.micro_batch"] for words in (plain, split)]
     assert "parallel.compile=true" in fixes[0][0]
     assert "parallel.compile" not in fixes[1][0], "it does not go with a backward that is split"
 
 
 def test_a_degree_that_is_changed_gives_its_ranks_to_data_parallelism() -> None:
     words = (*GPU, "parallel=tp", "parallel.tp=8", "parallel.dp_replicate=1", "model.kv_heads=4")
-    (told,) = [it for it in advice(run(*words)) if it.about == "parallel.tp"]
+    (told,) = [it for it in run_lints(run(*words)) if it.about == "parallel.tp"]
     assert told.overrides == (("parallel.tp=4", "parallel.dp_replicate=2"),)
     assert "parallel.tp=4 parallel.dp_replicate=2" in told.fix

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from planner_runs import run
 
-from hpc_train.planner.advice.estimated import figures_of
-from hpc_train.planner.advice.lints import advice
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import estimate
-from hpc_train.planner.from_config import jobs_of
+from hpc_train.planner.advice.facts import estimate_for_advice
+from hpc_train.planner.advice.lints import run_lints
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.step_time import estimate_jobs
 
 RUN = ["model=llama_1b", "cluster=dgx_h100", "cluster.nodes=2", "precision=bf16", "parallel=zero3"]
 RUN += ["train.global_batch=64", "train.micro_batch=1", "train.sequence_length=2048", "train.steps=1000"]
@@ -17,7 +17,7 @@ RUN += ["train.global_batch=64", "train.micro_batch=1", "train.sequence_length=2
 
 def about(*more: str) -> set[str]:
     config = run(*RUN, *more)
-    return {it.about for it in advice(config, figures_of(config, 16, default()), 16)}
+    return {it.about for it in run_lints(config, estimate_for_advice(config, 16, default_constants()), 16)}
 
 
 def test_recomputation_and_offload_of_a_model_that_fits_without_are_needless() -> None:
@@ -33,7 +33,10 @@ def test_recomputation_of_a_model_that_does_not_fit_without_is_not_needless() ->
 
 def test_the_step_is_told_without_saving_and_goals_rest_on_it() -> None:
     config = run(*RUN, "checkpoint.every=1")
-    figures, time = figures_of(config, 16, default()), estimate(jobs_of(config, 16), default()).time
+    figures, time = (
+        estimate_for_advice(config, 16, default_constants()),
+        estimate_jobs(jobs_from_config(config, 16), default_constants()).time,
+    )
     assert figures.job is not None
     assert figures.job.step_seconds.p50 == pytest.approx(float(time.step - time.checkpoint))
     assert "plan.deadline_days" in about("plan.deadline_days=0.0001")
@@ -47,7 +50,7 @@ def test_the_bubble_is_that_of_the_estimate() -> None:
 
 def test_of_a_machine_that_nobody_has_described_nothing_is_said_that_rests_on_its_figures() -> None:
     config = run("model=llama_1b", "parallel.recompute.mode=full", "plan.deadline_days=0.0001")
-    figures = figures_of(config, 2, default())
+    figures = estimate_for_advice(config, 2, default_constants())
     assert figures.job is None
     assert figures.memory_without_recompute is None
-    assert advice(config, figures, 2) == []
+    assert run_lints(config, figures, 2) == []

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.planner.batch import (
-    Stage,
+from hpc_train.planner.model.batch_laws import (
+    RampStage,
     critical_batch,
     deepseek_batch,
     deepseek_rate,
-    least_batch,
     loss_factor,
-    ramp,
+    make_batch_ramp,
+    min_batch_for_bubble,
     ramp_cost,
     scaled_rate,
     scaling_rule,
     step_law_rate,
     time_to_loss,
 )
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.simulate import Times, simulate
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.simulate import ActionTimes, simulate_order
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(300e9, 2.1e6), (15e12, 19e6)])
@@ -72,13 +72,13 @@ def test_adam_scales_by_the_root_and_sgd_in_proportion() -> None:
 @pytest.mark.parametrize(("pp", "virtual"), [(4, 1), (8, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("bubble", [0.05, 0.2])
 def test_the_least_batch_is_the_first_that_the_simulated_schedule_accepts(pp: int, virtual: int, bubble: float) -> None:
-    least = least_batch(1, 1, pp, virtual, bubble)
+    least = min_batch_for_bubble(1, 1, pp, virtual, bubble)
     name = "1f1b" if virtual == 1 else "interleaved_1f1b"
 
     def idle(count: int) -> float:
         """Over the computation; rounds are full in multiples of pp."""
-        times = Times.even(pp * virtual)
-        share = simulate(orders(name, pp, count, virtual), times).mean_bubble
+        times = ActionTimes.even(pp * virtual)
+        share = simulate_order(generate_order(name, pp, count, virtual), times).mean_bubble
         return share / (1 - share)
 
     full = -(-least // pp) * pp
@@ -88,13 +88,13 @@ def test_the_least_batch_is_the_first_that_the_simulated_schedule_accepts(pp: in
 
 
 def test_the_least_batch_counts_ranks_and_micro_batches() -> None:
-    assert least_batch(8, 2, 4, 1, 0.1) == 8 * 2 * 30
-    assert least_batch(8, 2, 1, 1, 0.1) == 16
+    assert min_batch_for_bubble(8, 2, 4, 1, 0.1) == 8 * 2 * 30
+    assert min_batch_for_bubble(8, 2, 1, 1, 0.1) == 16
 
 
 def test_blooms_ramp_has_its_stages_and_its_sequences() -> None:
     """16 to 2,048 by 16 over 9,765,625 sequences (bigscience, training chronicles of BLOOM)."""
-    stages = ramp(16, 2048, 16, 9_765_625)
+    stages = make_batch_ramp(16, 2048, 16, 9_765_625)
     assert (stages[0].batch, stages[-1].batch, len(stages)) == (16, 2032, 127)
     sequences = sum(stage.batch * stage.steps for stage in stages)
     assert 9_765_625 <= sequences <= 9_765_625 + sum(stage.batch for stage in stages)
@@ -109,12 +109,12 @@ def test_what_blooms_ramp_cost() -> None:
         at = (math.log(batch) - math.log(x0)) / (math.log(x1) - math.log(x0))
         return batch / (y0 + at * (y1 - y0)) * 15.0
 
-    stages = ramp(16, 2048, 16, 9_765_625)
+    stages = make_batch_ramp(16, 2048, 16, 9_765_625)
     full = 9_765_625 / 2048 * seconds(2048)
     assert 0.5 * full < ramp_cost(stages, 2048, seconds) < 2 * full
 
 
 def test_a_ramp_that_starts_at_its_end_is_none_and_costs_nothing() -> None:
-    assert ramp(64, 64, 16, 1000) == ()
+    assert make_batch_ramp(64, 64, 16, 1000) == ()
     assert ramp_cost((), 64, lambda batch: 1.0) == 0
-    assert ramp_cost((Stage(32, 10),), 64, lambda batch: batch * 0.1) == pytest.approx(0)
+    assert ramp_cost((RampStage(32, 10),), 64, lambda batch: batch * 0.1) == pytest.approx(0)

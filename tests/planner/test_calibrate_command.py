@@ -11,16 +11,16 @@ import pytest
 from omegaconf import OmegaConf
 from planner_runs import run
 
-from hpc_train.bench.gemm.result import Product, Result
-from hpc_train.cli import main
-from hpc_train.cluster.calibration import Calibration, Constants, read_calibration, write_calibration
-from hpc_train.config.compose import to_container
+from hpc_train.bench.gemm import GemmResult, MatrixProduct
+from hpc_train.cli.main import main
+from hpc_train.cluster.calibration import Calibration, LevelConstants, read_calibration, write_calibration
+from hpc_train.config.compose import config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants as stored
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.plan_command import ask
-from hpc_train.planner.step_time import time
-from hpc_train.training.records import Metrics
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.plan_overrides import plan_overrides
+from hpc_train.training.run_records import MetricsFile
 
 SMALL = ("cluster=local", "launch.ranks=2", "parallel=ddp", "model=llama_tiny", "train.micro_batch=1")
 SHAPES = {
@@ -35,17 +35,17 @@ Command = Callable[..., str]
 def machine(folder: Path) -> tuple[Path, Path]:
     """Files of the two benchmarks, of a machine of 0.1 TFLOP/s, 20 GB/s and a network of 1 GB/s."""
     gemm, network = folder / "gemm.json", folder / "network.json"
-    products = (Product("fp32", 1000, 1000, 1000, 2e-2), Product("bf16", 1000, 1000, 1000, 1e-2))
-    gemm.write_text(Result("cpu", "2025-01-01", 1, 20.0, products).to_json())
-    write_calibration(network, Calibration("local", "gloo", "2025-01-01", (Constants("inside", 1e-4, 1e9),)))
+    products = (MatrixProduct("fp32", 1000, 1000, 1000, 2e-2), MatrixProduct("bf16", 1000, 1000, 1000, 1e-2))
+    gemm.write_text(GemmResult("cpu", "2025-01-01", 1, 20.0, products).to_json())
+    write_calibration(network, Calibration("local", "gloo", "2025-01-01", (LevelConstants("inside", 1e-4, 1e9),)))
     return gemm, network
 
 
 def ran(folder: Path, config: RunConfig, steps: list[float]) -> None:
     """A run directory as a training leaves it."""
     folder.mkdir()
-    OmegaConf.save(OmegaConf.create(to_container(config)), folder / "config.yaml")
-    metrics = Metrics(folder / "metrics.jsonl", 0)
+    OmegaConf.save(OmegaConf.create(config_to_dict(config)), folder / "config.yaml")
+    metrics = MetricsFile(folder / "metrics.jsonl", 0)
     for number, seconds in enumerate(steps, 1):
         metrics.write({"step": number, "step_seconds": seconds})
     metrics.close()
@@ -60,11 +60,11 @@ def runs(tmp_path: Path) -> dict[str, str]:
         main(["plan", "calibrate", "--gemm", str(gemm), "--collectives", str(network), "--out", str(_file(tmp_path))])
         == 0
     )
-    constants = stored.of_calibration(stored.default(), read_calibration(_file(tmp_path)))
+    constants = stored.apply_calibration(stored.default_constants(), read_calibration(_file(tmp_path)))
     truth = replace(constants, gemm_efficiency=0.8, scale=1.25)
     for name, shape in SHAPES.items():
         config = run(*SMALL, *shape, f"cluster.calibration={_file(tmp_path)}")
-        seconds = float(time(jobs_of(config, 2), truth).step)
+        seconds = float(estimate_step_time(jobs_from_config(config, 2), truth).step)
         noise = [3.0, 2.0, 1.01, 0.99, 1.0, 1.4, 1.0]
         ran(tmp_path / name, run(*SMALL, *shape), [seconds * it for it in noise])
     return {name: str(tmp_path / name) for name in SHAPES}
@@ -86,7 +86,7 @@ def test_three_runs_predict_a_fourth(tmp_path: Path, runs: dict[str, str], capsy
     assert told["calibrated"]["mape"] < 0.05
     assert set(told["runs"]) == set(runs.values())
     measured = told["runs"][runs["d"]]["measured"]
-    planned = ask([*SMALL, *SHAPES["d"], f"cluster.calibration={_file(tmp_path)}"]).best
+    planned = plan_overrides([*SMALL, *SHAPES["d"], f"cluster.calibration={_file(tmp_path)}"]).best
     assert planned is not None
     assert planned.step is not None
     assert planned.step.p50 == pytest.approx(measured, rel=0.05)
@@ -99,17 +99,17 @@ def test_benchmarks_alone_make_a_machine_known(
 ) -> None:
     """And their figures are taken as reached: no efficiency is applied to them."""
     config = run(*SMALL, f"cluster.calibration={_file(tmp_path)}")
-    jobs, constants = jobs_of(config, 2), stored.of_cluster(config.cluster)
+    jobs, constants = jobs_from_config(config, 2), stored.cluster_constants(config.cluster)
     assert float(jobs.peak_flops * jobs.gemm_ceiling) == pytest.approx(0.1e12)
     assert float(jobs.memory_bandwidth) == 20e9
     assert float(jobs.link_bandwidth) == 1e9
     assert (constants.gemm_efficiency, constants.link_efficiency, constants.link_latency) == (1.0, 1.0, 1e-4)
-    assert stored.of_cluster(run(*SMALL).cluster) == stored.default()
+    assert stored.cluster_constants(run(*SMALL).cluster) == stored.default_constants()
 
 
 def test_a_gpu_that_is_listed_keeps_its_peak(tmp_path: Path, runs: dict[str, str]) -> None:
     config = run("cluster=dgx_a100", "precision=bf16", "model=llama_7b", f"cluster.calibration={_file(tmp_path)}")
-    jobs = jobs_of(config, 8)
+    jobs = jobs_from_config(config, 8)
     assert float(jobs.peak_flops) == 312e12
     assert float(jobs.peak_flops * jobs.gemm_ceiling) == pytest.approx(0.2e12)
 

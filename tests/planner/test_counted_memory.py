@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from planner_runs import run
 
-from hpc_train.config.degrees import resolve
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
-from hpc_train.planner.rehearsal.run import rehearse
+from hpc_train.planner.rehearsal.rehearse import rehearse_run
 
 SMALL = (
     "cluster=dgx_h100", "precision=bf16", "cluster.nodes=1", "train.sequence_length=512", "train.micro_batch=2",
@@ -92,7 +92,7 @@ def _overrides(layout: str) -> tuple[str, ...]:
 
 def _compare(layout: str) -> dict[int, tuple[float, float]]:
     """Return (planned bytes, counted bytes) of the first and the last rank of the pipeline."""
-    found = rehearse(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
+    found = rehearse_run(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
     counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
     assert len(counted) == len(found.ranks)
     return {rank: (sum(found.planned[rank].values()), float(peak)) for rank, peak in counted.items()}
@@ -128,7 +128,7 @@ def weights_of_first_rank() -> float:
 def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
     """What a stage receives, and its gradient, is there while it is used."""
     config = run(*_overrides("zero3, 1f1b"))
-    degrees = resolve(config.parallel, 8)
+    degrees = resolve_degrees(config.parallel, 8)
     for rank in (0, 4):
         few, many = (rehearse_rank(config, degrees, rank, count).counted.peak for count in (4, 8))
         assert few is not None
@@ -140,7 +140,7 @@ def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
 def test_planned_memory_is_what_is_counted(layout: str) -> None:
     """Without what an allocator and a driver add."""
     own = {it.partition("=")[0]: it for it in (*SMALL, *LAYOUTS[layout])}
-    found = rehearse(run(*own.values()), 8, "0", 1)
+    found = rehearse_run(run(*own.values()), 8, "0", 1)
     counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
     assert counted
     for rank, peak in counted.items():

@@ -10,25 +10,33 @@ import numpy as np
 import pytest
 from planner_runs import asked
 
-from hpc_train.cli import main
-from hpc_train.cluster.calibration import Calibration, Residual, read_calibration, write_calibration
+from hpc_train.cli.main import main
+from hpc_train.cluster.calibration import Calibration, StepResidual, read_calibration, write_calibration
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
-from hpc_train.planner.answer import answer
-from hpc_train.planner.calibrate import calibrate, chosen, informative
-from hpc_train.planner.constants import Constants, default
-from hpc_train.planner.discrepancy import DEVIATION, LENGTH, SETTINGS, factor, likeness, residuals
-from hpc_train.planner.from_config import jobs_of as job_of
-from hpc_train.planner.from_runs import Run, jobs_of, read_runs
-from hpc_train.planner.jobs import Jobs, with_columns
-from hpc_train.planner.step_time import time
+from hpc_train.planner.calibration.fit import calibrate_constants, choose_calibration_runs, choose_informative_jobs
+from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs, read_runs
+from hpc_train.planner.constants import (
+    RESIDUAL_DEVIATION,
+    RESIDUAL_LENGTH,
+    RESIDUAL_SETTINGS,
+    Constants,
+    default_constants,
+    error_correlation,
+    fit_residuals,
+    residual_factor,
+)
+from hpc_train.planner.model.from_config import jobs_from_config as job_of
+from hpc_train.planner.model.jobs import Jobs, replace_columns
+from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.plan import make_plan
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 LLAMA = ("model=llama_7b", "cluster=dgx_a100", "precision=bf16", "train.global_batch=256", "cluster.nodes=4")
 
 
-def grid() -> list[Run]:
+def grid() -> list[MeasuredRun]:
     """One run of the sample, with other degrees and batches: 3 x 3 x 3 settings."""
     one = next(run for run in read_runs(SAMPLE).runs if run.family == "vtrain")
     found = []
@@ -40,90 +48,96 @@ def grid() -> list[Run]:
     return found
 
 
-def took(runs: list[Run], constants: Constants, slow: dict[str, float]) -> list[Run]:
+def took(runs: list[MeasuredRun], constants: Constants, slow: dict[str, float]) -> list[MeasuredRun]:
     """The runs as a machine takes them, some for longer than any constant says."""
-    steps = time(jobs_of(runs), constants).step
+    steps = estimate_step_time(jobs_from_runs(runs), constants).step
     return [replace(run, seconds=float(t) * slow.get(run.id, 1.0)) for run, t in zip(runs, steps, strict=True)]
 
 
 def test_a_run_speaks_for_settings_like_its_own_only() -> None:
-    runs = took(grid(), default(), {"t8p1m16": 1.15})
+    runs = took(grid(), default_constants(), {"t8p1m16": 1.15})
     three = [run for run in runs if run.id in ("t8p1m16", "t1p8m1", "t1p1m4")]
-    found = calibrate(three, default())
-    before, after = (time(jobs_of(runs), it).step for it in (default(), found))
+    found = calibrate_constants(three, default_constants())
+    before, after = (estimate_step_time(jobs_from_runs(runs), it).step for it in (default_constants(), found))
     ratio = {run.id: float(b / a) for run, a, b in zip(runs, before, after, strict=True)}
     assert ratio["t8p1m16"] == pytest.approx(1.15, abs=0.06)
     assert ratio["t8p1m16"] > ratio["t8p2m16"] > ratio["t8p8m16"], "less and less for what is less and less alike"
     assert ratio["t1p8m1"] == pytest.approx(1.0, abs=0.02)
     unexplained = replace(found, residuals=())
-    assert time(jobs_of(runs[:1]), unexplained).step == pytest.approx(before[:1], rel=0.06), "constants moved little"
+    assert estimate_step_time(jobs_from_runs(runs[:1]), unexplained).step == pytest.approx(before[:1], rel=0.06), (
+        "constants moved little"
+    )
 
 
 def test_what_is_left_of_runs_is_given_back_at_their_settings() -> None:
-    jobs, errors = jobs_of(grid()), np.linspace(-0.2, 0.3, 27)
-    assert np.log(factor(jobs, residuals(jobs, errors))) == pytest.approx(errors, abs=1e-3)
-    assert factor(jobs, ()) == 1.0
-    far = with_columns(jobs, hidden=jobs.hidden * 2**12)
-    assert factor(far, residuals(jobs, errors)) == pytest.approx(1.0, abs=1e-6)
+    jobs, errors = jobs_from_runs(grid()), np.linspace(-0.2, 0.3, 27)
+    assert np.log(residual_factor(jobs, fit_residuals(jobs, errors))) == pytest.approx(errors, abs=1e-3)
+    assert residual_factor(jobs, ()) == 1.0
+    far = replace_columns(jobs, hidden=jobs.hidden * 2**12)
+    assert residual_factor(far, fit_residuals(jobs, errors)) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_likeness_falls_with_each_doubling() -> None:
-    jobs = jobs_of(grid())
-    found = likeness(jobs, jobs)
+    jobs = jobs_from_runs(grid())
+    found = error_correlation(jobs, jobs)
     assert found == pytest.approx(found.T)
     assert np.diag(found) == pytest.approx(1.0)
-    assert found[0, 9] == pytest.approx(np.exp(-0.5 / LENGTH**2)), "tp twice as large"
+    assert found[0, 9] == pytest.approx(np.exp(-0.5 / RESIDUAL_LENGTH**2)), "tp twice as large"
     assert np.linalg.eigvalsh(found).min() > -1e-9, "a covariance"
 
 
 def test_the_same_settings_twice_are_no_trouble() -> None:
-    runs = took(grid()[:1] * 3, default(), {"t1p1m1": 1.2})
-    found = calibrate(runs, default())
-    assert time(jobs_of(runs), found).step == pytest.approx([run.seconds for run in runs], rel=0.03)
+    runs = took(grid()[:1] * 3, default_constants(), {"t1p1m1": 1.2})
+    found = calibrate_constants(runs, default_constants())
+    assert estimate_step_time(jobs_from_runs(runs), found).step == pytest.approx(
+        [run.seconds for run in runs], rel=0.03
+    )
 
 
 def test_a_second_calibration_adds_to_the_first() -> None:
-    runs = took(grid(), default(), {"t8p1m16": 1.1, "t1p8m1": 0.9})
-    first = calibrate(runs[:3], default())
-    again = calibrate([run for run in runs if run.id == "t1p8m1"], first)
+    runs = took(grid(), default_constants(), {"t8p1m16": 1.1, "t1p8m1": 0.9})
+    first = calibrate_constants(runs[:3], default_constants())
+    again = calibrate_constants([run for run in runs if run.id == "t1p8m1"], first)
     assert again.residuals[: len(first.residuals)] == first.residuals
     assert len(again.residuals) == 4
 
 
 def test_it_broadcasts_as_a_search_asks() -> None:
-    jobs = jobs_of(grid())
-    known = residuals(jobs, np.linspace(-0.2, 0.3, 27))
-    down = with_columns(jobs, **{name: getattr(jobs, name)[:, None] for name in SETTINGS}, layers=32.0)
-    assert factor(down, known).shape == (27, 1)
-    assert factor(down, known)[:, 0] == pytest.approx(factor(jobs, known))
+    jobs = jobs_from_runs(grid())
+    known = fit_residuals(jobs, np.linspace(-0.2, 0.3, 27))
+    down = replace_columns(jobs, **{name: getattr(jobs, name)[:, None] for name in RESIDUAL_SETTINGS}, layers=32.0)
+    assert residual_factor(down, known).shape == (27, 1)
+    assert residual_factor(down, known)[:, 0] == pytest.approx(residual_factor(jobs, known))
 
 
 def variance(jobs: Jobs, rows: list[int]) -> float:
     """Mean variance of what is left to guess after these rows: the textbook's Gaussian process, by an inverse."""
-    prior = DEVIATION**2 * likeness(jobs, jobs) + 0.05**2
+    prior = RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs) + 0.05**2
     told = prior[np.ix_(rows, rows)] + 0.05**2 * np.eye(len(rows))
     return float(np.mean(np.diag(prior - prior[:, rows] @ np.linalg.inv(told) @ prior[rows])))
 
 
 def test_chosen_runs_leave_least_to_guess() -> None:
-    jobs = jobs_of(grid())
-    rows = informative(jobs, 3, range(27))
+    jobs = jobs_from_runs(grid())
+    rows = choose_informative_jobs(jobs, 3, range(27))
     assert len(set(rows)) == 3
     assert rows[:1] == min(([row] for row in range(27)), key=lambda it: variance(jobs, it))
     assert variance(jobs, rows) == min(variance(jobs, [*rows[:2], row]) for row in range(27) if row not in rows[:2])
     rng = np.random.default_rng(0)
     others = [variance(jobs, rng.choice(27, 3, replace=False).tolist()) for _ in range(200)]
     assert variance(jobs, rows) < np.quantile(others, 0.05)
-    assert set(informative(jobs, 3, [4, 9])) == {4, 9}
+    assert set(choose_informative_jobs(jobs, 3, [4, 9])) == {4, 9}
 
 
 def test_the_choice_looks_at_no_time() -> None:
-    runs = took(grid(), default(), {})
+    runs = took(grid(), default_constants(), {})
     slower = [replace(run, seconds=run.seconds * (1 + number % 7)) for number, run in enumerate(runs)]
-    assert [run.id for run in chosen(runs, 3)] == [run.id for run in chosen(slower[::-1], 3)]
+    assert [run.id for run in choose_calibration_runs(runs, 3)] == [
+        run.id for run in choose_calibration_runs(slower[::-1], 3)
+    ]
     half = runs[::2]
-    assert {run.id for run in chosen(runs, 3, half)} <= {run.id for run in half}
-    assert chosen([replace(run, seconds=float("nan")) for run in runs], 3) == []
+    assert {run.id for run in choose_calibration_runs(runs, 3, half)} <= {run.id for run in half}
+    assert choose_calibration_runs([replace(run, seconds=float("nan")) for run in runs], 3) == []
 
 
 def test_what_is_left_of_runs_changes_times_and_no_order() -> None:
@@ -132,9 +146,9 @@ def test_what_is_left_of_runs_changes_times_and_no_order() -> None:
     assert plain.best is not None
     assert plain.best.step is not None
     job = job_of(plain.best.config, plain.best.ranks)
-    at = with_columns(job, **{name: [getattr(job, name)] for name in (*SETTINGS, "layers")})
-    told = replace(default(), residuals=residuals(at, np.array([0.3])))
-    found = answer(plain.question, 10, told=told)
+    at = replace_columns(job, **{name: [getattr(job, name)] for name in (*RESIDUAL_SETTINGS, "layers")})
+    told = replace(default_constants(), residuals=fit_residuals(at, np.array([0.3])))
+    found = make_plan(plain.question, 10, told=told)
     assert [it.settings for it in found.candidates] == [it.settings for it in plain.candidates]
     assert found.best is not None
     assert found.best.step is not None
@@ -142,14 +156,14 @@ def test_what_is_left_of_runs_changes_times_and_no_order() -> None:
 
 
 def test_a_calibration_file_carries_what_is_left(tmp_path: Path) -> None:
-    settings = dict.fromkeys(SETTINGS, 2.0)
-    told = Calibration("here", "", "", (), residuals=(Residual(settings, 0.1),))
+    settings = dict.fromkeys(RESIDUAL_SETTINGS, 2.0)
+    told = Calibration("here", "", "", (), residuals=(StepResidual(settings, 0.1),))
     write_calibration(tmp_path / "a.json", told)
     assert read_calibration(tmp_path / "a.json") == told
-    assert stored.of_calibration(default(), told).residuals == told.residuals
-    other = replace(told, residuals=(Residual({"tp": 2.0}, 0.1),))
+    assert stored.apply_calibration(default_constants(), told).residuals == told.residuals
+    other = replace(told, residuals=(StepResidual({"tp": 2.0}, 0.1),))
     with pytest.raises(UserError, match="another version"):
-        stored.of_calibration(default(), other)
+        stored.apply_calibration(default_constants(), other)
     for wrong in ({"settings": {"tp": 0}, "weight": 1}, {"settings": settings, "weight": "much"}, {"weight": 1}):
         content = json.loads((tmp_path / "a.json").read_text()) | {"residuals": [wrong]}
         (tmp_path / "b.json").write_text(json.dumps(content))
@@ -163,7 +177,7 @@ def test_three_runs_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     jobs = [job_of(compose(it["overrides"]), 32) for it in found]
     assert len(found) == 3
-    assert len({tuple(float(getattr(it, name)) for name in SETTINGS) for it in jobs}) == 3
+    assert len({tuple(float(getattr(it, name)) for name in RESIDUAL_SETTINGS) for it in jobs}) == 3
     assert main(["plan", "calibrate", "--suggest", *LLAMA]) == 0
     text = capsys.readouterr().out
     assert text.count("hpc-train submit model=llama_7b") == 3

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.planner.failures import Log, read_events, read_log, read_logs, read_sacct
-from hpc_train.training.records import add_event
+from hpc_train.planner.reliability.failure_rate import FailureLog, read_events, read_log, read_logs, read_sacct
+from hpc_train.training.run_records import append_event
 
 SACCT = """\
 JobID|State|NNodes|ElapsedRaw
@@ -63,7 +63,7 @@ def test_what_is_no_accounting_is_one_line(text: str, answer: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def answer_of(text: str) -> Log | str:
+def answer_of(text: str) -> FailureLog | str:
     try:
         return read_sacct(text, "x")
     except UserError as error:
@@ -74,7 +74,7 @@ def answer_of(text: str) -> Log | str:
 def test_any_text_and_any_truncation_is_read_or_refused_in_one_line(text: str, cut: int) -> None:
     for given_text in (text, SACCT[:cut] + text):
         answer = answer_of(given_text)
-        assert isinstance(answer, Log) or len(answer.splitlines()) == 1
+        assert isinstance(answer, FailureLog) or len(answer.splitlines()) == 1
 
 
 def event(kind: str, time: float, attempt: int, **more: object) -> str:
@@ -101,12 +101,12 @@ EVENTS = "\n".join(
 def test_attempts_of_a_run_become_failures_and_node_days() -> None:
     """Lost a node; ended without a word before another attempt; failed by itself; stopped on purpose."""
     log = read_events(EVENTS, "events.jsonl", ranks_per_node=8)
-    assert log == Log(node_days=4 + 4 + 2 + 1, by_node=1, unexplained=2, preempted=0, runs=4)
+    assert log == FailureLog(node_days=4 + 4 + 2 + 1, by_node=1, unexplained=2, preempted=0, runs=4)
 
 
 def test_the_last_attempt_is_no_failure_before_it_says_so() -> None:
     running = event("start", 0, 0, world=8) + "\n" + event("checkpoint", DAY, 0) + "\n"
-    assert read_events(running, "x", 8) == Log(1.0, 0, 0, 0, 1)
+    assert read_events(running, "x", 8) == FailureLog(1.0, 0, 0, 0, 1)
 
 
 def test_a_torn_last_line_is_left_out_and_another_one_is_refused() -> None:
@@ -119,8 +119,8 @@ def test_a_torn_last_line_is_left_out_and_another_one_is_refused() -> None:
 
 def test_events_as_our_runs_write_them_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    add_event(path, "start", 0, step=0, steps=10, world=4)
-    add_event(path, "requeue", 0, exit_code=1, why="a node of the job does not answer")
+    append_event(path, "start", 0, step=0, steps=10, world=4)
+    append_event(path, "requeue", 0, exit_code=1, why="a node of the job does not answer")
     log = read_log(path, ranks_per_node=4)
     assert (log.by_node, log.runs) == (1, 1)
     assert 0 <= log.node_days < 1e-3

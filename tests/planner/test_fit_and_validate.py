@@ -9,17 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
-from hpc_train.planner.calibrate import calibrate, chosen, together
-from hpc_train.planner.constants import MEMORY, Constants, bounds, default
-from hpc_train.planner.fit import SPLIT, fit, fold_of, left_out, training
-from hpc_train.planner.from_runs import Run, Runs, jobs_of, read_runs
-from hpc_train.planner.measured import memory_of
-from hpc_train.planner.memory import memory
-from hpc_train.planner.step_time import time
-from hpc_train.planner.validate import Row, errors, predict, regret, validate
+from hpc_train.planner.calibration.fit import (
+    FOLDS,
+    assign_fold,
+    calibrate_constants,
+    choose_calibration_runs,
+    fit_constants,
+    fit_leaving_out,
+    group_by_cluster,
+    memory_as_reported,
+    training_runs,
+)
+from hpc_train.planner.calibration.run_table import MeasuredRun, RunTable, jobs_from_runs, read_runs
+from hpc_train.planner.calibration.validate import (
+    PredictedRun,
+    error_statistics,
+    measure_regret,
+    predict_runs,
+    validate_predictions,
+)
+from hpc_train.planner.constants import MEMORY_CONSTANTS, Constants, constant_bounds, default_constants
+from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.model.step_time import estimate_step_time
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 TRUTH = replace(
@@ -28,19 +42,19 @@ TRUTH = replace(
 
 
 @pytest.fixture(scope="module")
-def sample() -> Runs:
+def sample() -> RunTable:
     return read_runs(SAMPLE)
 
 
-def measured_by(constants: Constants, runs: list[Run]) -> list[Run]:
+def measured_by(constants: Constants, runs: list[MeasuredRun]) -> list[MeasuredRun]:
     """The same runs as a machine with these constants would have measured them."""
-    jobs = jobs_of(runs)
-    held = memory_of(runs, memory(jobs, constants))
-    steps = time(jobs, constants).step
+    jobs = jobs_from_runs(runs)
+    held = memory_as_reported(runs, estimate_memory(jobs, constants))
+    steps = estimate_step_time(jobs, constants).step
     return [replace(run, seconds=float(t), memory=float(b)) for run, t, b in zip(runs, steps, held, strict=True)]
 
 
-def varied(sample: Runs) -> list[Run]:
+def varied(sample: RunTable) -> list[MeasuredRun]:
     """The sample's runs, and each with other batches and links, so that every constant shows."""
     found = []
     for run in sample.runs:
@@ -50,99 +64,105 @@ def varied(sample: Runs) -> list[Run]:
     return found
 
 
-def test_the_fit_finds_the_constants_that_made_the_data(sample: Runs) -> None:
+def test_the_fit_finds_the_constants_that_made_the_data(sample: RunTable) -> None:
     runs = measured_by(TRUTH, varied(sample))
-    found = fit(runs)
-    assert np.abs(np.log(time(jobs_of(runs), found).step / [run.seconds for run in runs])).mean() < 0.02
+    found = fit_constants(runs)
+    assert (
+        np.abs(np.log(estimate_step_time(jobs_from_runs(runs), found).step / [run.seconds for run in runs])).mean()
+        < 0.02
+    )
     assert found.gemm_efficiency == pytest.approx(TRUTH.gemm_efficiency, rel=0.08)
     assert found.activations == pytest.approx(TRUTH.activations, rel=0.08)
-    assert found == fit(runs), "the fit is deterministic"
+    assert found == fit_constants(runs), "the fit is deterministic"
 
 
-def test_constants_stay_within_their_physical_bounds(sample: Runs) -> None:
+def test_constants_stay_within_their_physical_bounds(sample: RunTable) -> None:
     slow = [replace(run, seconds=run.seconds * 10) for run in sample.runs]
-    found = asdict(fit(slow))
-    assert all(low <= found[name] <= high for name, (low, high) in bounds().items())
-    assert len(bounds()) <= 25
-    assert set(MEMORY) < set(bounds())
+    found = asdict(fit_constants(slow))
+    assert all(low <= found[name] <= high for name, (low, high) in constant_bounds().items())
+    assert len(constant_bounds()) <= 25
+    assert set(MEMORY_CONSTANTS) < set(constant_bounds())
 
 
-def test_a_run_with_a_fault_moves_little(sample: Runs) -> None:
+def test_a_run_with_a_fault_moves_little(sample: RunTable) -> None:
     runs = measured_by(TRUTH, varied(sample))
     spoilt = [replace(runs[0], seconds=runs[0].seconds * 5), *runs[1:]]
-    one, other = (time(jobs_of(runs), fit(it)).step for it in (runs, spoilt))
+    one, other = (estimate_step_time(jobs_from_runs(runs), fit_constants(it)).step for it in (runs, spoilt))
     assert np.abs(np.log(one / other)).mean() < 0.03
 
 
-def test_the_split_is_a_function_of_the_groups_name(sample: Runs) -> None:
-    assert fold_of("sc21/GPT-39.1B/A100-80GB", 5) == 3
-    kept = training(sample.runs)
+def test_the_split_is_a_function_of_the_groups_name(sample: RunTable) -> None:
+    assert assign_fold("sc21/GPT-39.1B/A100-80GB", 5) == 3
+    kept = training_runs(sample.runs)
     assert 0 < len(kept) < len(sample.runs)
-    assert all(fold_of(run.group, SPLIT) for run in kept)
+    assert all(assign_fold(run.group, FOLDS) for run in kept)
     assert {run.group for run in kept}.isdisjoint({run.group for run in sample.runs if run not in kept})
 
 
-def test_cross_validation_never_sees_what_it_predicts(sample: Runs) -> None:
+def test_cross_validation_never_sees_what_it_predicts(sample: RunTable) -> None:
     """A family whose times are all tenfold is predicted as if they were not: its own runs told nothing."""
     runs = [run for run in sample.runs if run.family in ("zb", "sc21", "bloom")]
     spoilt = [replace(run, seconds=run.seconds * (10 if run.family == "zb" else 1)) for run in runs]
-    clean, dirty = (left_out(it, lambda run: run.family) for it in (runs, spoilt))
+    clean, dirty = (fit_leaving_out(it, lambda run: run.family) for it in (runs, spoilt))
     assert [{run.family for run in part.runs} for part in clean] == [{"bloom"}, {"sc21"}, {"zb"}]
     assert clean[2].constants == dirty[2].constants
     assert clean[1].constants != dirty[1].constants
 
 
-def test_calibration_learns_a_cluster_from_three_runs(sample: Runs) -> None:
+def test_calibration_learns_a_cluster_from_three_runs(sample: RunTable) -> None:
     runs = [run for run in varied(sample) if run.family == "vtrain"]
-    slower = replace(default(), gemm_efficiency=0.65, link_efficiency=0.5)
+    slower = replace(default_constants(), gemm_efficiency=0.65, link_efficiency=0.5)
     runs = measured_by(slower, runs)
-    some = chosen(runs, 3)
+    some = choose_calibration_runs(runs, 3)
     assert len(some) == 3
     others = [run for run in runs if run not in some]
-    before, after = (errors(row.ratio for row in predict(others, it)) for it in (default(), calibrate(some, default())))
+    before, after = (
+        error_statistics(row.ratio for row in predict_runs(others, it))
+        for it in (default_constants(), calibrate_constants(some, default_constants()))
+    )
     assert after.mape < before.mape / 2
-    assert calibrate([], default()) == default()
+    assert calibrate_constants([], default_constants()) == default_constants()
 
 
-def row(contest: str, tp: float, measured: float, predicted: float, sample: Runs) -> Row:
+def row(contest: str, tp: float, measured: float, predicted: float, sample: RunTable) -> PredictedRun:
     run = sample.runs[0]
     run = replace(run, id=f"{contest}{tp}", contest=contest, seconds=measured, columns={**run.columns, "tp": tp})
-    return Row(run, predicted, 0.0, "yes")
+    return PredictedRun(run, predicted, 0.0, "yes")
 
 
-def test_regret_of_picks(sample: Runs) -> None:
+def test_regret_of_picks(sample: RunTable) -> None:
     rows = [
         row("a", 1, 10, 9, sample),
         row("a", 2, 8, 10, sample),
         row("b", 1, 5, 5, sample),
         row("b", 2, 6, 7, sample),
     ]
-    found = regret([*rows, row("alone", 1, 1, 1, sample)])
+    found = measure_regret([*rows, row("alone", 1, 1, 1, sample)])
     assert found.n == 2
     assert found.mean == pytest.approx((10 / 8 - 1) / 2)
     assert found.worst == pytest.approx(10 / 8 - 1)
     twice = [row("c", 1, 10, 9, sample), row("c", 1, 12, 9, sample)]
-    assert regret(twice).n == 0, "the same configuration measured twice is no choice"
+    assert measure_regret(twice).n == 0, "the same configuration measured twice is no choice"
 
 
 def test_errors_of_ratios() -> None:
-    found = errors([1.1, 0.8, float("nan"), 1.0])
+    found = error_statistics([1.1, 0.8, float("nan"), 1.0])
     assert (found.n, found.mape, found.median) == (3, pytest.approx(0.1), pytest.approx(0.1))
     assert found.bias == pytest.approx(-0.1 / 3)
-    assert errors([]).n == 0
+    assert error_statistics([]).n == 0
 
 
-def test_the_shipped_constants_on_the_sample(sample: Runs) -> None:
-    found = validate(sample, default())
+def test_the_shipped_constants_on_the_sample(sample: RunTable) -> None:
+    found = validate_predictions(sample, default_constants())
     assert found.overall.n == 19
     assert found.overall.mape < 0.11
     assert found.memory.mape < 0.1
     assert (found.memory.oom, found.memory.oom_missed, found.memory.false_oom) == (1, 0, 0)
 
 
-def test_calibrated_runs_are_left_out(sample: Runs) -> None:
-    found = validate(sample, default(), calibrated=1)
-    timed = [members for members in together(sample.runs) if any(np.isfinite(run.seconds) for run in members)]
+def test_calibrated_runs_are_left_out(sample: RunTable) -> None:
+    found = validate_predictions(sample, default_constants(), calibrated=1)
+    timed = [members for members in group_by_cluster(sample.runs) if any(np.isfinite(run.seconds) for run in members)]
     assert found.overall.n == 19 - len(timed)
 
 
@@ -174,7 +194,7 @@ def test_the_fit_command_writes_constants(capsys: pytest.CaptureFixture[str], tm
     path = tmp_path / "constants.json"
     text = told(capsys, "fit", str(SAMPLE), "--output", str(path), "--folds", "2")
     assert all(what in text for what in ("held-out groups", "cross-validation over groups"))
-    assert stored.read(path) != Constants()
+    assert stored.read_constants(path) != Constants()
     told(capsys, "validate", str(SAMPLE), "--constants", str(path), "--calibrate", "1")
 
 
@@ -198,4 +218,4 @@ def test_constants_of_another_version_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text('{"version": 0, "constants": {}}')
     with pytest.raises(UserError, match="another version"):
-        stored.read(path)
+        stored.read_constants(path)

@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import lambertw
 
-from hpc_train.planner.goodput import (
+from hpc_train.planner.reliability.failure_rate import DAY, PUBLISHED_RATES
+from hpc_train.planner.reliability.goodput import (
     Interruption,
     Save,
     best_interval,
-    daly,
-    effective,
-    ettr,
-    spare_wait,
-    waste,
-    young,
+    break_down_waste,
+    daly_interval,
+    effective_share,
+    spare_wait_seconds,
+    training_time_ratio,
+    young_interval,
 )
-from hpc_train.planner.reliability import DAY, PUBLISHED
 
 HOUR, MINUTE = 3600.0, 60.0
-LLAMA3, RSC1 = (it.per_1000_node_days / 1000 / DAY for it in PUBLISHED[:2])
+LLAMA3, RSC1 = (it.per_1000_node_days / 1000 / DAY for it in PUBLISHED_RATES[:2])
 """Failures of a node per second."""
 
 CASES = {
@@ -41,7 +41,7 @@ CASES = {
 def test_the_closed_form_is_what_a_job_does_event_by_event(name: str) -> None:
     interval, save, restart, kinds = CASES[name]
     seen = job_simulation.run(interval, save, restart, kinds, cycles=20_000, seed=7)
-    told = waste(interval, save, restart, kinds)
+    told = break_down_waste(interval, save, restart, kinds)
     assert seen.kept / seen.wall == pytest.approx(float(told.effective), rel=0.02)
     assert 1 - seen.up / seen.wall == pytest.approx(float(told.down), rel=0.02, abs=1e-12)
     assert (seen.up - seen.kept - seen.saving) / seen.wall == pytest.approx(float(told.lost), rel=0.03, abs=2e-3)
@@ -55,12 +55,12 @@ def test_waiting_for_a_repaired_node_does_not_depend_on_how_long_repairs_take_bu
     rate, repair, random = 1 / (3 * HOUR), 5 * HOUR, np.random.default_rng(3)
     draw = (lambda: repair) if spread == "constant" else (lambda: float(random.exponential(repair)))
     seen = job_simulation.waits(rate, draw, spares, failures=60_000, seed=5)
-    assert seen == pytest.approx(float(spare_wait(rate, repair, spares)), rel=0.05)
+    assert seen == pytest.approx(float(spare_wait_seconds(rate, repair, spares)), rel=0.05)
 
 
 def test_without_spares_a_failure_waits_for_a_whole_repair_and_with_many_for_none() -> None:
-    assert float(spare_wait(1e-4, 5000.0, 0)) == pytest.approx(5000)
-    assert float(spare_wait(1e-4, 5000.0, 40)) < 1e-6
+    assert float(spare_wait_seconds(1e-4, 5000.0, 0)) == pytest.approx(5000)
+    assert float(spare_wait_seconds(1e-4, 5000.0, 40)) < 1e-6
 
 
 kinds_of_events = st.lists(
@@ -78,7 +78,7 @@ saves = st.builds(lambda stall, tail: Save(stall, stall + tail), st.floats(0.1, 
 
 @given(st.floats(1, 1e5), saves, st.floats(0, 3600), kinds_of_events)
 def test_shares_are_shares_and_add_up(interval: float, save: Save, restart: float, kinds: list[Interruption]) -> None:
-    told = waste(interval, save, restart, kinds)
+    told = break_down_waste(interval, save, restart, kinds)
     parts = [float(part) for part in (told.effective, told.saving, told.lost, told.down)]
     assert sum(parts) == pytest.approx(1)
     assert all(-1e-9 <= part <= 1 + 1e-9 for part in parts)
@@ -89,10 +89,10 @@ def test_no_other_interval_is_better_than_the_best(save: Save, restart: float, k
     best = float(best_interval(save, restart, kinds))
     assert best >= float(save.write_seconds) - float(save.stall_seconds) - 1e-6
     least = max(float(save.write_seconds) - float(save.stall_seconds), 1e-3)
-    there = float(effective(best, save, restart, kinds))
+    there = float(effective_share(best, save, restart, kinds))
     for other in (best / 3, best / 1.2, best * 1.2, best * 3):
         if other >= least:
-            assert float(effective(other, save, restart, kinds)) <= there * (1 + 1e-6)
+            assert float(effective_share(other, save, restart, kinds)) <= there * (1 + 1e-6)
 
 
 @given(st.floats(0.1, 600), st.floats(1e3, 1e7))
@@ -102,9 +102,9 @@ def test_the_best_interval_solves_dalys_equation(stall: float, mean: float) -> N
     found = float(best_interval(Save(stall, stall), 100.0, [Interruption(1 / mean, 50.0)]))
     assert found == pytest.approx(exact, rel=1e-3)
     if stall < mean / 2:
-        assert found == pytest.approx(float(daly(Save(stall, stall), mean)), rel=0.01)
+        assert found == pytest.approx(float(daly_interval(Save(stall, stall), mean)), rel=0.01)
     if stall < mean / 1000:
-        assert found == pytest.approx(float(young(Save(stall, stall), mean)), rel=0.05)
+        assert found == pytest.approx(float(young_interval(Save(stall, stall), mean)), rel=0.05)
 
 
 def test_arrays_are_jobs_side_by_side() -> None:
@@ -112,20 +112,20 @@ def test_arrays_are_jobs_side_by_side() -> None:
     save = Save(stalls, stalls + 100)
     kinds = [Interruption(LLAMA3 * nodes, 300.0), Interruption(1e-5, 60.0, saved=True)]
     best = best_interval(save, 300.0, kinds)
-    share = effective(best, save, 300.0, kinds)
+    share = effective_share(best, save, 300.0, kinds)
     assert np.shape(best) == np.shape(share) == (2, 3)
     one = Save(60.0, 160.0)
     alone = [Interruption(LLAMA3 * 128, 300.0), Interruption(1e-5, 60.0, saved=True)]
     assert np.asarray(best)[1, 1] == pytest.approx(float(best_interval(one, 300.0, alone)))
     assert np.asarray(share)[1, 1] == pytest.approx(
-        float(effective(best_interval(one, 300.0, alone), one, 300.0, alone))
+        float(effective_share(best_interval(one, 300.0, alone), one, 300.0, alone))
     )
 
 
 def test_nothing_is_lost_where_every_interruption_is_announced() -> None:
     assert np.isinf(float(best_interval(Save(10, 10), 60.0, [Interruption(1e-4, 10, saved=True)])))
     assert np.isinf(float(best_interval(Save(10, 10), 60.0, [])))
-    assert float(effective(90.0, Save(10, 10), 60.0, [])) == pytest.approx(0.9)
+    assert float(effective_share(90.0, Save(10, 10), 60.0, [])) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_intervals_at_the_failure_rate_of_llama_3(gpus: int, stall: float, minut
     kinds, save = [Interruption(LLAMA3 * gpus / 8, 0.0)], Save(stall, stall)
     best = float(best_interval(save, 0.0, kinds))
     assert best / MINUTE == pytest.approx(minutes, rel=0.04)
-    assert 1 - float(effective(best, save, 0.0, kinds)) == pytest.approx(wasted, rel=0.04)
+    assert 1 - float(effective_share(best, save, 0.0, kinds)) == pytest.approx(wasted, rel=0.04)
 
 
 def test_llama_3_on_16384_gpus_was_effective_for_more_than_90_percent_of_the_time() -> None:
@@ -149,8 +149,8 @@ def test_llama_3_on_16384_gpus_was_effective_for_more_than_90_percent_of_the_tim
     kinds = [Interruption(LLAMA3 * 2048, 300.0), Interruption(47 / (54 * DAY), 60.0, saved=True)]
     save = Save(5.0, 65.0)
     best = best_interval(save, 300.0, kinds)
-    assert 0.90 < float(effective(best, save, 300.0, kinds)) < 0.93
-    assert float(effective(best, save, 1800.0, kinds)) < 0.90
+    assert 0.90 < float(effective_share(best, save, 300.0, kinds)) < 0.93
+    assert float(effective_share(best, save, 1800.0, kinds)) < 0.90
 
 
 def test_megascale_on_12288_gpus_was_effective_for_more_than_90_percent_of_the_time() -> None:
@@ -160,9 +160,9 @@ def test_megascale_on_12288_gpus_was_effective_for_more_than_90_percent_of_the_t
     """
     save = Save(5.0, 65.0)
     slow = [Interruption(100 / (21 * DAY), 10 * MINUTE)]
-    assert float(effective(10 * MINUTE, save, 10 * MINUTE, slow)) > 0.90
+    assert float(effective_share(10 * MINUTE, save, 10 * MINUTE, slow)) > 0.90
     fast = [Interruption(LLAMA3 * 1536, 5 * MINUTE)]
-    assert float(effective(10 * MINUTE, save, 5 * MINUTE, fast)) > 0.90
+    assert float(effective_share(10 * MINUTE, save, 5 * MINUTE, fast)) > 0.90
 
 
 def test_metas_ratio_is_the_first_order_of_the_exact_one() -> None:
@@ -170,11 +170,13 @@ def test_metas_ratio_is_the_first_order_of_the_exact_one() -> None:
     rate = RSC1 * 2048
     save, kinds = Save(60.0, 60.0), [Interruption(rate, 0.0)]
     best = float(best_interval(save, 0.0, kinds))
-    assert 1 - float(effective(best, save, 0.0, kinds)) == pytest.approx(0.136, abs=0.007)
-    assert float(ettr(best, 60.0, 0.0, rate)) == pytest.approx(float(effective(best, save, 0.0, kinds)), abs=0.01)
+    assert 1 - float(effective_share(best, save, 0.0, kinds)) == pytest.approx(0.136, abs=0.007)
+    assert float(training_time_ratio(best, 60.0, 0.0, rate)) == pytest.approx(
+        float(effective_share(best, save, 0.0, kinds)), abs=0.01
+    )
     rare = [Interruption(1e-7, 0.0)]
-    assert float(ettr(3600.0, 60.0, 300.0, 1e-7)) == pytest.approx(
-        float(effective(3600.0, save, 300.0, rare)), abs=1e-5
+    assert float(training_time_ratio(3600.0, 60.0, 300.0, 1e-7)) == pytest.approx(
+        float(effective_share(3600.0, save, 300.0, rare)), abs=1e-5
     )
 
 
@@ -182,7 +184,7 @@ def test_metas_ratio_is_the_first_order_of_the_exact_one() -> None:
 @given(st.floats(1e-7, 1e-4), st.floats(1, 600))
 def test_a_slower_restart_more_failures_and_longer_stalls_waste_more(rate: float, stall: float) -> None:
     def share(rate: float, stall: float, restart: float) -> float:
-        return float(effective(1800.0, Save(stall, stall), restart, [Interruption(rate, 10.0)]))
+        return float(effective_share(1800.0, Save(stall, stall), restart, [Interruption(rate, 10.0)]))
 
     base = share(rate, stall, 300.0)
     assert share(rate * 1.5, stall, 300.0) < base

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.cli import main
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import estimate
-from hpc_train.planner.from_runs import Refused, Run, jobs_of, run_of
-from hpc_train.planner.software import software_of
+from hpc_train.cli.main import main
+from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, find_software, jobs_from_runs, parse_run
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.step_time import estimate_jobs
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 GPUS = (
@@ -81,13 +80,13 @@ def rows() -> list[dict[str, str]]:
 
 
 def test_odd_rows_are_modelled_sensibly_or_refused(rows: list[dict[str, str]]) -> None:
-    found = [run_of(row) for row in rows]
-    runs = [it for it in found if isinstance(it, Run)]
+    found = [parse_run(row) for row in rows]
+    runs = [it for it in found if isinstance(it, MeasuredRun)]
     assert 800 < len(runs) < 2200
-    assert all(it.why and "\n" not in it.why for it in found if isinstance(it, Refused))
+    assert all(it.why and "\n" not in it.why for it in found if isinstance(it, RefusedRun))
     with warnings.catch_warnings(), np.errstate(all="raise", under="ignore"):
         warnings.simplefilter("error")
-        told = estimate(jobs_of(runs), default())
+        told = estimate_jobs(jobs_from_runs(runs), default_constants())
     for name, column in (("step", told.time.step), ("memory", told.memory.total), ("mfu", told.mfu)):
         wrong = ~(np.isfinite(column) & (column > 0))
         assert not wrong.any(), (name, [runs[at].id for at in np.flatnonzero(wrong)][:5])
@@ -123,6 +122,6 @@ def test_a_table_of_which_nothing_can_be_modelled(tmp_path: Path, capsys: pytest
 
 def test_who_also_prints_a_figure_did_not_measure_it() -> None:
     paper = "Korthikanti et al. 2022 arXiv:2205.05198 Tables 3+5 (calculon; MFU also in microsoft/Megatron-DeepSpeed)"
-    assert software_of(paper, "korth-t5-22B", 2022).name == "megatron"
-    assert software_of(f"{paper} run with Megatron-DeepSpeed", "korth-t5-22B", 2022).name == "deepspeed"
-    assert software_of("microsoft/Megatron-DeepSpeed README", "22B", 2022).name == "deepspeed"
+    assert find_software(paper, "korth-t5-22B", 2022).name == "megatron"
+    assert find_software(f"{paper} run with Megatron-DeepSpeed", "korth-t5-22B", 2022).name == "deepspeed"
+    assert find_software("microsoft/Megatron-DeepSpeed README", "22B", 2022).name == "deepspeed"

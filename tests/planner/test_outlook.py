@@ -8,22 +8,27 @@ from pathlib import Path
 import pytest
 from planner_runs import run
 
-from hpc_train.planner.band import Band
-from hpc_train.planner.goodput import Interruption, Save, effective
-from hpc_train.planner.outlook import Job, Outlook, outlook, rate_of
-from hpc_train.planner.reliability import DAY, prior
-from hpc_train.planner.saves import checkpoint_bytes, kept_bytes, saving_of
+from hpc_train.planner.reliability.failure_rate import DAY, Percentiles, prior_failure_rate
+from hpc_train.planner.reliability.goodput import (
+    Interruption,
+    Save,
+    checkpoint_bytes,
+    effective_share,
+    estimate_saving,
+    stored_bytes,
+)
+from hpc_train.planner.reliability.projection import ProjectedJob, Projection, choose_failure_rate, project_run
 
 BASE = ["model=llama_70b", "cluster=dgx_h100", "cluster.nodes=128", "precision=bf16", "parallel=zero3"]
 BASE += ["train.global_batch=2048", "train.micro_batch=1", "train.sequence_length=4096"]
 PARAMETERS = 70.6e9
-STEP = Band(4.5, 5.0, 5.6)
+STEP = Percentiles(4.5, 5.0, 5.6)
 
 
 @cache
-def told(*overrides: str, step: Band = STEP, nodes: int = 128) -> Outlook:
+def told(*overrides: str, step: Percentiles = STEP, nodes: int = 128) -> Projection:
     config = run(*BASE, *overrides)
-    return outlook(config, Job(nodes * 8, nodes, step, 2048 * 4096, PARAMETERS))
+    return project_run(config, ProjectedJob(nodes * 8, nodes, step, 2048 * 4096, PARAMETERS))
 
 
 def test_days_are_steps_over_the_effective_share_and_the_first_start() -> None:
@@ -38,10 +43,10 @@ def test_days_are_steps_over_the_effective_share_and_the_first_start() -> None:
 
 def test_the_effective_share_is_that_of_goodput_at_each_rate_of_the_band() -> None:
     it = told("checkpoint.every=200", "plan.checkpoint_seconds=60", "plan.checkpoint_stall_seconds=4")
-    band = prior().band
+    band = prior_failure_rate().band
     for rate, share in ((band.p10, it.demand.effective.p90), (band.p90, it.demand.effective.p10)):
         failing = Interruption(rate * 128 / DAY, 300.0)
-        assert share == pytest.approx(float(effective(1000.0, Save(4.0, 60.0), 300.0, [failing])))
+        assert share == pytest.approx(float(effective_share(1000.0, Save(4.0, 60.0), 300.0, [failing])))
     shares = it.demand.waste
     assert sum(map(float, (shares.effective, shares.saving, shares.lost, shares.down))) == pytest.approx(1)
 
@@ -111,14 +116,14 @@ def test_goals_are_checked_against_the_middle() -> None:
 def test_the_sites_own_figure_and_its_logs_replace_the_published_ones(tmp_path: Path) -> None:
     log = tmp_path / "history.txt"
     log.write_text("JobID|State|NNodes|ElapsedRaw\n1|NODE_FAIL|1000|8640000\n2|FAILED|1|60\n")
-    own = rate_of(run(f"plan.failure_logs=[{log}]").plan, 8)
+    own = choose_failure_rate(run(f"plan.failure_logs=[{log}]").plan, 8)
     assert own.rate.mean * 1000 < 0.1
     assert "1 failures of nodes in 100000 node-days of 2 jobs; 1 jobs failed for unknown reasons" in own.source
-    given = rate_of(run("plan.failures_per_1000_node_days=9").plan, 8)
+    given = choose_failure_rate(run("plan.failures_per_1000_node_days=9").plan, 8)
     assert given.rate.mean * 1000 == pytest.approx(9)
     assert "arXiv" not in given.source
-    published = rate_of(run().plan, 8)
-    assert published.rate == prior()
+    published = choose_failure_rate(run().plan, 8)
+    assert published.rate == prior_failure_rate()
     assert "RSC-1 6.5" in published.source
 
 
@@ -138,28 +143,28 @@ def test_what_a_checkpoint_weighs() -> None:
     config = run(*BASE)
     assert checkpoint_bytes(config, PARAMETERS) == 12 * PARAMETERS
     assert checkpoint_bytes(run("precision=fp64"), 10) == 240
-    assert kept_bytes(config, PARAMETERS) == 3 * 12 * PARAMETERS
-    assert kept_bytes(run("checkpoint=none"), PARAMETERS) == 0
+    assert stored_bytes(config, PARAMETERS) == 3 * 12 * PARAMETERS
+    assert stored_bytes(run("checkpoint=none"), PARAMETERS) == 0
 
 
 def test_a_save_is_a_copy_to_the_host_and_then_the_file_systems() -> None:
     parts = ["cluster.filesystem.write_gb_s=100", "cluster.node.pcie_gb_s=10"]
     size = 12 * PARAMETERS
-    few = saving_of(run(*BASE, *parts), PARAMETERS, 16)
+    few = estimate_saving(run(*BASE, *parts), PARAMETERS, 16)
     assert few.save.stall_seconds == pytest.approx(size / 16 / 10e9)
     assert few.save.write_seconds == pytest.approx(size / 16 / 10e9 + size / 100e9)
     assert (few.known, few.unknown) == (True, ())
-    waits = saving_of(run(*BASE, *parts, "checkpoint.background=false"), PARAMETERS, 16)
+    waits = estimate_saving(run(*BASE, *parts, "checkpoint.background=false"), PARAMETERS, 16)
     assert waits.save.stall_seconds == waits.save.write_seconds == pytest.approx(size / 100e9)
 
 
 def test_what_is_not_known_of_a_save_is_said() -> None:
-    nothing = saving_of(run(*BASE, "cluster.node.pcie_gb_s=0"), PARAMETERS, 1024)
+    nothing = estimate_saving(run(*BASE, "cluster.node.pcie_gb_s=0"), PARAMETERS, 1024)
     assert not nothing.known
     assert [line.split(":")[0] for line in nothing.unknown] == [
         "cluster.node.pcie_gb_s",
         "plan.checkpoint_seconds and cluster.filesystem.write_gb_s",
     ]
     measured = ["plan.checkpoint_stall_seconds=2.5", "plan.checkpoint_seconds=40"]
-    own = saving_of(run(*BASE, *measured), PARAMETERS, 1024)
+    own = estimate_saving(run(*BASE, *measured), PARAMETERS, 1024)
     assert (own.save, own.known, own.unknown) == (Save(2.5, 40), True, ())

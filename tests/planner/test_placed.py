@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from planner_runs import asked, run
 
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import Estimate, estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.placed import nodes_of, placed
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.fabric import estimate_placed, first_nodes
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.step_time import Estimate, estimate_jobs
 
 RUN = (
     "cluster=dgx_h100",
@@ -40,8 +40,8 @@ def leaves(folder: Path, *sizes: int) -> str:
 def both(stages: int, topology: str) -> tuple[Estimate, Estimate]:
     """Of one job: by the closed form, and placed."""
     config = run(*RUN, "parallel=fsdp", *STAGES[stages], "parallel.pipeline.schedule=1f1b", topology)
-    found = estimate(jobs_of(config), default())
-    return found, placed(config, 64, found)
+    found = estimate_jobs(jobs_from_config(config), default_constants())
+    return found, estimate_placed(config, 64, found)
 
 
 def test_switches_that_are_alike_and_filled_change_nothing(tmp_path: Path) -> None:
@@ -78,4 +78,4 @@ def test_the_nodes_are_told_and_too_few_are_left_alone(tmp_path: Path) -> None:
     answer = asked(*RUN, *FREE, leaves(tmp_path, 5, 4))
     assert any("placed on n000 to n007 of" in note for note in answer.notes)
     few = run(*RUN, "parallel=fsdp", leaves(tmp_path, 2, 3))
-    assert nodes_of(few, 64) == ()
+    assert first_nodes(few, 64) == ()

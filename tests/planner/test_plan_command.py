@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from planner_runs import run
 
-from hpc_train.cli import main
-from hpc_train.config.degrees import AXES
+from hpc_train.cli.main import main
+from hpc_train.config.parallel import AXES
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
-from hpc_train.planner.auto import decide
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.plan_command import Options, ask
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.auto import choose_parallel
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.step_time import estimate_jobs
+from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
 
 RUN = ("cluster=dgx_a100", "model=llama_1b", "precision=bf16", "train.sequence_length=1024", "train.global_batch=32")
 NODE = (*RUN, "cluster.nodes=1")
@@ -59,7 +59,7 @@ def test_every_candidate_is_a_run_that_the_toolkit_accepts_and_estimates_alike(
         config = run(*NODE, "parallel=ddp", *it["overrides"])
         degrees = check_support(config, 8)
         assert {axis: it["parallel"][axis] for axis in AXES} == {axis: getattr(degrees, axis) for axis in AXES}
-        again = estimate(jobs_of(config, 8), default())
+        again = estimate_jobs(jobs_from_config(config, 8), default_constants())
         assert float(again.time.step) == pytest.approx(it["step_seconds"]["p50"], rel=1e-9)
         assert float(again.memory.total) / 2**30 == pytest.approx(it["memory_gib"]["total"], rel=1e-9)
 
@@ -85,7 +85,7 @@ def test_a_run_that_is_given_whole_is_only_estimated(
 ) -> None:
     told = plan(capsys, *NODE, *given)
     assert (told["searched"], len(told["candidates"]), told["best"]["overrides"]) == (1, 1, [])
-    again = estimate(jobs_of(run(*NODE, *given), 8), default())
+    again = estimate_jobs(jobs_from_config(run(*NODE, *given), 8), default_constants())
     assert told["best"]["step_seconds"]["p50"] == pytest.approx(float(again.time.step))
 
 
@@ -136,7 +136,9 @@ def test_a_budget_and_a_deadline_leave_out_what_breaks_them(capsys: pytest.Captu
     assert (none["best"], none["candidates"], none["pareto"]) == (None, [], [])
     assert any(f"the cheapest costs {cheapest:,.4g} (8 ranks)" in note for note in none["notes"]), none["notes"]
     with pytest.raises(UserError, match=r"plan.budget=.* nothing that fits keeps to it"):
-        decide(run(*RUN, *FLAT, "parallel=auto", "plan.tokens=1e10", "plan.price_per_gpu_hour=2", "plan.budget=1"), 8)
+        choose_parallel(
+            run(*RUN, *FLAT, "parallel=auto", "plan.tokens=1e10", "plan.price_per_gpu_hour=2", "plan.budget=1"), 8
+        )
 
 
 def test_without_nodes_a_deadline_takes_more_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,4 +233,4 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
 
 def test_more_nodes_than_there_are_is_a_mistake() -> None:
     with pytest.raises(UserError, match=r"plan\.nodes"):
-        ask(["cluster=karolina", "plan.nodes=[99999]"], options=Options())
+        plan_overrides(["cluster=karolina", "plan.nodes=[99999]"], options=PlanOptions())

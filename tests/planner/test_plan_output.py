@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.launch.submit import with_slurm
-from hpc_train.planner.answer import Answer
-from hpc_train.planner.candidate import Candidate, ordered
-from hpc_train.planner.kept import ALIKE
-from hpc_train.planner.plan_command import Options, ask
-from hpc_train.planner.plan_table import COLUMNS, LINES, parts
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.planner.candidate import Candidate, rank_candidates
+from hpc_train.planner.output.plan_table import MAX_COLUMNS, MAX_LINES, format_plan
+from hpc_train.planner.plan import Plan
+from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE
 
 SHAPE = ("precision=bf16", "train.sequence_length=1024", "train.global_batch=32")
 ONE = ("cluster=dgx_a100", "model=llama_1b", *SHAPE, "cluster.nodes=1")
@@ -32,12 +32,12 @@ README = (
 
 
 @cache
-def asked(*given: str) -> Answer:
-    return ask(given)
+def asked(*given: str) -> Plan:
+    return plan_overrides(given)
 
 
-def text(answer: Answer, whole: bool = False) -> list[str]:
-    return [it.plain for it in parts(answer, whole)]
+def text(answer: Plan, whole: bool = False) -> list[str]:
+    return [it.plain for it in format_plan(answer, whole)]
 
 
 def pasted(lines: list[str]) -> list[str]:
@@ -77,7 +77,7 @@ def test_the_command_can_be_pasted(given: tuple[str, ...], capsys: pytest.Captur
     assert "..." not in overrides
     keys = [word.partition("=")[0] for word in overrides]
     assert len(keys) == len(set(keys)), "nothing is said twice"
-    assert alike(compose(with_slurm(overrides)), found.best.config)
+    assert alike(compose(default_to_slurm(overrides)), found.best.config)
     assert main(["submit", "--dry-run", *overrides, f"run_dir={tmp_path}"]) == 0
     assert f"--nodes={found.best.nodes}" in capsys.readouterr().out
 
@@ -85,9 +85,9 @@ def test_the_command_can_be_pasted(given: tuple[str, ...], capsys: pytest.Captur
 def test_this_machine_is_trained_on_and_a_folder_of_groups_stays(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "mine.yaml").write_text("name: mine\nnode: {gpus: 4}\ngpu: {memory_gib: 24}\n")
-    here = ask(("model=llama_tiny", "launch.ranks=2"))
+    here = plan_overrides(("model=llama_tiny", "launch.ranks=2"))
     assert pasted(text(here))[:2] == ["hpc-train", "train"]
-    there = ask(("cluster=mine", "cluster.nodes=1", "model=llama_tiny"), str(tmp_path))
+    there = plan_overrides(("cluster=mine", "cluster.nodes=1", "model=llama_tiny"), str(tmp_path))
     assert pasted(text(there))[:4] == ["hpc-train", "submit", "--config-dir", str(tmp_path)]
 
 
@@ -107,20 +107,20 @@ def _with(it: Candidate, step: float, points: float, **changes: Any) -> Candidat
 
 
 def test_of_equals_the_simplest_is_first_and_of_others_the_quickest() -> None:
-    one = ask(ONE, options=Options(top=1, familiar=False)).candidates[0]
-    equal, slower = 1 + ALIKE * 0.9, 1 + ALIKE * 1.1
+    one = plan_overrides(ONE, options=PlanOptions(top=1, familiar=False)).candidates[0]
+    equal, slower = 1 + EQUAL_TIME_TOLERANCE * 0.9, 1 + EQUAL_TIME_TOLERANCE * 1.1
     quick, simple, late = _with(one, 1.0, 6.0), _with(one, equal, 2.0), _with(one, slower, 0.0)
-    assert ordered([late, quick, simple], "time") == [simple, quick, late]
+    assert rank_candidates([late, quick, simple], "time") == [simple, quick, late]
     doubtful = _with(one, 1.0, 0.0, fits="maybe")
-    assert ordered([doubtful, quick], "time") == [quick, doubtful], "what fits for sure is no equal of what may"
+    assert rank_candidates([doubtful, quick], "time") == [quick, doubtful], "what fits for sure is no equal of what may"
     more = _with(one, 1.001, 0.0, ranks=16)
-    assert ordered([more, quick], "time")[0] is quick, "another number of ranks is another job"
+    assert rank_candidates([more, quick], "time")[0] is quick, "another number of ranks is another job"
 
 
 def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
     """8B at 8k tokens on 64 H100: context parallelism of 2, 4 and 8 is within one per cent of FSDP."""
     job = ("cluster=dgx_h100", "model=llama_8b", "precision=bf16", "train.global_batch=512")
-    found = ask((*job, "train.sequence_length=8192", "cluster.nodes=8"))
+    found = plan_overrides((*job, "train.sequence_length=8192", "cluster.nodes=8"))
     assert found.best is not None
     parallel = found.best.config.parallel
     assert (parallel.pp, parallel.cp, parallel.tp) == (1, 1, 1)
@@ -133,7 +133,10 @@ def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_the_best_does_not_depend_on_how_many_are_told(objective: str) -> None:
-    bests = [ask(TWO, options=Options(top=top, by=objective, familiar=False)).candidates[0].settings for top in (1, 40)]
+    bests = [
+        plan_overrides(TWO, options=PlanOptions(top=top, by=objective, familiar=False)).candidates[0].settings
+        for top in (1, 40)
+    ]
     assert bests[0] == bests[1]
 
 
@@ -154,7 +157,7 @@ def test_familiar_layouts_always_have_a_row(given: tuple[str, ...]) -> None:
             continue
         assert (way.ranks, way.global_batch) == (best.ranks, best.global_batch)
         if way.fits == "yes":
-            assert way.step.p50 >= best.step.p50 * (1 - ALIKE), "or it would be the best"
+            assert way.step.p50 >= best.step.p50 * (1 - EQUAL_TIME_TOLERANCE), "or it would be the best"
             assert it.why == "recommended" or "slower" in it.why or "equal" in it.why
         else:
             assert "fit" in it.why
@@ -190,16 +193,16 @@ JOBS = [
 @pytest.mark.parametrize("given", JOBS, ids=range(len(JOBS)))
 def test_it_is_forty_lines_of_a_hundred_columns(given: tuple[str, ...]) -> None:
     lines = text(asked(*given))
-    assert len(lines) <= LINES
-    assert max(len(line) for line in lines if "/scratch/" not in line) <= COLUMNS
+    assert len(lines) <= MAX_LINES
+    assert max(len(line) for line in lines if "/scratch/" not in line) <= MAX_COLUMNS
 
 
 def test_all_of_it_says_more_and_begins_with_the_same() -> None:
     found = asked(*README)
     short, long = text(found), text(found, whole=True)
-    assert len(long) > LINES
+    assert len(long) > MAX_LINES
     assert short[:4] == long[:4]
-    assert max(len(line) for line in long) <= COLUMNS
+    assert max(len(line) for line in long) <= MAX_COLUMNS
     for name in found.best.memory if found.best else ():
         assert any(line.startswith(name) for line in long), name
 

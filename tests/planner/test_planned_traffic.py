@@ -13,12 +13,12 @@ from planner_runs import run
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.support import check_support
-from hpc_train.planner import data_axes
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.jobs import Jobs
-from hpc_train.planner.step_time import exchanged
-from hpc_train.traffic.flows import flows
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.model import network
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import Jobs
+from hpc_train.planner.model.step_time import ulysses_bytes
+from hpc_train.traffic.flows import compute_flows
 
 _SMALL = {"number of targets", "loss", "loss and gradient norm", "largest logits", "sums of the loss"}
 """Flows of a few bytes a token or less."""
@@ -27,7 +27,7 @@ _SMALL = {"number of targets", "loss", "loss and gradient norm", "largest logits
 def moved(config: RunConfig, world: int) -> dict[tuple[tuple[str, ...], str], float]:
     """(axes, collective) -> bytes of a step."""
     found: dict[tuple[tuple[str, ...], str], float] = defaultdict(float)
-    for flow in flows(config, world):
+    for flow in compute_flows(config, world):
         if flow.what not in _SMALL and "not split" not in flow.what:
             found[flow.axes, flow.collective] += flow.bytes * flow.calls
     return found
@@ -70,8 +70,8 @@ def test_bytes_of_the_data_axes(
     except UserError:
         assume(False)
     # The planner counts matrices only: biases, norms and the table of positions are up to 2 % more.
-    jobs, told = jobs_of(config, 8), moved(config, 8)
-    volume = data_axes.volume(jobs, *held(jobs))
+    jobs, told = jobs_from_config(config, 8), moved(config, 8)
+    volume = network.data_volume(jobs, *held(jobs))
     shard = tuple(axis for axis, size in (("dp_shard", shards), ("cp", cp)) if size > 1)
     assert float(volume.gathered) == pytest.approx(told[shard, "all_gather"], rel=0.02)
     assert float(volume.scattered) == pytest.approx(told[shard, "reduce_scatter"], rel=0.02)
@@ -89,7 +89,7 @@ def test_bytes_of_the_tensor_axis(sequence: bool, recompute: str) -> None:
         "train.global_batch=8", "train.micro_batch=2", "train.sequence_length=512",
         f"parallel.recompute.mode={recompute}", f"parallel.tensor.sequence={str(sequence).lower()}",
     )  # fmt: skip
-    told, jobs = moved(config, 8), jobs_of(config, 8)
+    told, jobs = moved(config, 8), jobs_from_config(config, 8)
     size = 2 * 512 * float(jobs.hidden) * 2
     sums = 4 + (2 if recompute == "full" else 0)
     planned = sums * float(jobs.layers * jobs.micro_batches) * size
@@ -103,7 +103,7 @@ def test_messages_between_stages() -> None:
         "model=llama_8b", "precision=bf16", "parallel.tp=2", "parallel.pp=4", "launch.ranks=8", "train.global_batch=8",
         "train.micro_batch=1", "train.sequence_length=512",
     )  # fmt: skip
-    told, jobs = moved(config, 8), jobs_of(config, 8)
+    told, jobs = moved(config, 8), jobs_from_config(config, 8)
     each = 512 * float(jobs.hidden) * 2 / 2
     assert told[("pp",), "send_recv"] == pytest.approx(2 * 8 * each)
 
@@ -116,6 +116,6 @@ def test_exchanges_of_heads_for_positions(model: str, tp: int, cp: int, recomput
         "parallel.context.method=ulysses", "train.global_batch=16", "train.micro_batch=2", "train.sequence_length=512",
         f"parallel.recompute.mode={recompute}",
     )  # fmt: skip
-    told, jobs = moved(config, 8), jobs_of(config, 8)
-    planned = float(exchanged(jobs) * jobs.layers * jobs.micro_batches)
+    told, jobs = moved(config, 8), jobs_from_config(config, 8)
+    planned = float(ulysses_bytes(jobs) * jobs.layers * jobs.micro_batches)
     assert planned == pytest.approx(told[("cp",), "all_to_all"], rel=0.01)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.planner.constants import default
-from hpc_train.planner.fit import Part, fold_of, left_out
-from hpc_train.planner.fit_command import by_family, calibrated_rows
-from hpc_train.planner.from_runs import Runs, read_runs
-from hpc_train.planner.validate import Errors, predict, validate
+from hpc_train.planner.calibration.fit import HeldOutFit, assign_fold, fit_leaving_out
+from hpc_train.planner.calibration.fit_report import errors_by_kind, predict_calibrated
+from hpc_train.planner.calibration.run_table import RunTable, read_runs
+from hpc_train.planner.calibration.validate import ErrorStatistics, predict_runs, validate_predictions
+from hpc_train.planner.constants import default_constants
 
 FOLDER = Path(__file__).parents[2].parent / "shared/data"
 HERE = FOLDER.is_dir()
@@ -19,42 +19,42 @@ TABLES = [FOLDER / "published_runs.csv"] if HERE else [Path(__file__).with_name(
 
 
 @pytest.fixture(scope="module")
-def published() -> Runs:
+def published() -> RunTable:
     return read_runs(TABLES[0])
 
 
 @pytest.fixture(scope="module")
-def clusters(published: Runs) -> tuple[Part, ...]:
-    return left_out(published.runs, lambda run: run.cluster)
+def clusters(published: RunTable) -> tuple[HeldOutFit, ...]:
+    return fit_leaving_out(published.runs, lambda run: run.cluster)
 
 
-def of(parts: tuple[Part, ...], calibrated: bool = False) -> dict[str, Errors]:
+def of(parts: tuple[HeldOutFit, ...], calibrated: bool = False) -> dict[str, ErrorStatistics]:
     """By family and kind, predicted by constants that were fitted without them."""
     if calibrated:
-        return by_family(calibrated_rows(parts))
-    return by_family([row for part in parts for row in predict(part.runs, part.constants)])
+        return errors_by_kind(predict_calibrated(parts))
+    return errors_by_kind([row for part in parts for row in predict_runs(part.runs, part.constants)])
 
 
-def test_step_time_by_cross_validation_over_groups(published: Runs) -> None:
-    found = of(left_out(published.runs, lambda run: fold_of(run.group, 5)))
+def test_step_time_by_cross_validation_over_groups(published: RunTable) -> None:
+    found = of(fit_leaving_out(published.runs, lambda run: assign_fold(run.group, 5)))
     most = {"A100 GPT": 0.085, "FSDP": 0.1, "H100": 0.12, "GB200": 0.12} if HERE else {"A100 GPT": 0.11, "FSDP": 0.3}
     for kind, limit in most.items():
         assert found[kind].mape < limit, (kind, found[kind])
 
 
-def test_step_time_with_each_cluster_left_out(clusters: tuple[Part, ...]) -> None:
+def test_step_time_with_each_cluster_left_out(clusters: tuple[HeldOutFit, ...]) -> None:
     found = of(clusters)
     assert found["A100 GPT"].mape < (0.12 if HERE else 0.18)
     assert found["FSDP"].mape < (0.12 if HERE else 0.5)
 
 
-def test_step_time_after_calibration_with_three_runs(clusters: tuple[Part, ...]) -> None:
+def test_step_time_after_calibration_with_three_runs(clusters: tuple[HeldOutFit, ...]) -> None:
     """In the sample most clusters have no fourth run; what is left is vtrain's and zb's."""
     assert of(clusters, calibrated=True)["A100 GPT"].mape < (0.075 if HERE else 0.15)
 
 
-def test_memory_and_regret(published: Runs) -> None:
-    found = validate(published, default())
+def test_memory_and_regret(published: RunTable) -> None:
+    found = validate_predictions(published, default_constants())
     assert found.memory.mape < 0.07
     assert found.memory.oom_missed == 0
     assert found.memory.false_oom == 0
@@ -63,6 +63,6 @@ def test_memory_and_regret(published: Runs) -> None:
     assert found.overall.mape < 0.1
 
 
-def test_every_row_is_accounted_for(published: Runs) -> None:
+def test_every_row_is_accounted_for(published: RunTable) -> None:
     assert len(published.runs) + len(published.refused) == (648 if HERE else 24)
     assert all(it.why for it in published.refused)

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train.api import World
-from hpc_train.compat_rehearsal import tensors_in, watching_sizes
+from hpc_train._torch_rehearsal import tensors_in, watch_storage_sizes
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import resolve
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.planner.rehearsal import one_rank
-from hpc_train.planner.rehearsal.ledger import Ledger
-from hpc_train.planner.rehearsal.result import Counted, Held
-from hpc_train.planner.rehearsal.run import rehearse
-from hpc_train.runtime.start import another_mesh
+from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
+from hpc_train.planner.rehearsal.rehearse import rehearse_run
+from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard
+from hpc_train.runtime.start import make_another_mesh
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -55,14 +55,14 @@ def config_of(*overrides: str) -> RunConfig:
     return compose((*SMALL, *overrides))
 
 
-def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[Held, ...]]:
+def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[HeldShard, ...]]:
     """Of this rank, in each of several layouts, from what parallel.apply.build has made with memory and values."""
     found = []
     for config in configs:
-        degrees = resolve(config.parallel, world.size)
+        degrees = resolve_degrees(config.parallel, world.size)
         with torch.device("meta"):
             model = build_model(config.model)
-        at = another_mesh(world, degrees)
+        at = make_another_mesh(world, degrees)
         engine = build(model, lambda split: make_optimizer(split, config.optim), config, at)  # noqa: B023
         found.append(tuple(one_rank._held(piece) for piece in engine.pieces()))
     return found
@@ -72,7 +72,7 @@ def test_every_rank_holds_what_real_ranks_do() -> None:
     configs = [config_of(*overrides) for overrides in LAYOUTS.values()]
     real = run_ranks(real_pieces, 4, configs, timeout=300)
     for index, (name, config) in enumerate(zip(LAYOUTS, configs, strict=True)):
-        rehearsed = rehearse(config, 4, "all")
+        rehearsed = rehearse_run(config, 4, "all")
         assert not rehearsed.problems, name
         assert [built.pieces for built in rehearsed.ranks] == [rank[index] for rank in real], name
         assert all(built.counted.peak for built in rehearsed.ranks if built.rank == 0), name
@@ -81,7 +81,7 @@ def test_every_rank_holds_what_real_ranks_do() -> None:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells a ledger of real operators."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
@@ -92,22 +92,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def watching(ledger: Ledger) -> Iterator[None]:
-    with watching_sizes(ledger.resized), Watch(ledger):
+def watching(ledger: MemoryLedger) -> Iterator[None]:
+    with watch_storage_sizes(ledger.resized), Watch(ledger):
         yield
 
 
-def real_step(world: World, config: RunConfig) -> Counted:
+def real_step(world: World, config: RunConfig) -> CountedMemory:
     """The same ledger over a real step of two micro-batches."""
-    degrees = resolve(config.parallel, world.size)
+    degrees = resolve_degrees(config.parallel, world.size)
     with torch.device("meta"):
         model = build_model(config.model)
     engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
-    ledger, batch = Ledger(), one_rank._batch(config, degrees, 2)
+    ledger, batch = MemoryLedger(), one_rank._batch(config, degrees, 2)
     with watching(ledger):
         parameters = ledger.label(one_rank._parameters(engine), "parameters")
         state = [piece.local for piece in engine.pieces() if piece.name.startswith("optim.")]
-        counted, unknown = one_rank._step(engine, batch, ledger, Counted(parameters, ledger.label(state, "optimizer")))
+        counted, unknown = one_rank._step(
+            engine, batch, ledger, CountedMemory(parameters, ledger.label(state, "optimizer"))
+        )
     assert unknown is None
     return counted
 
@@ -120,7 +122,7 @@ def real_step(world: World, config: RunConfig) -> Counted:
 def test_the_counted_memory_is_that_of_a_real_step(overrides: tuple[str, ...]) -> None:
     config = config_of(*overrides, "model.hidden=64", "model.vocab_size=300", "train.sequence_length=64")
     real = run_ranks(real_step, 2, config, parallel=config.parallel, timeout=300)
-    rehearsed = rehearse(config, 2, "all")
+    rehearsed = rehearse_run(config, 2, "all")
     assert rehearsed.micro_batches == 2
     for part in ("parameters", "optimizer", "gradients", "activations", "gathered", "peak"):
         assert getattr(rehearsed.ranks[0].counted, part) == getattr(real[0], part), part
@@ -145,7 +147,7 @@ def test_16384_ranks() -> None:
         )
     )
     here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # which the processes that it forks begin with
-    rehearsed = rehearse(config, 16384, "0,16383")
+    rehearsed = rehearse_run(config, 16384, "0,16383")
     assert not rehearsed.problems
     assert rehearsed.proof is not None
     assert rehearsed.proof.micro_batches == 4

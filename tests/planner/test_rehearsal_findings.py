@@ -10,34 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
-from hpc_train.config.degrees import resolve
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import EXIT_USER_ERROR, UserError
-from hpc_train.models.shape import parameter_count
-from hpc_train.planner.rehearsal.choose import choose
-from hpc_train.planner.rehearsal.coverage import cover
-from hpc_train.planner.rehearsal.processes import in_own_processes
-from hpc_train.planner.rehearsal.result import Built, Rehearsal
-from hpc_train.planner.rehearsal.run import rehearse
-from hpc_train.planner.rehearsal.stand_in import stand_in
-from hpc_train.schedules import table
-from hpc_train.schedules.generate import orders
+from hpc_train.models.shape import count_parameters
+from hpc_train.planner.rehearsal.checks import check_coverage
+from hpc_train.planner.rehearsal.rehearse import choose_ranks, rehearse_run, replace_unavailable, run_in_processes
+from hpc_train.planner.rehearsal.result import Rehearsal, RehearsedRank
+from hpc_train.schedules import order
+from hpc_train.schedules.generate import generate_order
 
-DEGREES = resolve(compose(("parallel=fsdp",)).parallel, 2)
+DEGREES = resolve_degrees(compose(("parallel=fsdp",)).parallel, 2)
 
 
 @pytest.fixture(scope="module")
 def sharded() -> Rehearsal:
-    return rehearse(compose(("parallel=fsdp", "model.layers=1")), 2)
+    return rehearse_run(compose(("parallel=fsdp", "model.layers=1")), 2)
 
 
-def problems(sharded: Rehearsal, ranks: tuple[Built, ...]) -> tuple[str, ...]:
+def problems(sharded: Rehearsal, ranks: tuple[RehearsedRank, ...]) -> tuple[str, ...]:
     model = {piece.name: piece.shape for piece in sharded.ranks[0].pieces if not piece.name.startswith("optim.")}
-    return cover(model, ranks, DEGREES).problems
+    return check_coverage(model, ranks, DEGREES).problems
 
 
-def with_piece(built: Built, **changes: object) -> Built:
+def with_piece(built: RehearsedRank, **changes: object) -> RehearsedRank:
     first, *others = built.pieces
     return replace(built, pieces=(replace(first, **changes), *others))  # type: ignore[arg-type]
 
@@ -45,7 +42,7 @@ def with_piece(built: Built, **changes: object) -> Built:
 def test_a_layout_that_adds_up_has_no_problems(sharded: Rehearsal) -> None:
     assert not sharded.problems
     assert not problems(sharded, sharded.ranks)
-    assert sharded.coverage.elements == parameter_count(compose(("model.layers=1",)).model)
+    assert sharded.coverage.elements == count_parameters(compose(("model.layers=1",)).model)
 
 
 def test_a_shifted_a_missing_and_a_strange_piece_are_found(sharded: Rehearsal) -> None:
@@ -80,7 +77,7 @@ def test_a_count_that_differs_from_the_shape_is_found(sharded: Rehearsal) -> Non
 def test_an_order_that_waits_for_ever_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 wants the backward of its last micro-batch before it does that forward's."""
     file = tmp_path / "order.csv"
-    rows = table.rows(orders("1f1b", 2, 4))
+    rows = order.order_rows(generate_order("1f1b", 2, 4))
     forward, backward = rows[0].index("0F3"), rows[0].index("0B3")
     rows[0][forward], rows[0][backward] = "0B3", "0F3"
     file.write_text("\n".join(",".join(row) for row in rows) + "\n")
@@ -134,7 +131,7 @@ def test_what_is_not_rehearsed_is_said() -> None:
             "parallel.offload.dir=/scratch",
         )
     )
-    changed, said = stand_in(config)
+    changed, said = replace_unavailable(config)
     assert [line.split(":")[0].split("=")[0] for line in said] == [
         "parallel.compile",
         "parallel.recompute.offload",
@@ -143,12 +140,12 @@ def test_what_is_not_rehearsed_is_said() -> None:
     ]
     assert (changed.parallel.offload.optimizer, changed.parallel.offload.dir) == ("cpu", None)
     assert not changed.parallel.compile
-    assert stand_in(compose(("parallel=3d",)))[1] == []
+    assert replace_unavailable(compose(("parallel=3d",)))[1] == []
 
 
 def test_servers_hold_the_model_and_mpi_is_said_to_be_left_out() -> None:
     config = compose(("parallel=server", "parallel.server.servers=2", "model.layers=1"))
-    rehearsed = rehearse(config, 2)
+    rehearsed = rehearse_run(config, 2)
     numbers, tensors = rehearsed.coverage.elements, rehearsed.coverage.tensors
     assert sum(rehearsed.servers) == 3 * 4 * numbers + 4 * tensors
     assert any("MPI windows" in line for line in rehearsed.not_rehearsed)
@@ -156,19 +153,19 @@ def test_servers_hold_the_model_and_mpi_is_said_to_be_left_out() -> None:
 
 def test_a_part_of_the_pipeline_alone_is_said_to_be_one() -> None:
     config = compose(("parallel=pp", "parallel.pp=2", "train.micro_batch=4"))
-    rehearsed = rehearse(config, 2, "1")
+    rehearsed = rehearse_run(config, 2, "1")
     assert not rehearsed.problems
     assert [built.rank for built in rehearsed.ranks] == [1]
     assert "pipeline ranks 0" in rehearsed.not_rehearsed[0]
 
 
 def test_ranks_that_are_asked_for_must_be_there() -> None:
-    degrees = resolve(compose(("parallel=3d",)).parallel, 64)
-    assert choose("3,1", degrees).built == (1, 3)
-    assert choose("sample", degrees).built == (0, 31, 32, 33, 62, 63)
+    degrees = resolve_degrees(compose(("parallel=3d",)).parallel, 64)
+    assert choose_ranks("3,1", degrees).built == (1, 3)
+    assert choose_ranks("sample", degrees).built == (0, 31, 32, 33, 62, 63)
     for wrong in ("64", "x", "", "-1"):
         with pytest.raises(UserError, match="--ranks"):
-            choose(wrong, degrees)
+            choose_ranks(wrong, degrees)
 
 
 def test_a_process_that_dies_is_said() -> None:
@@ -178,4 +175,4 @@ def test_a_process_that_dies_is_said() -> None:
         return item
 
     with pytest.raises(UserError, match="rank 1: its process was killed"):
-        in_own_processes(die, [0, 1], 2)
+        run_in_processes(die, [0, 1], 2)

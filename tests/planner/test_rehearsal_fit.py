@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from planner_runs import run
 
-from hpc_train.cli import main
-from hpc_train.planner.plan_command import Options, ask
-from hpc_train.planner.rehearsal.fit import TOLERANCE, Device, judge
-from hpc_train.planner.rehearsal.result import Built, Counted
-from hpc_train.planner.rehearsal.run import rehearse
+from hpc_train.cli.main import main
+from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.rehearsal.checks import TOLERANCE, DeviceMemory, check_memory_fit
+from hpc_train.planner.rehearsal.rehearse import rehearse_run
+from hpc_train.planner.rehearsal.result import CountedMemory, RehearsedRank
 
 GIB = 2**30
 SMALL = (
@@ -27,18 +27,20 @@ SMALL = (
 SHARDED = (*SMALL, "parallel.strategy=zero3", "parallel.dp_shard=8")
 
 
-def built(rank: int, pp: int, **parts: int) -> Built:
+def built(rank: int, pp: int, **parts: int) -> RehearsedRank:
     """Return a rank that counted so many GiB of each of ledger.KINDS."""
     held = {name: size * GIB for name, size in parts.items()}
-    return Built(rank, {"pp": pp}, (), (), {}, Counted(0, 0, peak=sum(held.values()), at_peak=held), 0.0, 0)
+    return RehearsedRank(
+        rank, {"pp": pp}, (), (), {}, CountedMemory(0, 0, peak=sum(held.values()), at_peak=held), 0.0, 0
+    )
 
 
 PLAN = {"parameters": 4.0 * GIB, "gradients": 4.0 * GIB, "activations": 10.0 * GIB, "logits": 2.0 * GIB}
-H100 = Device(80 * GIB, fragmentation=0.06, context=2 * GIB)
+H100 = DeviceMemory(80 * GIB, fragmentation=0.06, context=2 * GIB)
 
 
 def test_a_rank_that_keeps_to_the_plan_and_fits_is_said_so() -> None:
-    found = judge([built(0, 0, parameters=4, gradients=4, forward=11, other=1)], {0: PLAN}, H100)
+    found = check_memory_fit([built(0, 0, parameters=4, gradients=4, forward=11, other=1)], {0: PLAN}, H100)
     assert (found.within_plan, found.fits, found.ok) == (True, True, True)
     assert found.lines == (
         "fits: rank 0 needs most, 20.0 GiB, the plan says 20.0 GiB; with allocator and driver 23.2 GiB of 80.0 GiB",
@@ -47,7 +49,7 @@ def test_a_rank_that_keeps_to_the_plan_and_fits_is_said_so() -> None:
 
 def test_a_rank_that_exceeds_its_plan_is_named_with_what_it_is_and_by_how_much() -> None:
     ranks = [built(0, 0, parameters=4, gradients=4, forward=12), built(8, 1, parameters=4, gradients=30, forward=12)]
-    found = judge(ranks, {0: PLAN, 8: PLAN}, H100)
+    found = check_memory_fit(ranks, {0: PLAN, 8: PLAN}, H100)
     assert (found.within_plan, found.fits, found.ok) == (False, True, False)
     assert found.lines == (
         "rank 8 (pipeline rank 1) needs 46.0 GiB, 130% more than the 20.0 GiB of the plan (allowed: 5%); most of it "
@@ -59,12 +61,12 @@ def test_a_rank_that_exceeds_its_plan_is_named_with_what_it_is_and_by_how_much()
 def test_five_per_cent_are_allowed(share: float, within: bool) -> None:
     one = built(0, 0)
     one = replace(one, counted=replace(one.counted, peak=round(20 * GIB * (1 + share))))
-    assert judge([one], {0: PLAN}, H100).within_plan is within
+    assert check_memory_fit([one], {0: PLAN}, H100).within_plan is within
 
 
 def test_what_the_plan_says_too_may_not_fit() -> None:
     small = replace(H100, bytes=22 * GIB)
-    found = judge([built(0, 0, parameters=4, gradients=4, forward=12)], {0: PLAN}, small)
+    found = check_memory_fit([built(0, 0, parameters=4, gradients=4, forward=12)], {0: PLAN}, small)
     assert (found.within_plan, found.fits, found.ok) == (True, False, False)
     assert found.lines == (
         "rank 0 does not fit: 20.0 GiB, with allocator and driver 23.2 GiB, are 1.2 GiB more than the 22.0 GiB of the "
@@ -75,16 +77,18 @@ def test_what_the_plan_says_too_may_not_fit() -> None:
 def test_what_is_not_rehearsed_counts_by_the_plan() -> None:
     """The stand-in keeps its activations on the device; the run moves 8 GiB of them to the host."""
     small, ranks = replace(H100, bytes=22 * GIB), [built(0, 0, parameters=4, gradients=4, forward=12)]
-    assert judge(ranks, {0: PLAN}, small, {0: -8.0 * GIB}).fits
-    assert not judge(ranks, {0: PLAN}, small, {0: 8.0 * GIB}).fits
+    assert check_memory_fit(ranks, {0: PLAN}, small, {0: -8.0 * GIB}).fits
+    assert not check_memory_fit(ranks, {0: PLAN}, small, {0: 8.0 * GIB}).fits
 
 
 def test_what_is_not_known_is_said() -> None:
-    assert judge([], {}, H100).fits is None
-    unknown = judge([built(0, 0, forward=12)], {0: PLAN}, None)
+    assert check_memory_fit([], {}, H100).fits is None
+    unknown = check_memory_fit([built(0, 0, forward=12)], {0: PLAN}, None)
     assert (unknown.ok, unknown.fits) == (True, None)
     assert "cluster.gpu.memory_gib is not known" in unknown.lines[0]
-    assert judge([built(0, 0, forward=90)], {}, H100).fits is False, "a model that cannot be planned may not fit either"
+    assert check_memory_fit([built(0, 0, forward=90)], {}, H100).fits is False, (
+        "a model that cannot be planned may not fit either"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,9 +118,9 @@ def test_the_first_example_of_the_documentation_fits_as_it_is_recommended() -> N
     page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
     example = re.search(r"^hpc-train plan (model=.*)$", page, re.MULTILINE)
     assert example
-    best = ask(shlex.split(example[1]), options=Options(familiar=False)).best
+    best = plan_overrides(shlex.split(example[1]), options=PlanOptions(familiar=False)).best
     assert best is not None
-    found = rehearse(best.config, best.ranks)
+    found = rehearse_run(best.config, best.ranks)
     assert (found.ok, found.fit.fits) == (True, True), (found.problems, found.fit.lines)
 
 
@@ -148,7 +152,7 @@ def test_offload_frees_what_the_plan_says_it_frees(strategy: str, places: tuple[
     counted, planned = {}, {}
     for place in places:
         offload = (f"parallel.offload.{name}={where}" for name, where in zip(_PARTS, place, strict=True))
-        found = rehearse(run(*base, *offload), 8, "0", 1)
+        found = rehearse_run(run(*base, *offload), 8, "0", 1)
         (rank,) = found.ranks
         assert rank.counted.peak is not None
         counted[place], planned[place] = rank.counted.peak, sum(found.planned[0].values())

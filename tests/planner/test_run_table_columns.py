@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import main
-from hpc_train.planner import from_runs
-from hpc_train.planner.from_runs import Run, read_runs, run_of
+from hpc_train.cli.main import main
+from hpc_train.planner.calibration import run_table
+from hpc_train.planner.calibration.run_table import MeasuredRun, parse_run, read_runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run_tables.md").read_text()
 SAMPLE = Path(__file__).with_name("published_sample.csv")
@@ -43,18 +43,18 @@ def documented() -> dict[str, str]:
 def test_the_page_lists_just_the_columns_that_are_read() -> None:
     with SAMPLE.open(newline="", encoding="utf-8") as file:
         rows = [Asked(row) for row in csv.DictReader(file)]
-    assert any(isinstance(run_of(row), Run) for row in rows)
+    assert any(isinstance(parse_run(row), MeasuredRun) for row in rows)
     read = set().union(*(row.names for row in rows))
     assert read == documented().keys()
 
 
 def test_the_page_says_what_is_needed() -> None:
     needed = documented()
-    assert {name for name, what in needed.items() if "table" in what} == set(from_runs._NEEDED)
-    assert {name for name, what in needed.items() if "row" in what} == {*from_runs._STATED, "gpu_type"}
+    assert {name for name, what in needed.items() if "table" in what} == set(run_table._NEEDED)
+    assert {name for name, what in needed.items() if "row" in what} == {*run_table._STATED, "gpu_type"}
 
 
-@pytest.mark.parametrize("name", from_runs._NEEDED)
+@pytest.mark.parametrize("name", run_table._NEEDED)
 def test_a_table_without_a_column_points_to_the_page(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,8 +83,7 @@ def test_the_example_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_every_word_of_notes_that_is_looked_for_is_on_the_page() -> None:
     """Words are taken from the code's own patterns."""
-    folder = Path(from_runs.__file__).parent
-    code = (folder / "from_runs.py").read_text() + (folder / "software.py").read_text()
+    code = Path(run_table.__file__).read_text()
     for word in ("OOM", "nvidia-smi", "embedding-stage", "SHARD_GRAD_OP", "LAUNCH_BLOCKING", "ZeRO stage not stated"):
         assert word in code
         assert f"`{word}`" in PAGE

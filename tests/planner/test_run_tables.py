@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.planner.devices import device
-from hpc_train.planner.from_runs import Refused, Run, jobs_of, read_runs, run_of
-from hpc_train.planner.jobs import RECOMPUTE, SCHEDULES, STACKS
+from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, jobs_from_runs, parse_run, read_runs
+from hpc_train.planner.model.accelerators import find_accelerator
+from hpc_train.planner.model.jobs import RECOMPUTE, SCHEDULES, STACKS
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 """A few public rows, each with its source."""
@@ -23,9 +23,9 @@ def cells() -> dict[str, dict[str, str]]:
         return {row["id"]: row for row in csv.DictReader(file)}
 
 
-def run(cells: dict[str, dict[str, str]], id_: str, **changes: str) -> Run:
-    found = run_of({**cells[id_], **changes})
-    assert isinstance(found, Run), found
+def run(cells: dict[str, dict[str, str]], id_: str, **changes: str) -> MeasuredRun:
+    found = parse_run({**cells[id_], **changes})
+    assert isinstance(found, MeasuredRun), found
     return found
 
 
@@ -42,7 +42,7 @@ def test_every_row_is_a_run_or_is_refused(cells: dict[str, dict[str, str]]) -> N
 
 def test_a_row_becomes_a_job(cells: dict[str, dict[str, str]]) -> None:
     found = run(cells, "sc21-t1-39.1B")
-    jobs = jobs_of([found])
+    jobs = jobs_from_runs([found])
     assert (jobs.layers, jobs.hidden, jobs.tp, jobs.pp, jobs.dp_replicate) == (48, 8192, 8, 2, 32)
     assert jobs.world == 512
     assert (found.family, found.cluster) == ("sc21", "sc21/A100-80GB")
@@ -104,8 +104,8 @@ def test_what_notes_say(cells: dict[str, dict[str, str]]) -> None:
     ],
 )
 def test_rows_that_are_refused(cells: dict[str, dict[str, str]], changes: dict[str, str], why: str) -> None:
-    found = run_of({**cells["sc21-t1-39.1B"], **changes})
-    assert isinstance(found, Refused)
+    found = parse_run({**cells["sc21-t1-39.1B"], **changes})
+    assert isinstance(found, RefusedRun)
     assert why in found.why
 
 
@@ -149,7 +149,13 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_devices_by_any_of_their_names() -> None:
-    assert device("NVIDIA A100-SXM4-40GB") is device("A100-40GB") is not device("NVIDIA A100-SXM4-80GB")
-    assert device("NVIDIA H100 80GB HBM3") is device("H100-80GB") is not device("H100-96GB")
-    assert device("NVIDIA GB200") is not device("NVIDIA B200")
-    assert device("TPUv4") is device("") is None
+    assert (
+        find_accelerator("NVIDIA A100-SXM4-40GB")
+        is find_accelerator("A100-40GB")
+        is not find_accelerator("NVIDIA A100-SXM4-80GB")
+    )
+    assert (
+        find_accelerator("NVIDIA H100 80GB HBM3") is find_accelerator("H100-80GB") is not find_accelerator("H100-96GB")
+    )
+    assert find_accelerator("NVIDIA GB200") is not find_accelerator("NVIDIA B200")
+    assert find_accelerator("TPUv4") is find_accelerator("") is None

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from planner_runs import run
 
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import Estimate, estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.jobs import OFFLOAD, SCHEDULES, STACKS, Jobs, with_columns
-from hpc_train.planner.stages import layers_of
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import OFFLOAD, SCHEDULES, STACKS, Jobs, replace_columns
+from hpc_train.planner.model.pipeline import split_layers
+from hpc_train.planner.model.step_time import Estimate, estimate_jobs
 
 COUNT = 600
 SURE = 1 + 1e-9
@@ -25,8 +25,8 @@ def drawn() -> Jobs:
 
     heads, tp, pp = one_of(16, 32, 64, 128), one_of(1, 2, 4, 8), one_of(1, 2, 4, 8)
     micro, dp = one_of(1, 2, 4), one_of(1, 2, 8, 64)
-    return with_columns(
-        jobs_of(run("cluster=dgx_h100", "model=llama_7b", "precision=bf16"), 1),
+    return replace_columns(
+        jobs_from_config(run("cluster=dgx_h100", "model=llama_7b", "precision=bf16"), 1),
         layers=pp * one_of(2, 4, 12),
         heads=heads,
         kv_heads=np.minimum(heads, 16),
@@ -57,15 +57,15 @@ def jobs() -> Jobs:
 
 @pytest.fixture(scope="module")
 def told(jobs: Jobs) -> Estimate:
-    return estimate(jobs, default())
+    return estimate_jobs(jobs, default_constants())
 
 
 def step(jobs: Jobs) -> np.ndarray:  # type: ignore[type-arg]
-    return estimate(jobs, default()).time.step
+    return estimate_jobs(jobs, default_constants()).time.step
 
 
 def held(jobs: Jobs) -> np.ndarray:  # type: ignore[type-arg]
-    return estimate(jobs, default()).memory.total
+    return estimate_jobs(jobs, default_constants()).memory.total
 
 
 def test_parts_are_positive_and_shares_believable(jobs: Jobs, told: Estimate) -> None:
@@ -87,17 +87,17 @@ def test_percentiles_are_in_order(told: Estimate) -> None:
 
 @pytest.mark.parametrize("name", ["global_batch", "sequence", "layers", "vocab", "feed_forward"])
 def test_more_work_takes_longer(jobs: Jobs, told: Estimate, name: str) -> None:
-    more = with_columns(jobs, **{name: 2 * getattr(jobs, name)})
+    more = replace_columns(jobs, **{name: 2 * getattr(jobs, name)})
     assert (step(more) > told.time.step).all()
 
 
 @pytest.mark.parametrize("name", ["sequence", "layers", "vocab", "feed_forward", "micro_batch"])
 def test_more_of_a_model_needs_more_memory(jobs: Jobs, told: Estimate, name: str) -> None:
     """On a rank that has the same layers: a larger head leaves the last stage of a pipeline fewer of them."""
-    more = with_columns(jobs, **{name: 2 * getattr(jobs, name)})
+    more = replace_columns(jobs, **{name: 2 * getattr(jobs, name)})
     if name == "micro_batch":  # as many of them a step
-        more = with_columns(more, global_batch=2 * jobs.global_batch)
-    same = layers_of(more).last == layers_of(jobs).last if name == "vocab" else np.full(jobs.layers.shape, True)
+        more = replace_columns(more, global_batch=2 * jobs.global_batch)
+    same = split_layers(more).last == split_layers(jobs).last if name == "vocab" else np.full(jobs.layers.shape, True)
     assert (held(more) > told.memory.total / SURE)[same].all()
 
 
@@ -107,12 +107,12 @@ SPEEDS = ("peak_flops", "memory_bandwidth", "link_bandwidth", "nic_bandwidth", "
 @pytest.mark.parametrize("names", [("peak_flops", "peak_flops_attention"), *((name,) for name in SPEEDS[1:])])
 def test_a_faster_part_slows_nothing(jobs: Jobs, told: Estimate, names: tuple[str, ...]) -> None:
     """But for what the same computation is taken to hide twice: of the ring of cp, and of the data-parallel axes."""
-    faster = with_columns(jobs, **{name: 2 * getattr(jobs, name) for name in names})
+    faster = replace_columns(jobs, **{name: 2 * getattr(jobs, name) for name in names})
     assert (step(faster) <= told.time.step * 1.005).all()
 
 
 def test_a_cluster_of_twice_the_speed_is_up_to_twice_as_fast(jobs: Jobs, told: Estimate) -> None:
-    faster = with_columns(jobs, **{name: 2 * getattr(jobs, name) for name in (*SPEEDS, "peak_flops_attention")})
+    faster = replace_columns(jobs, **{name: 2 * getattr(jobs, name) for name in (*SPEEDS, "peak_flops_attention")})
     ratio = told.time.step / step(faster)
     assert (ratio > 1).all()
     assert (ratio <= 2 * SURE).all()
@@ -122,21 +122,23 @@ def test_a_cluster_of_twice_the_speed_is_up_to_twice_as_fast(jobs: Jobs, told: E
 def test_more_ranks_need_no_more_memory_each(jobs: Jobs, name: str) -> None:
     """At the same micro-batch and model, but for one that becomes two: it has no buckets beside its gradients."""
     several = jobs.world > 1
-    more = with_columns(jobs, global_batch=2 * jobs.global_batch)
-    wider = with_columns(more, **{name: 2 * getattr(jobs, name)})
+    more = replace_columns(jobs, global_batch=2 * jobs.global_batch)
+    wider = replace_columns(more, **{name: 2 * getattr(jobs, name)})
     assert (held(wider) <= held(more) * SURE)[several].all()
 
 
 def test_more_stages_need_no_more_memory_each(jobs: Jobs) -> None:
     """Where layers are split evenly and nothing is kept of a micro-batch in flight but its activations: twice as many
     are then in flight, of half as many layers."""
-    even = with_columns(jobs, stack=np.where(jobs.stack == STACKS.index("fsdp"), jobs.stack, STACKS.index("megatron")))
-    deep = with_columns(even, pp=2 * jobs.pp, global_batch=4 * jobs.global_batch)
-    assert (held(deep) <= held(with_columns(even, global_batch=4 * jobs.global_batch)) * SURE).all()
+    even = replace_columns(
+        jobs, stack=np.where(jobs.stack == STACKS.index("fsdp"), jobs.stack, STACKS.index("megatron"))
+    )
+    deep = replace_columns(even, pp=2 * jobs.pp, global_batch=4 * jobs.global_batch)
+    assert (held(deep) <= held(replace_columns(even, global_batch=4 * jobs.global_batch)) * SURE).all()
 
 
 def test_recomputation_saves_memory_and_takes_time(jobs: Jobs) -> None:
-    none, some, full = (with_columns(jobs, recompute=mode) for mode in (0, 1, 2))
+    none, some, full = (replace_columns(jobs, recompute=mode) for mode in (0, 1, 2))
     assert (step(none) <= step(some) * SURE).all()
     assert (step(some) <= step(full) * SURE).all()
     deep = jobs.layers / jobs.pp >= 4
@@ -144,8 +146,8 @@ def test_recomputation_saves_memory_and_takes_time(jobs: Jobs) -> None:
 
 
 def test_a_higher_stage_of_zero_needs_no_more_memory(jobs: Jobs) -> None:
-    sharded = with_columns(jobs, dp_shard=np.maximum(jobs.dp_shard, 2), offload=0)
-    one, two, three = (held(with_columns(sharded, zero=stage)) for stage in (1, 2, 3))
+    sharded = replace_columns(jobs, dp_shard=np.maximum(jobs.dp_shard, 2), offload=0)
+    one, two, three = (held(replace_columns(sharded, zero=stage)) for stage in (1, 2, 3))
     # In hpc_train's own, the buffers that each backward reduces may cost more than the halves of so few ranks spare.
     assert (two <= one * np.where(sharded.stack == STACKS.index("hpc_train"), 1.1, SURE)).all()
     plain = sharded.stack != STACKS.index("deepspeed")

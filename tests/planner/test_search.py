@@ -8,16 +8,21 @@ from planner_runs import NAMES, Row, as_run, rows_of, run
 
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants
-from hpc_train.planner.estimate import YES, estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.kept import ALIKE, MESH, Rated
-from hpc_train.planner.legal import shape_of
-from hpc_train.planner.pareto import Front, front
-from hpc_train.planner.search import SLACK, Found, Rest, search
-from hpc_train.planner.settings import unspread
-from hpc_train.planner.simplicity import complexity
-from hpc_train.planner.space import Fixed, Space, size
-from hpc_train.traffic.work import BYTES
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.memory import YES
+from hpc_train.planner.model.step_time import estimate_jobs
+from hpc_train.planner.search.search import FRONT_SLACK, SearchBase, SearchResult, search_space
+from hpc_train.planner.search.space import FixedColumns, SearchSpace, count_candidates, degree_limits
+from hpc_train.planner.search.top_candidates import (
+    EQUAL_TIME_TOLERANCE,
+    MESH_COLUMNS,
+    ParetoFront,
+    RatedCandidates,
+    layout_complexity,
+    pareto_front,
+)
+from hpc_train.planner.settings import single_rank_config
+from hpc_train.traffic.stages import ELEMENT_BYTES
 
 SMALL = ("cluster=dgx_a100", "model=gpt3_1_3b", "precision=bf16", "train.sequence_length=2048", "train.global_batch=8")
 TIGHT = ("cluster=dgx_a100", "model=gpt3_22b", "precision=bf16", "train.sequence_length=2048", "train.global_batch=16")
@@ -29,17 +34,17 @@ def find(
     config: RunConfig,
     world: int,
     exhaustive: bool = False,
-    fixed: Fixed | None = None,
+    fixed: FixedColumns | None = None,
     keep: int = 8,
     host: float = 0.0,
-) -> Found:
-    shape, reduce = shape_of(config), BYTES[config.precision.reduce]
-    base = jobs_of(unspread(config, shape.global_batch), 1)
-    whole = Space(shape, world, fixed or Fixed())
-    return search(Rest(base, reduce, host), whole, constants.default(), keep, exhaustive)
+) -> SearchResult:
+    shape, reduce = degree_limits(config), ELEMENT_BYTES[config.precision.reduce]
+    base = jobs_from_config(single_rank_config(config, shape.global_batch), 1)
+    whole = SearchSpace(shape, world, fixed or FixedColumns())
+    return search_space(SearchBase(base, reduce, host), whole, constants.default_constants(), keep, exhaustive)
 
 
-def rows(rated: Rated) -> list[Row]:
+def rows(rated: RatedCandidates) -> list[Row]:
     return list(zip(*(rated.columns[name].tolist() for name in NAMES), strict=True))
 
 
@@ -58,7 +63,9 @@ def rows(rated: Rated) -> list[Row]:
 def test_bounds_leave_out_nothing_that_matters(
     overrides: tuple[str, ...], world: int, fixed: dict[str, tuple[float, ...]]
 ) -> None:
-    bounded, everything = (find(run(*overrides), world, exhaustive, Fixed(fixed)) for exhaustive in (False, True))
+    bounded, everything = (
+        find(run(*overrides), world, exhaustive, FixedColumns(fixed)) for exhaustive in (False, True)
+    )
     for name in ("best", "doubtful", "front"):
         assert rows(getattr(bounded, name)) == rows(getattr(everything, name)), name
     assert bounded.searched == everything.searched == everything.estimated
@@ -69,36 +76,38 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
     """Each candidate as a run of its own, through jobs_of: nothing of the search's own columns is used."""
     config = run(*TIGHT)
     few = {"schedule": (2.0, 3.0), "virtual_stages": (1.0, 2.0), "micro_batch": (1.0,), "overlap_tensor": (0.0,)}
-    fixed = Fixed({**few, "reshard": (1.0,), "recompute_every": (1.0,), "cp": (1.0, 2.0), "sequence_parallel": (1.0,)})
-    fixed = Fixed({**fixed.values, "offload": (0.0, 2.0), "zero": (0.0, 1.0, 3.0)})
+    fixed = FixedColumns(
+        {**few, "reshard": (1.0,), "recompute_every": (1.0,), "cp": (1.0, 2.0), "sequence_parallel": (1.0,)}
+    )
+    fixed = FixedColumns({**fixed.values, "offload": (0.0, 2.0), "zero": (0.0, 1.0, 3.0)})
     found = find(config, 8, fixed=fixed)
-    told = constants.default()
+    told = constants.default_constants()
     best: dict[Row, tuple[float, Row]] = {}
     sure = []
-    for row in rows_of(Space(shape_of(config), 8, fixed)):
-        one = estimate(jobs_of(as_run(config, row), 8), told)
+    for row in rows_of(SearchSpace(degree_limits(config), 8, fixed)):
+        one = estimate_jobs(jobs_from_config(as_run(config, row), 8), told)
         step, fits = float(one.time.step), float(one.memory.fits)
         if fits == YES:
             sure.append((step, float(one.memory.total), row))
-            mesh = tuple(row[NAMES.index(name)] for name in MESH)
+            mesh = tuple(row[NAMES.index(name)] for name in MESH_COLUMNS)
             best[mesh] = min(best.get(mesh, (np.inf, row)), (step, row))
     quickest = min(sure)[0]
-    assert found.searched == size(Space(shape_of(config), 8, fixed))
+    assert found.searched == count_candidates(SearchSpace(degree_limits(config), 8, fixed))
     assert found.best.step.min() == pytest.approx(quickest, rel=1e-9)
     for row, step in zip(rows(found.best), found.best.step, strict=True):
-        mesh = tuple(row[NAMES.index(name)] for name in MESH)
-        assert best[mesh][0] * (1 - 1e-9) <= step <= best[mesh][0] * (1 + ALIKE)
-    near = [it for it in sure if it[0] <= found.best.step.min() * SLACK]
+        mesh = tuple(row[NAMES.index(name)] for name in MESH_COLUMNS)
+        assert best[mesh][0] * (1 - 1e-9) <= step <= best[mesh][0] * (1 + EQUAL_TIME_TOLERANCE)
+    near = [it for it in sure if it[0] <= found.best.step.min() * FRONT_SLACK]
     ours = {(round(step, 9), round(held)) for step, held in zip(found.front.step, found.front.memory, strict=True)}
     points = np.array([it[:2] for it in near])
-    assert ours == {(round(step, 9), round(held)) for step, held in points[front(points[:, 0], points[:, 1])]}
+    assert ours == {(round(step, 9), round(held)) for step, held in points[pareto_front(points[:, 0], points[:, 1])]}
 
 
 def test_the_best_is_the_simplest_of_those_that_are_as_quick() -> None:
     found = find(run(*SMALL), 8)
     alike = find(run(*SMALL), 8, exhaustive=True).best
-    near = alike.take(np.flatnonzero(alike.step <= alike.step.min() * (1 + ALIKE)))
-    assert complexity(found.best.columns)[0] == complexity(near.columns).min()
+    near = alike.take(np.flatnonzero(alike.step <= alike.step.min() * (1 + EQUAL_TIME_TOLERANCE)))
+    assert layout_complexity(found.best.columns)[0] == layout_complexity(near.columns).min()
 
 
 def test_a_model_too_large_for_its_world_has_no_candidates() -> None:
@@ -109,7 +118,7 @@ def test_a_model_too_large_for_its_world_has_no_candidates() -> None:
 
 def test_a_front_holds_what_nothing_beats() -> None:
     points = np.random.default_rng(3).integers(0, 12, (200, 2)).astype(np.float64)
-    kept = points[front(points[:, 0], points[:, 1])]
+    kept = points[pareto_front(points[:, 0], points[:, 1])]
     better = [(it < point).all() or ((it <= point).all() and (it < point).any()) for it in points for point in kept]
     assert not any(better)
     assert {tuple(point) for point in points if not _beaten(point, points)} == {tuple(point) for point in kept}
@@ -121,7 +130,7 @@ def _beaten(point: np.ndarray, points: np.ndarray) -> bool:  # type: ignore[type
 
 
 def test_a_front_lets_pass_what_it_does_not_beat() -> None:
-    grown = Front()
+    grown = ParetoFront()
     assert grown.free(np.array([1.0]), np.array([1.0])).all()
     grown.of(np.array([1.0, 2.0]), np.array([5.0, 3.0]))
     tried = [
@@ -139,7 +148,7 @@ def test_a_front_lets_pass_what_it_does_not_beat() -> None:
 def test_what_is_offloaded_has_room_on_its_node() -> None:
     """The same space with ever less memory of a node: what is offloaded to it gets less, and ends."""
     config = run(*TIGHT)
-    offload = Fixed({"offload": (1.0, 2.0)})
+    offload = FixedColumns({"offload": (1.0, 2.0)})
     states = 12 * 22e9  # about: two moments and the parameters, in fp32
     counts = [find(config, 8, fixed=offload, host=share * states).best.count for share in (0.0, 10.0, 0.1)]
     assert counts[0] == counts[1] > 0

@@ -8,8 +8,7 @@ from functools import cache
 import pytest
 from planner_runs import NAMES, Row, naive_rows, refusal, rows_of, run
 
-from hpc_train.planner.legal import shape_of
-from hpc_train.planner.space import Fixed, Space, blocks, size
+from hpc_train.planner.search.space import FixedColumns, SearchSpace, count_candidates, degree_limits, iterate_blocks
 
 TINY = ("cluster=dgx_a100", "train.sequence_length=32", "train.micro_batch=1")
 CASES = {
@@ -33,15 +32,15 @@ CASES = {
 
 
 @cache
-def space(case: str, world: int) -> Space:
-    return Space(shape_of(run(*CASES[case])), world)
+def space(case: str, world: int) -> SearchSpace:
+    return SearchSpace(degree_limits(run(*CASES[case])), world)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world", [1, 4])
 def test_every_candidate_can_be_run(case: str, world: int) -> None:
     found = list(rows_of(space(case, world)))
-    assert len(found) == len(set(found)) == size(space(case, world))
+    assert len(found) == len(set(found)) == count_candidates(space(case, world))
     for row in random.Random(1).sample(found, min(200, len(found))):
         assert refusal(run(*CASES[case]), row, world) is None
 
@@ -67,13 +66,13 @@ def _plain(row: Row, layers: int) -> bool:
 def test_the_space_is_the_same_however_it_is_cut() -> None:
     whole = space("llama", 4)
     assert set(rows_of(whole, 64)) == set(rows_of(whole, 1 << 20))
-    assert max(block.count for block in blocks(whole, 64)) <= 64
+    assert max(block.count for block in iterate_blocks(whole, 64)) <= 64
 
 
 def test_what_is_fixed_stays() -> None:
     whole = space("llama", 4)
-    fixed = Fixed({"tp": (2.0,), "recompute": (2.0,), "micro_batch": (1.0,)})
-    found = set(rows_of(Space(whole.shape, 4, fixed)))
+    fixed = FixedColumns({"tp": (2.0,), "recompute": (2.0,), "micro_batch": (1.0,)})
+    found = set(rows_of(SearchSpace(whole.shape, 4, fixed)))
     at = [NAMES.index(name) for name in ("tp", "recompute", "micro_batch")]
     assert found == {row for row in rows_of(whole) if [row[number] for number in at] == [2.0, 2.0, 1.0]}
     assert found
@@ -81,9 +80,12 @@ def test_what_is_fixed_stays() -> None:
 
 def test_a_micro_batch_that_is_fixed_need_not_divide() -> None:
     whole = space("llama", 1)
-    found = {row[NAMES.index("micro_batch")] for row in rows_of(Space(whole.shape, 1, Fixed({"micro_batch": (3.0,)})))}
+    found = {
+        row[NAMES.index("micro_batch")]
+        for row in rows_of(SearchSpace(whole.shape, 1, FixedColumns({"micro_batch": (3.0,)})))
+    }
     assert found == {3.0}
 
 
 def test_a_world_that_nothing_divides_has_no_candidates() -> None:
-    assert size(Space(space("llama", 4).shape, 7)) == 0
+    assert count_candidates(SearchSpace(space("llama", 4).shape, 7)) == 0

@@ -8,32 +8,31 @@ import numpy as np
 import pytest
 from planner_runs import run
 
-from hpc_train.planner.collectives import all_gather, all_reduce, group
-from hpc_train.planner.constants import Constants, default
-from hpc_train.planner.estimate import Estimate, Time, estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.gemm import waves
-from hpc_train.planner.jobs import RECOMPUTE, Jobs, column, take, with_columns
-from hpc_train.planner.overlap import exposed
+from hpc_train.planner.constants import Constants, default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, replace_columns, take_rows
+from hpc_train.planner.model.layer import wave_quantization
+from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
+from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
 
 FLAGSHIP = (
     "model=gpt3_175b", "cluster=dgx_a100", "cluster.nodes=64", "precision=bf16", "parallel.tp=8", "parallel.pp=8",
     "train.global_batch=512", "train.micro_batch=1", "train.sequence_length=2048",
 )  # fmt: skip
-CONSTANTS = default()
+CONSTANTS = default_constants()
 
 
 def job(*overrides: str, **columns: object) -> Jobs:
-    return with_columns(jobs_of(run(*FLAGSHIP, *overrides)), **columns)
+    return replace_columns(jobs_from_config(run(*FLAGSHIP, *overrides)), **columns)
 
 
 def step(jobs: Jobs) -> float:
-    return float(estimate(jobs, CONSTANTS).time.step)
+    return float(estimate_jobs(jobs, CONSTANTS).time.step)
 
 
 def test_parts_add_up_and_none_is_negative() -> None:
-    told = estimate(job(tp=[1, 2, 8], pp=8, dp_replicate=[64, 32, 8]), CONSTANTS)
-    parts = [getattr(told.time, it.name) for it in fields(Time) if it.name not in ("spread", "hardware_flops")]
+    told = estimate_jobs(job(tp=[1, 2, 8], pp=8, dp_replicate=[64, 32, 8]), CONSTANTS)
+    parts = [getattr(told.time, it.name) for it in fields(StepTime) if it.name not in ("spread", "hardware_flops")]
     assert np.allclose(sum(parts), told.time.step)
     assert all((part >= 0).all() for part in parts)
     assert (told.time.quantile(0.1) < told.time.step).all()
@@ -42,9 +41,9 @@ def test_parts_add_up_and_none_is_negative() -> None:
 
 def test_many_jobs_are_estimated_as_each_by_itself() -> None:
     many = job(tp=[1, 2, 4, 8], micro_batch=[1, 2, 1, 4], dp_replicate=[64, 32, 16, 8])
-    together = estimate(many, CONSTANTS)
+    together = estimate_jobs(many, CONSTANTS)
     for row in range(many.n):
-        alone = estimate(take(many, np.array([row])), CONSTANTS)
+        alone = estimate_jobs(take_rows(many, np.array([row])), CONSTANTS)
         assert alone.time.step[0] == together.time.step[row]
         assert alone.memory.total[0] == together.memory.total[row]
         assert alone.memory.fits[0] == together.memory.fits[row]
@@ -52,79 +51,81 @@ def test_many_jobs_are_estimated_as_each_by_itself() -> None:
 
 def test_published_run_of_this_size_is_about_as_fast() -> None:
     """Narayanan et al. 2021, table 2: 175B in 140 to 150 TFLOP/s a GPU, recomputation counted."""
-    told: Estimate = estimate(job(recompute=RECOMPUTE.index("full"), stack=0, fused_attention=0), CONSTANTS)
+    told: Estimate = estimate_jobs(job(recompute=RECOMPUTE.index("full"), stack=0, fused_attention=0), CONSTANTS)
     assert 0.38 < float(told.hfu) < 0.52
     assert float(told.hfu) == pytest.approx(float(told.mfu) * 4 / 3, rel=0.06)
 
 
 def test_recomputation_costs_a_third_and_saves_memory() -> None:
-    none, full = (estimate(job(recompute=RECOMPUTE.index(mode)), CONSTANTS) for mode in ("none", "full"))
+    none, full = (estimate_jobs(job(recompute=RECOMPUTE.index(mode)), CONSTANTS) for mode in ("none", "full"))
     assert 1.15 < float(full.time.step / none.time.step) < 1.4
     assert float(full.memory.total) < float(none.memory.total)
-    half = estimate(job(recompute=RECOMPUTE.index("full"), recompute_share=0.5), CONSTANTS)
+    half = estimate_jobs(job(recompute=RECOMPUTE.index("full"), recompute_share=0.5), CONSTANTS)
     assert float(none.time.step) < float(half.time.step) < float(full.time.step)
 
 
 def test_tensor_parallelism_beyond_the_nvlink_domain_is_slow() -> None:
     inside, outside = job(tp=8, pp=8, dp_replicate=8), job(tp=16, pp=8, dp_replicate=4)
     assert step(outside) > 1.15 * step(inside)
-    assert step(with_columns(outside, nvlink_domain=72)) < 1.2 * step(inside)
+    assert step(replace_columns(outside, nvlink_domain=72)) < 1.2 * step(inside)
 
 
 def test_a_slower_network_never_helps() -> None:
     base = job("parallel.strategy=zero3", "parallel.pp=1", "parallel.tp=1")
-    times = [step(with_columns(base, nic_bandwidth=rate)) for rate in (5e9, 25e9, 50e9)]
+    times = [step(replace_columns(base, nic_bandwidth=rate)) for rate in (5e9, 25e9, 50e9)]
     assert times == sorted(times, reverse=True)
-    tapered = with_columns(base, leaf_gpus=64, leaf_oversubscription=4)
+    tapered = replace_columns(base, leaf_gpus=64, leaf_oversubscription=4)
     assert step(tapered) > step(base)
 
 
 def test_a_group_that_spans_nodes_has_the_nics_of_all_its_ranks() -> None:
     """A group of every GPU of its nodes has all their rails; one of a GPU a node has one."""
     jobs, constants = job(), Constants(link_efficiency=0.8, nic_efficiency=1.0)
-    whole = group(jobs, constants, column(16), column(1))
-    single = group(jobs, constants, column(2), column(8))
+    whole = make_rank_group(jobs, constants, as_column(16), as_column(1))
+    single = make_rank_group(jobs, constants, as_column(2), as_column(8))
     assert float(single.seconds_per_byte) == pytest.approx(8 * float(whole.seconds_per_byte))
-    size = column(1e11)
+    size = as_column(1e11)
     ring = 2 * 15 / 16 * 1e11 / (8 * float(jobs.nic_bandwidth))
-    assert float(all_reduce(whole, size)) == pytest.approx(ring, rel=0.005)
-    assert float(all_gather(whole, size, column(1))) == pytest.approx(ring / 2, rel=0.005)
-    assert float(all_reduce(group(jobs, constants, column(1), column(1)), size)) == 0
+    assert float(all_reduce_seconds(whole, size)) == pytest.approx(ring, rel=0.005)
+    assert float(all_gather_seconds(whole, size, as_column(1))) == pytest.approx(ring / 2, rel=0.005)
+    assert float(all_reduce_seconds(make_rank_group(jobs, constants, as_column(1), as_column(1)), size)) == 0
 
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "full"), [(256 * 108, 128, 1.0), (256, 128 * 108, 1.0), (256 * 109, 128, 1.3)]
 )
 def test_waves_of_tiles(rows: int, outputs: int, full: float) -> None:
-    slow = float(waves(job(), column(rows), column(outputs)))
+    slow = float(wave_quantization(job(), as_column(rows), as_column(outputs)))
     assert slow == pytest.approx(1.0) if full == 1.0 else 1.0 < slow <= 2.0
-    assert float(waves(with_columns(job(), multiprocessors=0), column(rows), column(outputs))) == pytest.approx(1.0)
+    assert float(
+        wave_quantization(replace_columns(job(), multiprocessors=0), as_column(rows), as_column(outputs))
+    ) == pytest.approx(1.0)
 
 
 def test_head_dimensions_that_tensor_cores_cannot_take_are_slow() -> None:
     """BLOOM's log: 128 heads of 108 in place of 96 of 144 took 40 % longer."""
-    shapes = with_columns(job(), hidden=13824, feed_forward=55296, heads=[96, 128], head_dim=[144, 108])
-    jobs = with_columns(shapes, kv_heads=[96, 128], stack=1, fused_attention=0)
-    even, odd = estimate(jobs, CONSTANTS).time.step
+    shapes = replace_columns(job(), hidden=13824, feed_forward=55296, heads=[96, 128], head_dim=[144, 108])
+    jobs = replace_columns(shapes, kv_heads=[96, 128], stack=1, fused_attention=0)
+    even, odd = estimate_jobs(jobs, CONSTANTS).time.step
     assert 1.2 < odd / even < 1.7
 
 
 def test_small_layers_wait_for_the_host() -> None:
     small = {"hidden": 512, "feed_forward": 2048, "heads": 8, "head_dim": 64, "sequence": 256, "vocab": 1024}
-    told = estimate(job("model=gpt3_1_3b", tp=1, dp_replicate=64, micro_batch=1, **small), CONSTANTS)
+    told = estimate_jobs(job("model=gpt3_1_3b", tp=1, dp_replicate=64, micro_batch=1, **small), CONSTANTS)
     assert float(told.time.launch) > float(told.time.compute)
-    assert float(estimate(job(), CONSTANTS).time.launch) < 0.05 * step(job())
+    assert float(estimate_jobs(job(), CONSTANTS).time.launch) < 0.05 * step(job())
 
 
 def test_what_overlap_leaves() -> None:
-    assert float(exposed(column(1), column(10), column(0.8), column(0.1))) == pytest.approx(0.1)
-    assert float(exposed(column(9), column(10), column(0.8), column(0.1))) == pytest.approx(1)
-    assert float(exposed(column(9), column(10), column(0), column(0.1))) == 9
-    assert float(exposed(column(0), column(10), column(0.5), column(0.1))) == 0
+    assert float(exposed_seconds(as_column(1), as_column(10), as_column(0.8), as_column(0.1))) == pytest.approx(0.1)
+    assert float(exposed_seconds(as_column(9), as_column(10), as_column(0.8), as_column(0.1))) == pytest.approx(1)
+    assert float(exposed_seconds(as_column(9), as_column(10), as_column(0), as_column(0.1))) == 9
+    assert float(exposed_seconds(as_column(0), as_column(10), as_column(0.5), as_column(0.1))) == 0
 
 
 def test_more_micro_batches_shrink_the_bubbles_share() -> None:
-    times = [estimate(job(global_batch=batch), CONSTANTS).time for batch in (64, 256, 1024)]
+    times = [estimate_jobs(job(global_batch=batch), CONSTANTS).time for batch in (64, 256, 1024)]
     share = [float(it.bubble / it.step) for it in times]
     assert share == sorted(share, reverse=True)
     assert share[0] > 0.3 > 0.1 > share[2]

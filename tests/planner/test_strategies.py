@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 from planner_runs import asked
 
-from hpc_train.config.degrees import Degrees, resolve
+from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.planner.candidate import Candidate
 
 COMMON = ("precision=bf16", "train.sequence_length=2048", "checkpoint.every=0")
@@ -35,7 +35,7 @@ def quickest(cluster: str, model: str, nodes: int, batch: int, *more: str) -> Ca
 
 
 def degrees(it: Candidate) -> Degrees:
-    return resolve(it.config.parallel, it.ranks)
+    return resolve_degrees(it.config.parallel, it.ranks)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

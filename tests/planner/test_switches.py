@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from planner_runs import run
 
-from hpc_train.cluster.calibration import Calibration, Constants, write_calibration
+from hpc_train.cluster.calibration import Calibration, LevelConstants, write_calibration
 from hpc_train.errors import UserError
-from hpc_train.planner.constants import default
-from hpc_train.planner.estimate import estimate
-from hpc_train.planner.from_config import jobs_of
-from hpc_train.planner.jobs import Jobs
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.jobs import Jobs
+from hpc_train.planner.model.step_time import estimate_jobs
 
 RUN = ("cluster=dgx_h100", "model=llama_70b", "precision=bf16", "parallel=fsdp", "train.global_batch=512")
 TAPERED = ("cluster.fabric.oversubscription=4", "cluster.fabric.group_oversubscription=8")
@@ -34,7 +34,7 @@ def tree(path: Path, nodes_per_leaf: int, leaves: int, spines: int = 1) -> str:
 
 
 def job(*overrides: str) -> Jobs:
-    return jobs_of(run(*RUN, *TAPERED, "cluster.nodes=16", *overrides))
+    return jobs_from_config(run(*RUN, *TAPERED, "cluster.nodes=16", *overrides))
 
 
 def test_the_file_says_how_many_nodes_share_a_switch(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_file_says_how_many_nodes_share_a_switch(tmp_path: Path) -> None:
 
 def test_a_step_is_slower_where_its_nodes_lie_on_more_leaves(tmp_path: Path) -> None:
     times = [
-        float(estimate(job(tree(tmp_path / f"{size}.conf", size, 64 // size)), default()).time.data)
+        float(estimate_jobs(job(tree(tmp_path / f"{size}.conf", size, 64 // size)), default_constants()).time.data)
         for size in (32, 16, 8, 4)
     ]
     assert times[0] == times[1], "all sixteen nodes are under one leaf"
@@ -56,7 +56,7 @@ def test_a_step_is_slower_where_its_nodes_lie_on_more_leaves(tmp_path: Path) -> 
 
 
 def test_what_was_measured_of_a_level_goes_before_what_is_stated(tmp_path: Path) -> None:
-    levels = (Constants("node", 1e-5, 400e9), Constants("leaf", 2e-5, 800e9))
+    levels = (LevelConstants("node", 1e-5, 400e9), LevelConstants("leaf", 2e-5, 800e9))
     write_calibration(tmp_path / "c.json", Calibration("dgx_h100", "nccl", "2025-01-01", levels))
     jobs = job(tree(tmp_path / "t.conf", 4, 8), f"cluster.calibration={tmp_path / 'c.json'}")
     assert float(jobs.leaf_oversubscription) == pytest.approx(4 * 400 / 800)
@@ -72,4 +72,4 @@ def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "changing.conf"
     assert float(job(tree(path, 4, 8)).leaf_gpus) == 32
     changed = tree(path, 8, 4)
-    assert float(jobs_of(run(*RUN, *TAPERED, "cluster.nodes=16", changed)).leaf_gpus) == 64
+    assert float(jobs_from_config(run(*RUN, *TAPERED, "cluster.nodes=16", changed)).leaf_gpus) == 64

@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.result import Cost, Placement
-from hpc_train.runtime.facts import Facts
+from hpc_train.placement.placement_result import CommunicationCost, Placement
+from hpc_train.runtime.host_info import ProcessFacts
 
 
-def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None = None) -> list[Facts]:
+def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None = None) -> list[ProcessFacts]:
     """Facts in launcher order of `nodes` nodes with `each` ranks; numbering: (node, local) -> process."""
     number = numbering or (lambda node, local: node * each + local)
     found = [
-        Facts(number(node, local), node, local, f"n{node}", f"10.0.0.{node + 1}", 5000 + node, "0-7")
+        ProcessFacts(number(node, local), node, local, f"n{node}", f"10.0.0.{node + 1}", 5000 + node, "0-7")
         for node in range(nodes)
         for local in range(each)
     ]
     return sorted(found, key=lambda it: it.process)
 
 
-def changed(facts: Sequence[Facts], which: int, /, **values: object) -> list[Facts]:
+def changed(facts: Sequence[ProcessFacts], which: int, /, **values: object) -> list[ProcessFacts]:
     """The same, but for what one process says."""
     return [replace(it, **values) if it.process == which else it for it in facts]  # type: ignore[arg-type]
 
@@ -29,11 +29,17 @@ def changed(facts: Sequence[Facts], which: int, /, **values: object) -> list[Fac
 def answer(*order: int, each: int = 2) -> Callable[[RunConfig, object], Placement]:
     """A search that finds this order of nodes."""
     placement = Placement(
-        tuple(order), each, Cost(2.0, {"dp_shard": 2.0}), Cost(1.0, {"dp_shard": 1.0}), {}, 0.0, "2.00x less"
+        tuple(order),
+        each,
+        CommunicationCost(2.0, {"dp_shard": 2.0}),
+        CommunicationCost(1.0, {"dp_shard": 1.0}),
+        {},
+        0.0,
+        "2.00x less",
     )
     return lambda _config, _nodes: placement
 
 
-def backwards(config: RunConfig, nodes: Sequence[Sequence[Facts]]) -> Placement:
+def backwards(config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]]) -> Placement:
     """A search that turns the launcher's order round."""
     return answer(*reversed(range(len(nodes))), each=len(nodes[0]))(config, nodes)

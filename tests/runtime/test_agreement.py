@@ -12,26 +12,33 @@ from pathlib import Path
 import pytest
 from fact_helpers import backwards, facts_of
 
-from hpc_train.api import Task
 from hpc_train.config.run import RunConfig
-from hpc_train.runtime import agreement
-from hpc_train.runtime.agreement import agree, check
-from hpc_train.runtime.facts import Facts, hear_node
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.plan import Plan, decide, digest
-from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
+from hpc_train.interfaces import Task
+from hpc_train.runtime import rank_assignment
+from hpc_train.runtime.host_info import ProcessFacts, gather_node_facts
+from hpc_train.runtime.identity import ProcessIdentity
+from hpc_train.runtime.rank_assignment import (
+    RankAssignment,
+    agree_on_assignment,
+    decide_assignment,
+    find_assignment_problem,
+    hash_assignment,
+)
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 
 LONG = timedelta(seconds=60)
 Agreed = tuple[tuple[int, ...], str, str | None, list[int]]
 
 
-def member(folder: Path, mine: Facts, processes: int, nodes: int) -> Agreed:
+def member(folder: Path, mine: ProcessFacts, processes: int, nodes: int) -> Agreed:
     """One process: (its map, hash, warning, local ranks of its node)."""
-    me = Identity(mine.process, processes, mine.local, mine.node, 1, "submitit", "localhost", "agreement")
-    store = open_store(me, {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    me = ProcessIdentity(mine.process, processes, mine.local, mine.node, 1, "submitit", "localhost", "agreement")
+    store = open_job_store(me, {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG)
     task = Task(mine.process, processes, mine.local, mine.node, nodes, "submitit", mine.host, store)
-    plan, hashed = agree(task, mine, LONG, lambda facts: decide(RunConfig(), facts, processes, backwards))
-    here = [fact.local for fact in hear_node(task)]
+    plan, hashed = agree_on_assignment(
+        task, mine, LONG, lambda facts: decide_assignment(RunConfig(), facts, processes, backwards)
+    )
+    here = [fact.local for fact in gather_node_facts(task)]
     if store.add("done", 1) == processes:
         store.set("all done", "")
     if mine.process == 0:
@@ -39,7 +46,9 @@ def member(folder: Path, mine: Facts, processes: int, nodes: int) -> Agreed:
     return plan.map(), hashed, plan.warning, here
 
 
-def meet(folder: Path, facts: list[Facts], told: Callable[[Facts], Facts] = lambda it: it) -> list[Agreed]:
+def meet(
+    folder: Path, facts: list[ProcessFacts], told: Callable[[ProcessFacts], ProcessFacts] = lambda it: it
+) -> list[Agreed]:
     nodes = len({fact.node for fact in facts})
     with ProcessPoolExecutor(len(facts), multiprocessing.get_context("fork")) as pool:
         work = [pool.submit(member, folder, told(it), len(facts), nodes) for it in facts]
@@ -63,26 +72,26 @@ def test_processes_that_count_differently_fall_back_together(tmp_path: Path) -> 
 
 def test_one_that_objects_stops_the_plan_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 3 was told of another host than it is on."""
-    real = agreement.check
+    real = rank_assignment.find_assignment_problem
 
     def doubting(text: str, hashed: str, task: Task) -> str | None:
         return real(text, hashed, replace(task, host="moved") if task.process == 3 else task)
 
-    monkeypatch.setattr(agreement, "check", doubting)
+    monkeypatch.setattr(rank_assignment, "find_assignment_problem", doubting)
     found = meet(tmp_path, facts_of(2, 2))
     assert {it[0] for it in found} == {(0, 1, 2, 3)}
     assert {it[2] for it in found} == {"the launcher's order, not placed: process 3 on n1: the plan has node 1 on n1"}
 
 
 def test_what_a_process_checks() -> None:
-    plan = decide(RunConfig(), facts_of(2, 2), 4, backwards)
+    plan = decide_assignment(RunConfig(), facts_of(2, 2), 4, backwards)
     task = Task(1, 4, 1, 0, 2, "slurm", "n0")
 
-    def says(plan: Plan, task: Task = task) -> str | None:
-        return check(plan.text(), digest(plan.text()), task)
+    def says(plan: RankAssignment, task: Task = task) -> str | None:
+        return find_assignment_problem(plan.text(), hash_assignment(plan.text()), task)
 
     assert says(plan) is None
-    assert "hash" in str(check(plan.text() + " ", digest(plan.text()), task))
+    assert "hash" in str(find_assignment_problem(plan.text() + " ", hash_assignment(plan.text()), task))
     assert "for 4 processes, the job has 8" in str(says(plan, replace(task, processes=8)))
     assert "node 0 on n0" in str(says(plan, replace(task, host="n7")))
     assert "nowhere" in str(says(plan, replace(task, node=5)))

@@ -15,15 +15,13 @@ import pytest
 import torch
 from fact_helpers import backwards
 
-from hpc_train.api import Task
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.runtime.arrange import arrange
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.plan import Search
-from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
-from hpc_train.runtime.search import search
+from hpc_train.interfaces import Task
+from hpc_train.runtime.identity import ProcessIdentity
+from hpc_train.runtime.rank_assignment import SearchPlacement, arrange_ranks, search_placement
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 
 LONG = timedelta(seconds=60)
 SLURM = {"SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
@@ -41,7 +39,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     """Leaf switch of each node; empty: Slurm tells no topology."""
-    find: Search = search
+    find: SearchPlacement = search_placement
     needs_mpi: str | None = None
 
 
@@ -72,15 +70,15 @@ def config_of(**launch: object) -> RunConfig:
 
 def member(job: Job, process: int) -> Outcome:
     count, (node, local) = job.each * job.nodes, divmod(process, job.each)
-    env = {FOLDER_VARIABLE: str(job.folder), "SLURMD_NODENAME": f"n{node}", **job.env}
+    env = {RENDEZVOUS_VARIABLE: str(job.folder), "SLURMD_NODENAME": f"n{node}", **job.env}
     if job.leaves:
         env |= {**SLURM, "SLURM_TOPOLOGY_ADDR": f"top.{job.leaves[node]}.n{node}"}
-    me = Identity(process, count, local, node, job.nodes, "slurm", f"n{node}", "arrange")
-    store = open_store(me, env, "lo", LONG)
+    me = ProcessIdentity(process, count, local, node, job.nodes, "slurm", f"n{node}", "arrange")
+    store = open_job_store(me, env, "lo", LONG)
     task = Task(process, count, local, node, job.nodes, "slurm", me.host, store)
     before = dict(env)
     try:
-        found = arrange(task, job.config, job.needs_mpi, env, job.find)
+        found = arrange_ranks(task, job.config, job.needs_mpi, env, job.find)
     except UserError as error:
         return Outcome(str(error))
     if store.add("done", 1) == count:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.errors import UserError
-from hpc_train.runtime.identity import Identity, alone, identify
+from hpc_train.runtime.identity import ProcessIdentity, identify_process, make_single_identity
 
 
 def place(environment: dict[str, str]) -> tuple[str, int, int, int, int, int]:
-    found = identify(environment)
+    found = identify_process(environment)
     assert found is not None
     return found.launcher, found.process, found.processes, found.local, found.node, found.nodes
 
@@ -28,7 +28,7 @@ def test_tasks_of_a_slurm_step() -> None:
 
 
 def test_a_slurm_task_is_on_the_node_that_slurm_names() -> None:
-    found = identify(env.srun(2, 1, 0))
+    found = identify_process(env.srun(2, 1, 0))
     assert found is not None
     assert found.host == "node4"
 
@@ -39,18 +39,21 @@ def test_a_step_counts_its_own_tasks_not_those_of_the_job() -> None:
 
 
 def test_a_requeued_job_meets_under_another_key() -> None:
-    first, again = identify(env.srun(0, 0, 0)), identify(env.srun(0, 0, 0) | {"SLURM_RESTART_COUNT": "1"})
+    first, again = (
+        identify_process(env.srun(0, 0, 0)),
+        identify_process(env.srun(0, 0, 0) | {"SLURM_RESTART_COUNT": "1"}),
+    )
     assert first is not None
     assert again is not None
     assert first.attempt_key != again.attempt_key
 
 
 def test_a_batch_script_is_no_rank() -> None:
-    assert identify(env.batch_script()) is None
+    assert identify_process(env.batch_script()) is None
 
 
 def test_a_shell_of_srun_pty_is_no_rank() -> None:
-    assert identify(env.pty_shell()) is None
+    assert identify_process(env.pty_shell()) is None
 
 
 def test_a_step_started_from_such_a_shell_has_ranks() -> None:
@@ -73,7 +76,7 @@ def test_workers_of_torchrun() -> None:
 
 
 def test_restarted_workers_of_torchrun_meet_under_another_key() -> None:
-    first, again = identify(env.torchrun(0)), identify(env.torchrun(0, restarts=1))
+    first, again = identify_process(env.torchrun(0)), identify_process(env.torchrun(0, restarts=1))
     assert first is not None
     assert again is not None
     assert first.attempt_key != again.attempt_key
@@ -118,8 +121,8 @@ def test_inside_slurm_the_innermost_launcher_wins(outer: dict[str, str], inner: 
 
 
 def test_without_a_launcher_there_is_no_identity() -> None:
-    assert identify({"PATH": "/usr/bin", "HOME": "/root"}) is None
-    assert (alone().process, alone().processes) == (0, 1)
+    assert identify_process({"PATH": "/usr/bin", "HOME": "/root"}) is None
+    assert (make_single_identity().process, make_single_identity().processes) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_without_a_launcher_there_is_no_identity() -> None:
 )
 def test_what_cannot_be_true_is_one_line(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError) as wrong:
-        identify(environment)
+        identify_process(environment)
     assert words in str(wrong.value)
     assert len(str(wrong.value).splitlines()) == 1
 
@@ -163,11 +166,11 @@ _VALUES = st.one_of(
 @given(st.dictionaries(st.sampled_from(_NAMES), _VALUES))
 def test_no_environment_gives_anything_but_an_identity_none_or_one_line(environment: dict[str, str]) -> None:
     try:
-        found = identify(environment)
+        found = identify_process(environment)
     except UserError as error:
         lines = str(error).splitlines()
     else:
         lines = []
-        assert found is None or isinstance(found, Identity)
+        assert found is None or isinstance(found, ProcessIdentity)
         assert found is None or (0 <= found.process < found.processes and 0 <= found.node < found.nodes)
     assert len(lines) <= 1

@@ -26,11 +26,10 @@ from other_user import SOMEBODY, as_somebody, need_root
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_train.errors import UserError
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
+from hpc_train.runtime.identity import ProcessIdentity
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 from hpc_train.runtime.store.client import JobStore
-from hpc_train.runtime.store.server import STRANGERS, StoreServer
-from hpc_train.runtime.store.wire import (
+from hpc_train.runtime.store.protocol import (
     ANSWER_BYTES,
     GREETING_BYTES,
     HEADER_BYTES,
@@ -41,8 +40,9 @@ from hpc_train.runtime.store.wire import (
     Message,
     Operation,
     encode_message,
-    payload_bytes,
+    parse_payload_bytes,
 )
+from hpc_train.runtime.store.server import MAX_STRANGERS, StoreServer
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
 SECRET = bytes(range(32))
@@ -62,8 +62,8 @@ def store(server: StoreServer) -> Iterator[JobStore]:
     client.close()
 
 
-def identity(process: int, processes: int) -> Identity:
-    return Identity(process, processes, process, 0, 1, "submitit", socket.gethostname(), "job-1")
+def identity(process: int, processes: int) -> ProcessIdentity:
+    return ProcessIdentity(process, processes, process, 0, 1, "submitit", socket.gethostname(), "job-1")
 
 
 ATTEMPT = """
@@ -106,7 +106,7 @@ from hpc_train.runtime.store.client import JobStore
 
 def rank_of_a_job(process: int, folder: Path, heard: Any, over: Any) -> tuple[bytes, int]:
     """Meet the other rank, report where the store is, and what it holds after a stranger has connected."""
-    store = open_store(identity(process, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    store = open_job_store(identity(process, 2), {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG)
     if process == 0:
         store.set("secret of the job", "as it was")
         store.add("counter", 1)
@@ -148,13 +148,13 @@ def test_another_user_can_neither_read_nor_replace_the_secret(public_folder: Pat
     path = public_folder / ".rendezvous-job-1.json"
     before = os.umask(0)
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(open_store, identity(0, 2), {FOLDER_VARIABLE: str(public_folder)}, None, LONG)
+        first = threads.submit(open_job_store, identity(0, 2), {RENDEZVOUS_VARIABLE: str(public_folder)}, None, LONG)
         while not path.exists():
             time.sleep(0.01)
         os.umask(before)
         assert path.stat().st_mode & 0o777 == 0o600
         found = as_somebody(THIEF, str(path))
-        second = open_store(identity(1, 2), {FOLDER_VARIABLE: str(public_folder)}, None, LONG)
+        second = open_job_store(identity(1, 2), {RENDEZVOUS_VARIABLE: str(public_folder)}, None, LONG)
         for store in (second, first.result()):
             assert isinstance(store, JobStore)
             store.close()
@@ -190,7 +190,7 @@ def planted(folder: Path, kind: str) -> Path:
 def test_what_process_0_did_not_write_is_refused(tmp_path: Path, kind: str) -> None:
     path = planted(tmp_path, kind)
     with pytest.raises(UserError, match="is not what process 0 of this job writes") as refused:
-        open_store(identity(1, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, LONG)
+        open_job_store(identity(1, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, LONG)
     assert str(path) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -200,7 +200,7 @@ def test_a_link_where_the_secret_will_be_written_is_not_followed(tmp_path: Path)
     victim.write_text("mine")
     (tmp_path / f".rendezvous-job-1.{os.getpid()}").symlink_to(victim)
     with pytest.raises(UserError, match="1 of 2 processes came"):
-        open_store(identity(0, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, SHORT)
+        open_job_store(identity(0, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, SHORT)
     assert victim.read_text() == "mine"
 
 
@@ -295,7 +295,7 @@ def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreSer
 
 
 def group_over(process: int, folder: Path) -> list[float]:
-    store = open_store(identity(process, 4), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    store = open_job_store(identity(process, 4), {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=process, world_size=4, timeout=LONG)
     del store  # the process group still holds it
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
@@ -351,7 +351,7 @@ def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(server: StoreServ
 
 def gloo_asks_once(process: int, folder: Path) -> str:
     os.environ.pop("GLOO_ENABLE_STORE_V2_API", None)
-    open_store(identity(process, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG)
+    open_job_store(identity(process, 2), {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG)
     return os.environ["GLOO_ENABLE_STORE_V2_API"]
 
 
@@ -382,7 +382,7 @@ def test_many_who_wait_for_the_same_large_values_share_one_copy(server: StoreSer
     for reader, incoming in readers:
         reader.settimeout(None)  # with a timeout, recv returns less than asked for
         header = reader.recv(HEADER_BYTES, socket.MSG_WAITALL)
-        data = reader.recv(payload_bytes(header), socket.MSG_WAITALL)
+        data = reader.recv(parse_payload_bytes(header), socket.MSG_WAITALL)
         assert incoming.open(header, data).parts == values
         reader.close()
     assert store.check(["a", "b"])
@@ -502,7 +502,7 @@ def test_strangers_who_stay_do_not_keep_the_job_out(server: StoreServer) -> None
         stranger.sendall(os.urandom(1 + index % 100))
     store = JobStore(server.address, SECRET, LONG)
     store.set("a", "b")
-    while len(server._strangers) > STRANGERS:
+    while len(server._strangers) > MAX_STRANGERS:
         time.sleep(0.01)
     assert store.get("a") == b"b"
     for stranger in crowd:

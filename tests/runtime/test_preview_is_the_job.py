@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.place_nodes import job_of, place_nodes
-from hpc_train.placement.result import Placement, as_json
-from hpc_train.runtime.facts import Facts
-from hpc_train.runtime.search import search
-from hpc_train.topology.allocation import allocation
+from hpc_train.placement.allocation import find_allocation
+from hpc_train.placement.placement_result import Placement, placement_to_json
+from hpc_train.placement.search import make_placement_job, place_nodes
+from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.rank_assignment import search_placement
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Site:
         below = f"u[0-{len(self.units) - 1}]"
         return "".join(lines) + f"SwitchName=top Level=1 LinkSpeed=1 Nodes={everything} Switches={below}\n"
 
-    def facts(self, addresses: bool) -> list[list[Facts]]:
+    def facts(self, addresses: bool) -> list[list[ProcessFacts]]:
         """Return what the job's nodes report about themselves; addresses: whether srun told them theirs."""
         unit = {node: f"u{n}" for n, held in enumerate(self.units) for node in held}
         found = []
@@ -118,11 +118,11 @@ def config_of(site: Site, topology: str | None) -> RunConfig:
 
 def preview(config: RunConfig, nodes: Sequence[str] | None) -> Placement:
     listed = ",".join(nodes) if nodes is not None else None
-    return place_nodes(job_of(config, allocation(config, listed, os.environ), 1))
+    return place_nodes(make_placement_job(config, find_allocation(config, listed, os.environ), 1))
 
 
 def told(placement: Placement) -> dict[str, Any]:
-    found = as_json(placement)
+    found = placement_to_json(placement)
     found.pop("seconds")
     return found
 
@@ -135,7 +135,7 @@ def test_on_a_file(site: Site) -> None:
         file = Path(folder, "topology.conf")
         file.write_text(site.conf())
         config = config_of(site, str(file))
-        job = search(config, site.facts(addresses=False))
+        job = search_placement(config, site.facts(addresses=False))
         assert told(preview(config, site.nodes)) == told(job)
 
 
@@ -154,5 +154,5 @@ def test_in_a_slurm_job(site: Site, addresses: bool) -> None:
             "SLURM_JOB_NODELIST": ",".join(site.nodes),
         }
         config = config_of(site, None)
-        job = search(config, site.facts(addresses))
+        job = search_placement(config, site.facts(addresses))
         assert told(preview(config, None)) == told(job)

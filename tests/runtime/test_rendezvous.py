@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.runtime.identity import Identity
-from hpc_train.runtime.rendezvous import FOLDER_VARIABLE, open_store
+from hpc_train.runtime.identity import ProcessIdentity
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
 
-def identity(process: int, processes: int, launcher: str = "submitit", key: str = "job-1") -> Identity:
-    return Identity(process, processes, process, 0, 1, launcher, socket.gethostname(), key)
+def identity(process: int, processes: int, launcher: str = "submitit", key: str = "job-1") -> ProcessIdentity:
+    return ProcessIdentity(process, processes, process, 0, 1, launcher, socket.gethostname(), key)
 
 
 def exchange(
-    me: Identity, env: Mapping[str, str], interface: str | None = None, timeout: timedelta = LONG
+    me: ProcessIdentity, env: Mapping[str, str], interface: str | None = None, timeout: timedelta = LONG
 ) -> list[str]:
     """Meet the others and return what each said."""
-    store = open_store(me, env, interface, timeout)
+    store = open_job_store(me, env, interface, timeout)
     store.set(f"from {me.process}", f"{me.attempt_key}: {me.process}")
     heard = [store.get(f"from {other}").decode() for other in range(me.processes)]
     if store.add("heard", 1) == me.processes:
@@ -56,14 +56,14 @@ def listening() -> set[tuple[str, int]]:
 def hosted(folder: Path, interface: str | None) -> set[tuple[str, int]]:
     """Where a process 0 listens once process 1 has come."""
     before = listening()
-    store = open_store(identity(0, 2), {FOLDER_VARIABLE: str(folder)}, interface, LONG)
+    store = open_job_store(identity(0, 2), {RENDEZVOUS_VARIABLE: str(folder)}, interface, LONG)
     found = listening() - before
     store.set("seen", "")
     return found
 
 
 def joined(folder: Path) -> None:
-    open_store(identity(1, 2), {FOLDER_VARIABLE: str(folder)}, None, LONG).wait(["seen"])
+    open_job_store(identity(1, 2), {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG).wait(["seen"])
 
 
 @pytest.fixture
@@ -79,13 +79,15 @@ Submit = Callable[..., "Future[list[str]]"]
 def test_processes_meet_in_any_order(pool: ProcessPoolExecutor, tmp_path: Path, order: tuple[int, ...]) -> None:
     futures = []
     for process in order:
-        futures.append(pool.submit(exchange, identity(process, 3), {FOLDER_VARIABLE: str(tmp_path)}))
+        futures.append(pool.submit(exchange, identity(process, 3), {RENDEZVOUS_VARIABLE: str(tmp_path)}))
         time.sleep(0.1)
     assert [future.result() for future in futures] == [["job-1: 0", "job-1: 1", "job-1: 2"]] * 3
 
 
 def test_what_process_0_published_is_gone_once_all_have_met(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
-    futures = [pool.submit(exchange, identity(process, 2), {FOLDER_VARIABLE: str(tmp_path)}) for process in range(2)]
+    futures = [
+        pool.submit(exchange, identity(process, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}) for process in range(2)
+    ]
     assert [len(future.result()) for future in futures] == [2, 2]
     assert list(tmp_path.iterdir()) == []
 
@@ -93,7 +95,7 @@ def test_what_process_0_published_is_gone_once_all_have_met(pool: ProcessPoolExe
 def test_a_file_of_another_attempt_is_not_read(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     stale = tmp_path / ".rendezvous-job-0.json"
     stale.write_text(json.dumps(["127.0.0.1", 9]))
-    futures = [pool.submit(exchange, identity(process, 2), {FOLDER_VARIABLE: str(tmp_path)}) for process in (1, 0)]
+    futures = [pool.submit(exchange, identity(process, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}) for process in (1, 0)]
     assert [future.result() for future in futures] == [["job-1: 0", "job-1: 1"]] * 2
     assert stale.exists()
 
@@ -102,7 +104,8 @@ def test_two_jobs_meet_at_the_same_time_in_one_folder(pool: ProcessPoolExecutor,
     keys = ("job-1", "job-2")
     futures = {
         key: [
-            pool.submit(exchange, identity(process, 2, key=key), {FOLDER_VARIABLE: str(tmp_path)}) for process in (0, 1)
+            pool.submit(exchange, identity(process, 2, key=key), {RENDEZVOUS_VARIABLE: str(tmp_path)})
+            for process in (0, 1)
         ]
         for key in keys
     }
@@ -118,9 +121,9 @@ def test_the_store_listens_on_the_loopback_alone(pool: ProcessPoolExecutor, tmp_
 
 
 def test_the_store_listens_on_the_named_interface_alone(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
-    from hpc_train.runtime.network import interfaces
+    from hpc_train.runtime.identity import list_interfaces
 
-    for name, own in interfaces().items():
+    for name, own in list_interfaces().items():
         peer = pool.submit(joined, tmp_path)
         ((address, _port),) = pool.submit(hosted, tmp_path, name).result()
         peer.result()
@@ -139,13 +142,13 @@ def test_two_stores_get_two_ports(pool: ProcessPoolExecutor, tmp_path: Path) -> 
 
 
 def test_one_process_needs_nobody() -> None:
-    store = open_store(identity(0, 1), {}, None, LONG)
+    store = open_job_store(identity(0, 1), {}, None, LONG)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
 
 def test_process_0_says_who_did_not_come(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
-    lonely = pool.submit(exchange, identity(0, 3), {FOLDER_VARIABLE: str(tmp_path)}, None, SHORT)
+    lonely = pool.submit(exchange, identity(0, 3), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, SHORT)
     with pytest.raises(UserError, match=r"1 of 3 processes came within 1 s"):
         lonely.result()
     assert list(tmp_path.iterdir()) == []
@@ -153,14 +156,14 @@ def test_process_0_says_who_did_not_come(pool: ProcessPoolExecutor, tmp_path: Pa
 
 def test_the_others_say_which_file_they_waited_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"waited 1 s for .*\.rendezvous-job-1\.json, which process 0 writes"):
-        open_store(identity(1, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, SHORT)
+        open_job_store(identity(1, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, SHORT)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', "17"])
 def test_a_damaged_file_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / ".rendezvous-job-1.json").write_text(text)
     with pytest.raises(UserError, match=r"is not what process 0 of this job writes") as wrong:
-        open_store(identity(1, 2), {FOLDER_VARIABLE: str(tmp_path)}, None, SHORT)
+        open_job_store(identity(1, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, SHORT)
     assert len(str(wrong.value).splitlines()) == 1
 
 
@@ -175,7 +178,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, text: str) -> None:
 )
 def test_a_torchrun_environment_that_leads_nowhere_is_one_line(env: dict[str, str], words: str) -> None:
     with pytest.raises(UserError) as wrong:
-        open_store(identity(1, 2, launcher="torchrun"), env, None, SHORT)
+        open_job_store(identity(1, 2, launcher="torchrun"), env, None, SHORT)
     assert words in str(wrong.value)
     assert len(str(wrong.value).splitlines()) == 1
 
@@ -188,7 +191,7 @@ def free_address() -> dict[str, str]:
 
 def test_a_store_that_nobody_serves_is_one_line() -> None:
     with pytest.raises(UserError, match=r"the job's store at 127\.0\.0\.1:\d+ cannot be reached") as wrong:
-        open_store(identity(1, 2, launcher="torchrun"), free_address(), None, SHORT)
+        open_job_store(identity(1, 2, launcher="torchrun"), free_address(), None, SHORT)
     assert len(str(wrong.value).splitlines()) == 1
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hpc_train.api import RankMap, Task, World
-from hpc_train.config.degrees import AXES
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import AXES, ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.runtime.start import shut_down, start
+from hpc_train.interfaces import RankMap, Task, World
+from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.testing import run_ranks
 
 
@@ -38,7 +37,7 @@ def test_one_rank_has_all_axes_too() -> None:
 
 def test_a_rank_knows_its_node() -> None:
     def start_elsewhere(_: World) -> int:
-        shut_down()
+        leave_process_group()
         task = Task(0, 1, 0, 3, 1, "testing", "localhost", dist.HashStore())
         return start(task, RankMap((0,)), RunConfig()).node
 

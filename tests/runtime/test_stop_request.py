@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.runtime.stop import STOP_SIGNALS, StopRequest, held_back
+from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest, block_stop_signals
 
 # Says on stdout which signal asked it to stop; the byte on stdin is the go to install the handlers.
 CHILD = """
 import sys
 sys.stdin.read(1)
-from hpc_train.runtime import stop
-request = stop.install()
+from hpc_train.runtime import processes as stop
+request = stop.install_stop_handlers()
 assert "torch" not in sys.modules
 print("installed", flush=True)
 sys.stdin.read(1)
@@ -30,7 +30,7 @@ except KeyboardInterrupt:
 
 
 def child() -> subprocess.Popen[str]:
-    with held_back():
+    with block_stop_signals():
         return subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -72,7 +72,7 @@ def test_ctrl_c_after_another_stop_signal_does_not_interrupt() -> None:
 
 def test_holding_back_leaves_this_process_as_it_was() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with held_back():
+    with block_stop_signals():
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert set(STOP_SIGNALS) <= blocked
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
@@ -89,7 +89,8 @@ def test_only_the_first_request_counts() -> None:
 
 def test_installing_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; from hpc_train.runtime import stop; print(sorted({'torch', 'numpy', 'hydra'} & set(sys.modules)))"
+        "import sys; from hpc_train.runtime import processes as stop; "
+        "print(sorted({'torch', 'numpy', 'hydra'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=os.environ

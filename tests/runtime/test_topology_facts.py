@@ -12,9 +12,9 @@ from fact_helpers import facts_of
 from hpc_train.cluster.spec import Cluster, Node, Switch
 from hpc_train.config.cluster import ClusterConfig, NodeConfig
 from hpc_train.errors import UserError
-from hpc_train.placement.locate import Locations, locate
-from hpc_train.runtime.facts import Facts
-from hpc_train.runtime.search import hosts_of
+from hpc_train.placement.node_locations import NodeLocations, locate_hosts
+from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.rank_assignment import make_hosts
 
 PLAIN = ClusterConfig(name="x")
 RACKS = ClusterConfig(name="x", node=NodeConfig(gpus=4, nvlink_domain_gpus=8))
@@ -24,7 +24,7 @@ SHOWN = Cluster(
 )
 
 
-def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[Facts]:
+def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[ProcessFacts]:
     """Facts of nodes n0, n1, ... with these addresses (without the node); empty: none."""
     found = []
     for number, address in enumerate(addresses):
@@ -37,9 +37,9 @@ def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[Facts]:
 
 
 def found(
-    given: list[Facts], shown: Cluster | None = None, cluster: ClusterConfig = PLAIN, in_slurm: bool = True
-) -> Locations:
-    return locate(cluster, hosts_of(given), in_slurm, lambda: shown)
+    given: list[ProcessFacts], shown: Cluster | None = None, cluster: ClusterConfig = PLAIN, in_slurm: bool = True
+) -> NodeLocations:
+    return locate_hosts(cluster, make_hosts(given), in_slurm, lambda: shown)
 
 
 def unasked() -> Cluster | None:
@@ -62,11 +62,11 @@ def test_addresses_of_slurm() -> None:
 
 def test_scontrol_is_asked_once_and_only_in_a_job() -> None:
     calls, ask = counted(SHOWN)
-    where = locate(PLAIN, hosts_of(heads("t.a", "t.b")), True, ask)
+    where = locate_hosts(PLAIN, make_hosts(heads("t.a", "t.b")), True, ask)
     assert where.paths == {"n0": ("t", "a"), "n1": ("t", "b")}
     assert calls == [1]
     assert where.uplinks[("t", "a")].nodes == 1
-    assert locate(PLAIN, hosts_of(heads("t.a", "t.b")), False, unasked).paths == where.paths
+    assert locate_hosts(PLAIN, make_hosts(heads("t.a", "t.b")), False, unasked).paths == where.paths
 
 
 def test_dotted_names_are_told_apart_by_the_switches_that_scontrol_knows() -> None:
@@ -100,12 +100,15 @@ def test_a_file_is_asked_first_and_knows_short_names(tmp_path: Path) -> None:
     given = heads("top.a", "top.b")
     given[1] = replace(given[1], host="n1.example.org")
     config = ClusterConfig(name="x", topology=str(file))
-    assert locate(config, hosts_of(given), True, unasked).paths == {"n0": ("t", "l1"), "n1.example.org": ("t", "l2")}
+    assert locate_hosts(config, make_hosts(given), True, unasked).paths == {
+        "n0": ("t", "l1"),
+        "n1.example.org": ("t", "l2"),
+    }
     with pytest.raises(UserError, match=r"absent.conf: No such file"):
-        locate(ClusterConfig(name="x", topology=str(tmp_path / "absent.conf")), hosts_of(given), True, unasked)
+        locate_hosts(ClusterConfig(name="x", topology=str(tmp_path / "absent.conf")), make_hosts(given), True, unasked)
     (tmp_path / "hosts").write_text("n0\nn1\n")
     with pytest.raises(UserError, match="needs switches with nodes on them"):
-        locate(ClusterConfig(name="x", topology=str(tmp_path / "hosts")), hosts_of(given), True, unasked)
+        locate_hosts(ClusterConfig(name="x", topology=str(tmp_path / "hosts")), make_hosts(given), True, unasked)
 
 
 def test_a_node_that_nobody_names_costs_only_itself(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_a_node_that_nobody_names_costs_only_itself(tmp_path: Path) -> None:
     file.write_text("SwitchName=l1 Nodes=n0\nSwitchName=l2 Nodes=n1\nSwitchName=t Switches=l[1-2]\n")
     config = ClusterConfig(name="x", topology=str(file))
     sources = (
-        locate(config, hosts_of(heads("a", "b", "c")), True, unasked),
+        locate_hosts(config, make_hosts(heads("a", "b", "c")), True, unasked),
         found(heads("t.l1", "t.l2", "")),
         found(facts_of(3, 1), SHOWN),
     )

@@ -7,44 +7,50 @@ from dataclasses import replace
 from environments import batch_script, srun
 from fact_helpers import changed, facts_of
 
-from hpc_train.api import Task
-from hpc_train.runtime.views import mpi_differs, mpi_disagreement, mpi_missing, slurm_differs, slurm_view
+from hpc_train.interfaces import Task
+from hpc_train.runtime.host_info import (
+    compare_with_mpi,
+    compare_with_slurm,
+    find_missing_mpi,
+    find_mpi_disagreement,
+    read_slurm_view,
+)
 
 TASK = Task(2, 4, 0, 1, 2, "torchrun", "n1")
 
 
 def test_mpi_that_sees_one_process_of_one() -> None:
-    line = mpi_differs(replace(TASK, launcher="slurm"), (0, 1))
+    line = compare_with_mpi(replace(TASK, launcher="slurm"), (0, 1))
     assert line == "MPI sees process 0 of 1 where slurm started 2 of 4; start the ranks with srun --mpi=pmix"
-    assert mpi_differs(TASK, (2, 4)) is None
-    assert "not installed" in str(mpi_differs(TASK, None))
+    assert compare_with_mpi(TASK, (2, 4)) is None
+    assert "not installed" in str(compare_with_mpi(TASK, None))
 
 
 def test_the_first_rank_that_mpi_sees_elsewhere_is_named() -> None:
     facts = [replace(it, mpi=[it.process, 4]) for it in facts_of(2, 2)]
-    assert mpi_disagreement(facts, "slurm", "parallel.reduce_with=mpi") is None
-    line = str(mpi_disagreement(changed(facts, 3, mpi=[0, 1]), "slurm", "parallel.reduce_with=mpi"))
+    assert find_mpi_disagreement(facts, "slurm", "parallel.reduce_with=mpi") is None
+    line = str(find_mpi_disagreement(changed(facts, 3, mpi=[0, 1]), "slurm", "parallel.reduce_with=mpi"))
     assert line.startswith("parallel.reduce_with=mpi: MPI sees process 0 of 1 where slurm started 3 of 4;")
 
 
 def test_slurms_own_count() -> None:
-    assert slurm_view(srun(2, 1, 0)) == (2, 4)
-    assert slurm_view(batch_script()) is None
-    assert slurm_view({}) is None
+    assert read_slurm_view(srun(2, 1, 0)) == (2, 4)
+    assert read_slurm_view(batch_script()) is None
+    assert read_slurm_view({}) is None
 
 
 def test_a_launcher_inside_a_step_of_other_tasks() -> None:
     """torchrun once a node is as it should be; torchrun in each of 8 tasks on 2 nodes is not."""
     once = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert slurm_differs(TASK, once) is None
-    assert slurm_differs(TASK, srun(2, 1, 0)) is None
+    assert compare_with_slurm(TASK, once) is None
+    assert compare_with_slurm(TASK, srun(2, 1, 0)) is None
     assert "8 tasks on 2 nodes where torchrun counts 4" in str(
-        slurm_differs(TASK, {**once, "SLURM_STEP_NUM_TASKS": "8"})
+        compare_with_slurm(TASK, {**once, "SLURM_STEP_NUM_TASKS": "8"})
     )
-    assert slurm_differs(replace(TASK, launcher="slurm"), {**once, "SLURM_STEP_NUM_TASKS": "8"}) is None
+    assert compare_with_slurm(replace(TASK, launcher="slurm"), {**once, "SLURM_STEP_NUM_TASKS": "8"}) is None
 
 
 def test_srun_without_mpi() -> None:
-    assert mpi_missing("slurm", srun(0, 0, 0)) == "srun gave these processes no MPI; use srun --mpi=pmix"
-    assert mpi_missing("slurm", {**srun(0, 0, 0), "PMIX_RANK": "0"}) is None
-    assert mpi_missing("torchrun", srun(0, 0, 0)) is None
+    assert find_missing_mpi("slurm", srun(0, 0, 0)) == "srun gave these processes no MPI; use srun --mpi=pmix"
+    assert find_missing_mpi("slurm", {**srun(0, 0, 0), "PMIX_RANK": "0"}) is None
+    assert find_missing_mpi("torchrun", srun(0, 0, 0)) is None

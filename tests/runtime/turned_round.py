@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 from fact_helpers import backwards
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.result import Placement
-from hpc_train.runtime.facts import Facts
+from hpc_train.placement.placement_result import Placement
+from hpc_train.runtime.host_info import ProcessFacts
 from hpc_train.training import rank
 
 
 def search(
-    config: RunConfig, nodes: Sequence[Sequence[Facts]], parameters: Callable[[], int] | None = None
+    config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]], parameters: Callable[[], int] | None = None
 ) -> Placement:
     return backwards(config, nodes)
 

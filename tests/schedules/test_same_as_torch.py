@@ -7,8 +7,8 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from hpc_train.errors import UserError
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.table import rows
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import order_rows
 
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 SEVERAL = {
@@ -61,10 +61,14 @@ def test_the_same_order_or_both_refuse(name: str) -> None:
                     expected = of_torch(name, ranks, micro_batches, virtual)
                 except ValueError:
                     with pytest.raises(UserError):
-                        orders(name, ranks, micro_batches, virtual)
+                        generate_order(name, ranks, micro_batches, virtual)
                     refused += 1
                     continue
-                assert rows(orders(name, ranks, micro_batches, virtual)) == expected, (ranks, micro_batches, virtual)
+                assert order_rows(generate_order(name, ranks, micro_batches, virtual)) == expected, (
+                    ranks,
+                    micro_batches,
+                    virtual,
+                )
                 same += 1
     assert same >= 40
     assert refused > 0 or name in ("gpipe", "looped_bfs", "zbv")
@@ -72,6 +76,6 @@ def test_the_same_order_or_both_refuse(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_the_same_placement(name: str) -> None:
-    order = orders(name, 4, 8, 2)
+    order = generate_order(name, 4, 8, 2)
     made = SEVERAL[name]([stand_in(4, 8), stand_in(4, 8)], 8, loss_fn=max)
     assert dict(enumerate(order.placement)) == made.stage_index_to_group_rank

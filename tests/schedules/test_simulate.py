@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config.techniques import SCHEDULES
-from hpc_train.schedules.actions import Action, Kind, Order, Overlap
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.requirements import REQUIREMENTS
-from hpc_train.schedules.simulate import Simulation, Times, simulate
+from hpc_train.config.parallel import SCHEDULES
+from hpc_train.schedules.generate import REQUIREMENTS, generate_order
+from hpc_train.schedules.order import Action, Kind, Order, Overlap
+from hpc_train.schedules.simulate import ActionTimes, Simulation, simulate_order
 
 SIZES = [
     (ranks, micro_batches) for ranks, micro_batches in product((2, 3, 4, 8), (8, 16, 24)) if not micro_batches % ranks
@@ -19,8 +18,8 @@ TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.75), (3.0, 2.0, 2.0)]
 
 
 def run(name: str, ranks: int, micro_batches: int, each: tuple[float, float, float], virtual: int = 1) -> Simulation:
-    order = orders(name, ranks, micro_batches, virtual)
-    return simulate(order, Times.even(order.stages, *each))
+    order = generate_order(name, ranks, micro_batches, virtual)
+    return simulate_order(order, ActionTimes.even(order.stages, *each))
 
 
 @pytest.mark.parametrize("each", TIMES)
@@ -95,8 +94,8 @@ def test_activations_that_are_held() -> None:
 
 
 def test_communication_delays_what_another_rank_waits_for() -> None:
-    order = orders("gpipe", 2, 1)
-    result = simulate(order, Times((2.0, 3.0), (1.0, 4.0), (0.5, 0.25), communication=10.0))
+    order = generate_order("gpipe", 2, 1)
+    result = simulate_order(order, ActionTimes((2.0, 3.0), (1.0, 4.0), (0.5, 0.25), communication=10.0))
     assert [[(span.start, span.end) for span in spans] for spans in result.spans] == [
         [(0, 2), (29.25, 30.75)],
         [(12, 15), (15, 19.25)],
@@ -105,8 +104,8 @@ def test_communication_delays_what_another_rank_waits_for() -> None:
 
 
 def test_between_stages_of_one_rank_nothing_is_sent() -> None:
-    order = orders("zbv", 1, 2)
-    assert simulate(order, Times.even(2, communication=100.0)).makespan == 2 * 2 * 3
+    order = generate_order("zbv", 1, 2)
+    assert simulate_order(order, ActionTimes.even(2, communication=100.0)).makespan == 2 * 2 * 3
 
 
 def test_both_results_of_an_overlap_leave_at_its_end() -> None:
@@ -116,7 +115,7 @@ def test_both_results_of_an_overlap_leave_at_its_end() -> None:
         (first, pair, Action(0, Kind.B, 1)),
         (second, Action(1, Kind.B, 0), Action(1, Kind.F, 1), Action(1, Kind.B, 1)),
     )
-    result = simulate(Order(rows, (0, 1)), Times.even(2))
+    result = simulate_order(Order(rows, (0, 1)), ActionTimes.even(2))
     ends = {str(span.action): (span.start, span.end) for spans in result.spans for span in spans}
     assert (ends["0F1"], ends["0B0"], ends["1F1"]) == ((1, 2), (4, 6), (6, 7))
 
@@ -131,9 +130,9 @@ def test_nothing_starts_before_what_it_needs_or_while_its_rank_is_busy(
     name: str, ranks: int, micro_batches: int, times: list[float]
 ) -> None:
     micro_batches = micro_batches * ranks * (2 if name == "dualpipev" else 1)
-    order = orders(name, ranks, micro_batches)
-    each = Times.even(order.stages, *times)
-    result = simulate(order, each)
+    order = generate_order(name, ranks, micro_batches)
+    each = ActionTimes.even(order.stages, *times)
+    result = simulate_order(order, each)
     ended = {given: span.end for spans in result.spans for span in spans for given in span.action.gives}
     for rank, spans in enumerate(result.spans):
         free = 0.0

@@ -3,28 +3,27 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules
 
-from hpc_train.config.techniques import SCHEDULES
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.schedules.actions import Action, Kind, Overlap
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.table import parse, read, rows, write
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import Action, Kind, Overlap, order_rows, parse_action, read_order, write_order
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_written_is_read_again_by_us_and_by_torch(name: str, tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
-    order = orders(name, 3, 6)
-    write(order, path)
-    assert read(path) == order
+    order = generate_order(name, 3, 6)
+    write_order(order, path)
+    assert read_order(path) == order
     lines = [line.split(",") for line in path.read_text().splitlines()]
-    assert [[str(schedules._Action.from_str(cell)) for cell in line] for line in lines] == rows(order)
+    assert [[str(schedules._Action.from_str(cell)) for cell in line] for line in lines] == order_rows(order)
 
 
 def test_empty_cells_spaces_and_empty_lines_at_the_end_are_nothing(tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text("\ufeff0F0,, 0B0 ,\r\n,1F0,1I0,1W0\r\n\r\n,\n", encoding="utf-8")
-    order = read(path)
-    assert rows(order) == [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
+    order = read_order(path)
+    assert order_rows(order) == [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
     assert order.placement == (0, 1)
 
 
@@ -50,7 +49,7 @@ def test_what_is_no_order_is_one_line_with_its_place(text: str, words: str, tmp_
     path = tmp_path / "order.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        read(path)
+        read_order(path)
     assert str(caught.value).startswith(str(path))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -58,21 +57,21 @@ def test_what_is_no_order_is_one_line_with_its_place(text: str, words: str, tmp_
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
-        read(tmp_path / "none.csv")
+        read_order(tmp_path / "none.csv")
     with pytest.raises(UserError, match="it is a directory"):
-        read(tmp_path)
+        read_order(tmp_path)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="can't decode"):
-        read(tmp_path / "binary.csv")
+        read_order(tmp_path / "binary.csv")
 
 
 def test_a_stage_belongs_to_the_first_rank_that_has_it(tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text("0F0,3F0\n1F0,2F0,3B0\n")
-    assert read(path).placement == (0, 1, 1, 0)
+    assert read_order(path).placement == (0, 1, 1, 0)
 
 
 def test_cells() -> None:
-    assert parse("12I345") == Action(12, Kind.I, 345)
-    assert parse("(0F1; 3B0)OVERLAP_F_B") == Overlap(Action(0, Kind.F, 1), Action(3, Kind.B, 0))
-    assert parse("") is None
+    assert parse_action("12I345") == Action(12, Kind.I, 345)
+    assert parse_action("(0F1; 3B0)OVERLAP_F_B") == Overlap(Action(0, Kind.F, 1), Action(3, Kind.B, 0))
+    assert parse_action("") is None

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.techniques import SCHEDULES
+from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.schedules.actions import Action, Kind, Order, Step, parts
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.table import parse
-from hpc_train.schedules.validate import problem, runtime_problem, validate
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions, parse_action
+from hpc_train.schedules.validate import find_problem, find_runtime_problem, validate_order
 
 
 def order(*lines: str, placement: tuple[int, ...] | None = None) -> Order:
-    steps = tuple(tuple(step for cell in line.split() if (step := parse(cell))) for line in lines)
+    steps = tuple(tuple(step for cell in line.split() if (step := parse_action(cell))) for line in lines)
     return Order(steps, placement or tuple(range(len(lines))))
 
 
@@ -40,19 +39,19 @@ def is_complete(candidate: Order, micro_batches: int) -> bool:
 def has_no_circle(candidate: Order) -> bool:
     """Entries are nodes; each comes after the one before it on its rank and after those that give what it needs."""
     givers: dict[Action, tuple[int, int]] = {}
-    nodes: list[tuple[tuple[int, int], Step]] = []
+    nodes: list[tuple[tuple[int, int], OrderEntry]] = []
     for rank, row in enumerate(candidate.rows):
         for position, step in enumerate(row):
             nodes.append(((rank, position), step))
-            for action in parts(step):
+            for action in entry_actions(step):
                 for gives in action.gives:
                     givers[gives] = (rank, position)
     graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for (rank, position), step in nodes:
         before = {(rank, position - 1)} if position else set()
-        for index, action in enumerate(parts(step)):
+        for index, action in enumerate(entry_actions(step)):
             for needed in action.needs(candidate.stages):
-                inside = [gives for other in parts(step)[:index] for gives in other.gives]
+                inside = [gives for other in entry_actions(step)[:index] for gives in other.gives]
                 if needed not in inside:
                     before.add(givers[needed])
         graph[rank, position] = before
@@ -69,14 +68,14 @@ def changed_orders(draw: st.DrawFn) -> tuple[Order, int]:
     name = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1, 3))
     micro_batches = draw(st.integers(1, 3)) * ranks * (2 if name == "dualpipev" else 1)
-    made = orders(name, ranks, micro_batches)
+    made = generate_order(name, ranks, micro_batches)
     rows = [list(row) for row in made.rows]
     for _ in range(draw(st.integers(0, 3))):
         _change(draw, rows, made.stages, micro_batches)
     return Order(tuple(tuple(row) for row in rows), made.placement), micro_batches
 
 
-def _change(draw: st.DrawFn, rows: list[list[Step]], stages: int, micro_batches: int) -> None:
+def _change(draw: st.DrawFn, rows: list[list[OrderEntry]], stages: int, micro_batches: int) -> None:
     how = draw(st.sampled_from(["swap", "swap", "swap next", "move", "drop", "double", "another"]))
     row = rows[draw(st.integers(0, len(rows) - 1))]
     assume(len(row) > 1)
@@ -100,7 +99,7 @@ def _change(draw: st.DrawFn, rows: list[list[Step]], stages: int, micro_batches:
 @given(changed_orders())
 def test_it_agrees_with_brute_force(case: tuple[Order, int]) -> None:
     candidate, micro_batches = case
-    found = problem(candidate, micro_batches)
+    found = find_problem(candidate, micro_batches)
     if not is_complete(candidate, micro_batches):
         assert found is not None
         assert "deadlock" not in found
@@ -112,12 +111,14 @@ def test_it_agrees_with_brute_force(case: tuple[Order, int]) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda row: row[::-1], lambda row: [*row[1:], row[0]]])
-def test_the_random_changes_include_deadlocks_that_brute_force_sees(change: Callable[[list[Step]], list[Step]]) -> None:
-    made = orders("1f1b", 2, 2)
+def test_the_random_changes_include_deadlocks_that_brute_force_sees(
+    change: Callable[[list[OrderEntry]], list[OrderEntry]],
+) -> None:
+    made = generate_order("1f1b", 2, 2)
     candidate = replace(made, rows=(tuple(change(list(made.rows[0]))), made.rows[1]))
     assert is_complete(candidate, 2)
     assert not has_no_circle(candidate)
-    assert (problem(candidate, 2) or "").startswith("deadlock")
+    assert (find_problem(candidate, 2) or "").startswith("deadlock")
 
 
 @pytest.mark.parametrize(
@@ -153,23 +154,23 @@ def test_the_random_changes_include_deadlocks_that_brute_force_sees(change: Call
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(candidate: Order, micro_batches: int, words: str) -> None:
-    found = problem(candidate, micro_batches)
+    found = find_problem(candidate, micro_batches)
     assert found is not None
     assert found.startswith(words.removesuffix("(0F0"))
     with pytest.raises(UserError) as caught:
-        validate(candidate, micro_batches)
+        validate_order(candidate, micro_batches)
     assert str(caught.value) == found
     assert "\n" not in found
 
 
 def test_one_of_an_overlap_may_wait_for_the_other() -> None:
-    assert problem(order("0F0 0B0", "(1F0;1B0)OVERLAP_F_B"), 1) is None
+    assert find_problem(order("0F0 0B0", "(1F0;1B0)OVERLAP_F_B"), 1) is None
 
 
 def test_what_torch_cannot_run() -> None:
     candidate = order("0F1 0F0 0B1 0B0", "1F1 1F0 1B1 1B0")
-    assert problem(candidate, 2) is None
-    assert runtime_problem(candidate) == (
+    assert find_problem(candidate, 2) is None
+    assert find_runtime_problem(candidate) == (
         "rank 1, position 0: 1F1, but the last stage has to take its micro-batches in order"
     )
-    assert runtime_problem(orders("zbv", 2, 4)) is None
+    assert find_runtime_problem(generate_order("zbv", 2, 4)) is None

@@ -13,7 +13,7 @@ import pytest
 from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
 from sweep_client import Sweep
 
-from hpc_train.data.build import build
+from hpc_train.data.build import build_store
 
 HERE = Path(__file__).resolve().parent
 DOWN = 3
@@ -67,7 +67,7 @@ def one_more_cluster(slurm_cluster: SlurmCluster) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.h5"
-    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
     return path
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from slurm_client import SlurmCluster, dev_cluster, slurm_conf
 
-from hpc_train.data.build import build
+from hpc_train.data.build import build_store
 from hpc_train.launch.state.attempts import read_attempts
 
 FAULTY = Path(__file__).parents[1] / "launch"
@@ -119,7 +119,7 @@ def kill_everything(job_id: str, conf: Path) -> None:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small token store on the file system that all nodes share."""
     path = tmp_path_factory.mktemp("store") / "text.h5"
-    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
     return path
 
 

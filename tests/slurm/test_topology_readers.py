@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slurm_client import SlurmCluster
 
-from hpc_train.cluster.reading import read_file, read_text
-from hpc_train.cluster.slurm.address import cluster_of_paths, path
-from hpc_train.cluster.slurm.hostlist import compress, expand
-from hpc_train.cluster.slurm.scontrol import show_topology
+from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
+from hpc_train.cluster.readers.formats import read_topology_file, read_topology_text
+from hpc_train.cluster.readers.slurm_environment import build_cluster_from_paths, parse_address
+from hpc_train.cluster.readers.slurm_topology import query_topology
 from hpc_train.cluster.spec import Switch
-from hpc_train.cluster.tree import paths_of as paths
+from hpc_train.cluster.switch_tree import find_paths as paths
 
 LEAVES = {
     "node1": ("spine", "leaf1"),
@@ -48,18 +48,18 @@ LISTS = st.lists(ITEMS, min_size=1, max_size=40).map(",".join)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LISTS)
 def test_a_host_list_is_what_scontrol_makes_of_it(slurm_cluster: SlurmCluster, text: str) -> None:
-    names = expand(text)
+    names = expand_hostlist(text)
     assert slurm_cluster.scontrol("show", "hostnames", text).splitlines() == names
-    assert slurm_cluster.scontrol("show", "hostnames", compress(names)).splitlines() == names
+    assert slurm_cluster.scontrol("show", "hostnames", compress_hostlist(names)).splitlines() == names
 
 
 def test_empty_items_blanks_and_duplicates(slurm_cluster: SlurmCluster) -> None:
     text = ",b,,a[1-2,1] a1,\tc,"
-    assert slurm_cluster.scontrol("show", "hostnames", text).splitlines() == expand(text)
+    assert slurm_cluster.scontrol("show", "hostnames", text).splitlines() == expand_hostlist(text)
 
 
 def test_scontrol_shows_the_cluster_that_was_started(slurm_cluster: SlurmCluster) -> None:
-    shown = show_topology()
+    shown = query_topology()
     assert shown is not None
     assert shown.kind == "slurm_tree"
     assert shown.switches == (
@@ -68,13 +68,13 @@ def test_scontrol_shows_the_cluster_that_was_started(slurm_cluster: SlurmCluster
         Switch("spine", 1, (), ("leaf1", "leaf2")),
     )
     assert paths(shown) == LEAVES
-    assert read_file(slurm_cluster.conf.with_name("topology.conf")) == shown
+    assert read_topology_file(slurm_cluster.conf.with_name("topology.conf")) == shown
 
 
 def test_an_address_in_a_step_names_the_same_leaf(slurm_cluster: SlurmCluster) -> None:
     found = addressed(slurm_cluster, [])
     assert found == LEAVES
-    assert paths(cluster_of_paths(found)) == LEAVES
+    assert paths(build_cluster_from_paths(found)) == LEAVES
 
 
 ODD = """\
@@ -104,11 +104,11 @@ def other_topology(cluster: SlurmCluster, text: str) -> Iterator[None]:
 def reconfigure(cluster: SlurmCluster, text: str) -> None:
     """Returns when the controller and every node go by it."""
     cluster.conf.with_name("topology.conf").write_text(text)
-    wanted = paths(read_text(text, "topology.conf"))
+    wanted = paths(read_topology_text(text, "topology.conf"))
     cluster.scontrol("reconfigure")
     end = time.monotonic() + 60
     while True:
-        shown = show_topology()
+        shown = query_topology()
         if shown is not None and paths(shown) == wanted == addressed(cluster, [it.name for it in shown.switches]):
             return
         assert time.monotonic() < end, f"Slurm does not go by its new topology: {shown}"
@@ -119,12 +119,12 @@ def addressed(cluster: SlurmCluster, switches: list[str]) -> dict[str, tuple[str
     """What the address of each node says."""
     show = 'echo "$SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR $SLURM_TOPOLOGY_ADDR_PATTERN"'
     lines = [line.split() for line in cluster.srun("-N4", "sh", "-c", show)]
-    return {node: path(address, pattern, node, switches) for node, address, pattern in lines}
+    return {node: parse_address(address, pattern, node, switches) for node, address, pattern in lines}
 
 
 def test_names_with_dots_two_parents_and_uneven_depth(slurm_cluster: SlurmCluster) -> None:
     with other_topology(slurm_cluster, ODD):
-        shown = show_topology()
+        shown = query_topology()
         assert shown is not None
         assert addressed(slurm_cluster, [it.name for it in shown.switches]) == {
             "node1": ("top", "mid", "pod[2,11]", "leaf.1"),
@@ -133,12 +133,12 @@ def test_names_with_dots_two_parents_and_uneven_depth(slurm_cluster: SlurmCluste
             "node4": ("top", "leaf3"),
         }
         assert addressed(slurm_cluster, [])["node1"] == ("top.mid.pod[11,2].leaf.1",)
-        assert paths(read_text(ODD, "topology.conf")) == paths(shown)
+        assert paths(read_topology_text(ODD, "topology.conf")) == paths(shown)
 
 
 def test_the_environment_of_a_step(slurm_cluster: SlurmCluster) -> None:
     dump = slurm_cluster.command("srun", "-N3", "--exclude=node2", "-l", "sh", "-c", "env | grep ^SLURM")
-    read = read_text(dump, "env")
+    read = read_topology_text(dump, "env")
     assert read.kind == "slurm_environment"
     assert [it.name for it in read.nodes] == ["node1", "node3", "node4"]
     assert paths(read) == {node: LEAVES[node] for node in ("node1", "node3", "node4")}

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from slurm_client import SlurmCluster
 
-from hpc_train.checkpoint import load
-from hpc_train.checkpoint.catalogue import readable
-from hpc_train.checkpoint.offline.source import blank
+from hpc_train.checkpoint import load_step
+from hpc_train.checkpoint.convert.rewrite import make_blank_piece
+from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 
 RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64", "train.sequence_length=32"]
@@ -74,10 +74,10 @@ def wait_until(what: str, true: Callable[[], bool], timeout: float = 120) -> Non
 
 def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole."""
-    manifest = readable(run / f"checkpoints/step-{step}", step)
+    manifest = try_read_manifest(run / f"checkpoints/step-{step}", step)
     assert manifest is not None
-    pieces = [blank(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
-    load(run / "checkpoints", step, pieces, None)
+    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    load_step(run / "checkpoints", step, pieces, None)
     return {piece.name: piece.local.numpy() for piece in pieces}
 
 
@@ -337,7 +337,7 @@ def tasks_of(run: Path) -> dict[int, int]:
             )
         except OSError:
             continue
-        if b"hpc_train.launch.task" in words and str(run).encode() in words and b"SLURM_PROCID" in variables:
+        if b"hpc_train.launch.rank_entrypoint" in words and str(run).encode() in words and b"SLURM_PROCID" in variables:
             found[int(variables[b"SLURM_PROCID"])] = int(process.name)
     return found
 

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.cluster.calibration import Calibration, Constants, write_calibration
+from hpc_train.cluster.calibration import Calibration, LevelConstants, write_calibration
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.placement.fabric import Fabric, Level
-from hpc_train.placement.figures import DEFAULT_INSIDE, DEFAULT_UPLINK, assumptions
-from hpc_train.placement.from_config import fabric_of, ranks_per_node, synthetic
-from hpc_train.placement.levels import levels_of
+from hpc_train.placement.fabric import Fabric, FabricLevel, build_levels
+from hpc_train.placement.fabric_from_config import (
+    DEFAULT_INSIDE,
+    DEFAULT_UPLINK,
+    build_described_fabric,
+    build_fabric,
+    count_ranks_per_node,
+    list_assumptions,
+)
 
 FIGURES = (
     "cluster=slurm",
@@ -39,7 +44,7 @@ PODS = {
 }
 
 
-def level(fabric: Fabric, name: str) -> Level:
+def level(fabric: Fabric, name: str) -> FabricLevel:
     [found] = [it for it in fabric.levels if it.name == name]
     return found
 
@@ -54,7 +59,7 @@ def config() -> RunConfig:
 
 
 def test_a_tree_of_pods_by_hand(config: RunConfig) -> None:
-    fabric = fabric_of(config, ["a", "d", "b", "c"], 4, PODS)
+    fabric = build_fabric(config, ["a", "d", "b", "c"], 4, PODS)
     assert fabric.nodes == ("a", "d", "b", "c")
     assert (fabric.ranks_per_node, fabric.inside_bandwidth) == (4, 300e9)
     assert names(fabric) == ["node", "leaf", "group"]  # nothing leaves the top
@@ -72,16 +77,16 @@ def test_a_tree_of_pods_by_hand(config: RunConfig) -> None:
 
 def test_the_name_of_a_level_does_not_depend_on_the_allocation(config: RunConfig) -> None:
     """One leaf of each pod: leaf and group have the same members, and both limit."""
-    assert names(fabric_of(config, ["c", "d"], 4, PODS)) == ["node", "leaf", "group"]
-    assert names(fabric_of(config, ["a", "c"], 4, PODS)) == ["node", "leaf"]
-    assert names(fabric_of(config, ["a", "b"], 4, PODS)) == ["node"]
+    assert names(build_fabric(config, ["c", "d"], 4, PODS)) == ["node", "leaf", "group"]
+    assert names(build_fabric(config, ["a", "c"], 4, PODS)) == ["node", "leaf"]
+    assert names(build_fabric(config, ["a", "b"], 4, PODS)) == ["node"]
     deep = {"x": tuple("edcba"), "y": tuple("fghij")}
-    assert names(fabric_of(config, ["x", "y"], 4, deep)) == ["node", "leaf", "group", "level3", "level4", "level5"]
+    assert names(build_fabric(config, ["x", "y"], 4, deep)) == ["node", "leaf", "group", "level3", "level4", "level5"]
 
 
 def test_a_domain_that_spans_nodes_has_nvlink_inside_and_nics_outside(config: RunConfig) -> None:
     domains = {"a": "rack", "b": "rack", "c": "other"}
-    fabric = fabric_of(config, ["a", "b", "c", "d"], 4, PODS, domains)
+    fabric = build_fabric(config, ["a", "b", "c", "d"], 4, PODS, domains)
     assert names(fabric) == ["node", "domain", "leaf", "group"]
     assert level(fabric, "node").uplink.tolist() == [4 * 300e9] * 4
     assert level(fabric, "domain").group.tolist() == [0, 0, 1, 2]
@@ -90,11 +95,11 @@ def test_a_domain_that_spans_nodes_has_nvlink_inside_and_nics_outside(config: Ru
 
 
 def test_a_domain_of_one_node_is_no_level(config: RunConfig) -> None:
-    assert names(fabric_of(config, ["a", "b"], 4, None, {"a": "1", "b": "2"})) == ["node"]
+    assert names(build_fabric(config, ["a", "b"], 4, None, {"a": "1", "b": "2"})) == ["node"]
 
 
 def test_leaves_that_share_a_domain_are_one(config: RunConfig) -> None:
-    fabric = fabric_of(config, ["a", "c", "b", "d"], 4, PODS, {"a": "rack", "c": "rack"})
+    fabric = build_fabric(config, ["a", "c", "b", "d"], 4, PODS, {"a": "rack", "c": "rack"})
     assert level(fabric, "leaf").group.tolist() == [0, 0, 0, 1]
     assert level(fabric, "leaf").uplink.tolist() == [75e9, 75e9]
     assert level(fabric, "leaf").busy_uplink.tolist() == [75e9, 25e9]
@@ -103,22 +108,22 @@ def test_leaves_that_share_a_domain_are_one(config: RunConfig) -> None:
 def test_uneven_and_missing_paths(config: RunConfig) -> None:
     """x hangs on the top itself, y on a leaf of it, of z nothing is known."""
     paths = {**PODS, "x": ("top",), "y": ("top", "leaf9"), "v": ("top", "leaf9")}
-    fabric = fabric_of(config, ["a", "x", "y", "z", "v", "b"], 4, paths)
+    fabric = build_fabric(config, ["a", "x", "y", "z", "v", "b"], 4, paths)
     assert level(fabric, "leaf").group.tolist() == [0, 1, 2, 3, 2, 0]
     assert level(fabric, "group").group.tolist() == [0, 1, 2, 3, 2, 0]
     assert level(fabric, "level3").group.tolist() == [0, 0, 0, 1, 0, 0]
 
 
 def test_equal_names_on_two_branches_are_two_groups(config: RunConfig) -> None:
-    fabric = fabric_of(config, ["a", "b"], 4, {"a": ("p", "leaf1"), "b": ("q", "leaf1")})
+    fabric = build_fabric(config, ["a", "b"], 4, {"a": ("p", "leaf1"), "b": ("q", "leaf1")})
     assert level(fabric, "leaf").group.tolist() == [0, 1]
 
 
 def test_calibration_replaces_what_it_measured(tmp_path: Path) -> None:
-    measured = (Constants("inside", 1e-6, 7e9), Constants("leaf", 3e-4, 12.5e6))
+    measured = (LevelConstants("inside", 1e-6, 7e9), LevelConstants("leaf", 3e-4, 12.5e6))
     write_calibration(tmp_path / "found.json", Calibration("lab", "gloo", "2026-01-01T00:00:00Z", measured))
     config = compose([*FIGURES, f"cluster.calibration={tmp_path / 'found.json'}"])
-    fabric = fabric_of(config, ["a", "b", "c", "d"], 4, PODS)
+    fabric = build_fabric(config, ["a", "b", "c", "d"], 4, PODS)
     assert (fabric.inside_bandwidth, fabric.inside_latency) == (7e9, 1e-6)
     assert level(fabric, "leaf").uplink.tolist() == [12.5e6] * 3  # of one group, however many nodes are in it
     assert level(fabric, "leaf").latency == 3e-4
@@ -129,38 +134,38 @@ def test_calibration_replaces_what_it_measured(tmp_path: Path) -> None:
 
 def test_a_calibration_that_is_none_is_one_line(tmp_path: Path, config: RunConfig) -> None:
     with pytest.raises(UserError, match=r"none\.json: No such file") as raised:
-        fabric_of(compose([*FIGURES, f"cluster.calibration={tmp_path}/none.json"]), ["a", "b"], 4, PODS)
+        build_fabric(compose([*FIGURES, f"cluster.calibration={tmp_path}/none.json"]), ["a", "b"], 4, PODS)
     assert "\n" not in str(raised.value)
 
 
 def test_unknown_figures_are_stated_and_keep_their_ratios(tmp_path: Path) -> None:
     config = compose(["cluster=slurm", "cluster.fabric.oversubscription=4"])
-    fabric = fabric_of(config, ["a", "b", "c"], 1, PODS)
+    fabric = build_fabric(config, ["a", "b", "c"], 1, PODS)
     assert fabric.inside_bandwidth == DEFAULT_INSIDE
     assert level(fabric, "node").uplink.tolist() == [DEFAULT_UPLINK] * 3
     assert level(fabric, "leaf").uplink.tolist() == [DEFAULT_UPLINK / 2] * 2
     assert level(fabric, "leaf").busy_uplink.tolist() == [DEFAULT_UPLINK / 2, DEFAULT_UPLINK / 4]
-    assert ["nic_gbit_s" in note for note in assumptions(config.cluster)] == [True, False]
-    assert assumptions(compose(FIGURES).cluster) == ()
-    measured = (Constants("inside", 1e-6, 7e9), Constants("node", 3e-4, 12.5e6))
+    assert ["nic_gbit_s" in note for note in list_assumptions(config.cluster)] == [True, False]
+    assert list_assumptions(compose(FIGURES).cluster) == ()
+    measured = (LevelConstants("inside", 1e-6, 7e9), LevelConstants("node", 3e-4, 12.5e6))
     write_calibration(tmp_path / "c.json", Calibration("lab", "gloo", "2026-01-01T00:00:00Z", measured))
-    assert assumptions(compose(["cluster=slurm", f"cluster.calibration={tmp_path}/c.json"]).cluster) == ()
+    assert list_assumptions(compose(["cluster=slurm", f"cluster.calibration={tmp_path}/c.json"]).cluster) == ()
 
 
 def test_synthetic_fabrics() -> None:
-    llama = synthetic(compose(["cluster=meta_roce_24k", "cluster.nodes=1000"]))
+    llama = build_described_fabric(compose(["cluster=meta_roce_24k", "cluster.nodes=1000"]))
     assert llama.nodes[:2] == ("node0001", "node0002")
     assert np.bincount(level(llama, "group").group).tolist() == [384, 384, 232]
     assert level(llama, "group").uplink[0] == pytest.approx(384 * 400e9 / 7)
     assert level(llama, "leaf").uplink.tolist() == [2 * 400e9] * 500
-    nvl = synthetic(compose(["cluster=gb200_nvl72", "cluster.nodes=40"]))
+    nvl = build_described_fabric(compose(["cluster=gb200_nvl72", "cluster.nodes=40"]))
     assert names(nvl) == ["node", "domain"]
     assert level(nvl, "domain").uplink.tolist() == [18 * 200e9, 18 * 200e9, 4 * 200e9]
     assert level(nvl, "node").uplink.tolist() == [4 * 900e9] * 40
 
 
 def test_a_group_without_known_leaves_still_has_its_own_taper() -> None:
-    fabric = synthetic(compose(["cluster=juwels_booster", "cluster.nodes=96"]))
+    fabric = build_described_fabric(compose(["cluster=juwels_booster", "cluster.nodes=96"]))
     assert names(fabric) == ["node", "leaf", "group"]
     assert level(fabric, "group").uplink.tolist() == pytest.approx([48 * 100e9 / 1.01] * 2)
 
@@ -181,7 +186,7 @@ def test_a_group_without_known_leaves_still_has_its_own_taper() -> None:
 )
 def test_how_many_nodes_and_ranks_a_description_means(overrides: list[str], nodes: int, ranks: int) -> None:
     config = compose(overrides)
-    assert (len(synthetic(config).nodes), ranks_per_node(config)) == (nodes, ranks)
+    assert (len(build_described_fabric(config).nodes), count_ranks_per_node(config)) == (nodes, ranks)
 
 
 trees = st.dictionaries(
@@ -196,7 +201,7 @@ trees = st.dictionaries(
     domains=st.dictionaries(st.sampled_from([f"n{number}" for number in range(12)]), st.sampled_from("xyz")),
 )
 def test_groups_always_nest_and_are_dense(paths: dict[str, tuple[str, ...]], domains: dict[str, str]) -> None:
-    levels = levels_of(list(paths), paths, domains)
+    levels = build_levels(list(paths), paths, domains)
     for level in levels:
         assert list(dict.fromkeys(level.group.tolist())) == list(range(len(level.labels)))
     for inner, outer in pairwise(levels):

@@ -12,15 +12,23 @@ import pytest
 from matplotlib.image import imread
 from small_clusters import rails, two_leaves
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 from hpc_train.cluster.spec import Cluster, Node
 from hpc_train.errors import UserError
-from hpc_train.placement.levels import levels_of
-from hpc_train.topology import columns, rows
-from hpc_train.topology.canvas import Canvas, shortened, text_width
-from hpc_train.topology.colours import group_colour, ink_on, load_colour, load_width, seconds
-from hpc_train.topology.panel import Panel
-from hpc_train.topology.picture import draw_cluster
+from hpc_train.placement.diagram import column_layout, row_layout
+from hpc_train.placement.diagram.canvas import (
+    Canvas,
+    choose_group_colour,
+    choose_ink,
+    choose_load_colour,
+    choose_load_width,
+    format_seconds,
+    measure_text,
+    shorten_text,
+)
+from hpc_train.placement.diagram.panel import Panel
+from hpc_train.placement.diagram.picture import draw_cluster
+from hpc_train.placement.fabric import build_levels
 
 PLACE = (
     "topology",
@@ -136,7 +144,7 @@ def loaded(nodes: int, leaves: int, gpus: int, name: str = "node") -> Panel:
     """Everything drawn: colours, places, ranks and loads, on a tree of three levels."""
     names = [f"{name}{number}" for number in range(nodes)]
     at = {node: number * leaves // nodes for number, node in enumerate(names)}
-    levels = levels_of(names, {node: ("top", f"pod{leaf // 2}", f"{name}-leaf{leaf}") for node, leaf in at.items()})
+    levels = build_levels(names, {node: ("top", f"pod{leaf // 2}", f"{name}-leaf{leaf}") for node, leaf in at.items()})
     slots = np.arange(nodes * gpus).reshape(nodes, gpus)
     load = {level.name: np.linspace(0.0012, 1.2345, len(level.labels)) for level in levels}
     return Panel("before", "the launcher's order: 1.23 s", levels, gpus, slots % 5, slots // 5 % 99, slots[:, 0], load)
@@ -147,12 +155,12 @@ def loaded(nodes: int, leaves: int, gpus: int, name: str = "node") -> Panel:
 @pytest.mark.parametrize(("nodes", "leaves"), [(1, 1), (4, 2), (8, 2), (64, 2), (64, 8), (30, 5), (128, 4), (512, 64)])
 def test_texts_do_not_overlap_and_stay_on_the_sheet(nodes: int, leaves: int, gpus: int, name: str) -> None:
     panel = loaded(nodes, leaves, gpus, name)
-    layout = columns if nodes <= 64 and leaves <= 8 else rows
+    layout = column_layout if nodes <= 64 and leaves <= 8 else row_layout
     width, height = layout.size_of(panel)
     canvas = Canvas(width, height)
     layout.draw(canvas, panel, 0.0, 0.0, panel.heaviest)
     boxes = np.array([extent(it) for it in canvas.texts if it[2]])
-    assert len(boxes) > nodes * (layout is columns)
+    assert len(boxes) > nodes * (layout is column_layout)
     assert boxes.min() >= -0.5
     assert boxes[:, 2].max() <= width + 0.5
     assert boxes[:, 3].max() <= height + 0.5
@@ -163,7 +171,7 @@ def extent(text: tuple[float, float, str, dict[str, object]]) -> tuple[float, fl
     """(left, top, right, bottom), the height being that of capitals."""
     x, y, shown, style = text
     size = float(str(style["fontsize"]))
-    width = text_width(shown, size, style.get("fontweight") == "bold")
+    width = measure_text(shown, size, style.get("fontweight") == "bold")
     left = x - width * {"left": 0.0, "center": 0.5, "right": 1.0}[str(style.get("ha", "left"))]
     return left, y - size * 0.37, left + width, y + size * 0.37
 
@@ -178,20 +186,20 @@ def overlaps(boxes: np.ndarray) -> int:
 def test_a_text_is_cut_in_the_middle_to_fit() -> None:
     name = "a-very-long-name-of-a-host"
     for room in range(0, 200, 7):
-        cut = shortened(name, 7.0, room)
-        assert text_width(cut, 7.0) <= room or cut == ""
+        cut = shorten_text(name, 7.0, room)
+        assert measure_text(cut, 7.0) <= room or cut == ""
         if 0 < len(cut) < len(name):
             head, tail = cut.split("…")
             assert name.startswith(head)
             assert name.endswith(tail)
-    assert shortened(name, 7.0, 500) == name
+    assert shorten_text(name, 7.0, 500) == name
 
 
 def test_colours() -> None:
     for groups in (2, 12, 13, 64, 500):
-        assert len({group_colour(number, groups) for number in range(groups)}) >= min(groups, 200)
-    assert (ink_on("#ffffff"), ink_on("#000000")) == ("#1f2328", "white")
-    assert load_colour(None, 1.0) == load_colour(0.0, 1.0) != load_colour(0.1, 1.0)
-    widths = [load_width(load, 1.0) for load in (None, 0.1, 0.5, 1.0)]
+        assert len({choose_group_colour(number, groups) for number in range(groups)}) >= min(groups, 200)
+    assert (choose_ink("#ffffff"), choose_ink("#000000")) == ("#1f2328", "white")
+    assert choose_load_colour(None, 1.0) == choose_load_colour(0.0, 1.0) != choose_load_colour(0.1, 1.0)
+    widths = [choose_load_width(load, 1.0) for load in (None, 0.1, 0.5, 1.0)]
     assert widths == sorted(widths)
-    assert [seconds(it) for it in (0, 2e-9, 1.5e-5, 0.0123, 4)] == ["0", "2 ns", "15 µs", "12.3 ms", "4 s"]
+    assert [format_seconds(it) for it in (0, 2e-9, 1.5e-5, 0.0123, 4)] == ["0", "2 ns", "15 µs", "12.3 ms", "4 s"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli import main
+from hpc_train.cli.main import main
 
 CONF = """\
 SwitchName=leaf1 Nodes=n[1-4]

@@ -9,14 +9,14 @@ from rich.console import Console
 from small_clusters import gpu_node, rails, two_leaves
 
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node, Switch
-from hpc_train.cluster.tree import nodes_under, paths_of, units_of
-from hpc_train.topology.tree import MOST_CHILDREN, tree_of
+from hpc_train.cluster.switch_tree import build_units, find_paths, list_nodes_under
+from hpc_train.cluster.tree_view import MAX_CHILDREN, build_tree_view
 
 
 def printed(cluster: Cluster) -> str:
     console = Console(width=160, file=None, highlight=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(tree_of(cluster))
+        console.print(build_tree_view(cluster))
     return captured.get()
 
 
@@ -77,8 +77,8 @@ def test_many_leaves_end_in_one_line() -> None:
     leaves = tuple(Switch(f"leaf{number}", 0, (f"n{number}",)) for number in range(100))
     top = Switch("top", 1, (), tuple(leaf.name for leaf in leaves))
     found = lines(Cluster("test", switches=(*leaves, top)))
-    assert len(found) == MOST_CHILDREN + 3
-    assert found[-1] == f"60 more, 60 nodes: leaf[{MOST_CHILDREN}-99]"
+    assert len(found) == MAX_CHILDREN + 3
+    assert found[-1] == f"60 more, 60 nodes: leaf[{MAX_CHILDREN}-99]"
 
 
 def test_names_cannot_steer_the_terminal() -> None:
@@ -93,15 +93,15 @@ def test_an_empty_cluster_is_a_line() -> None:
 
 
 def test_leaves_of_a_unit_are_one_and_spines_join_the_units() -> None:
-    [top] = units_of(rails(3, 2, 4))
+    [top] = build_units(rails(3, 2, 4))
     assert set(top.switches) == {"spine1", "spine2"}
     assert sorted(len(unit.switches) for unit in top.units) == [4, 4, 4]
     assert sorted(sorted(unit.nodes) for unit in top.units) == [[f"u{n}h0", f"u{n}h1"] for n in range(3)]
-    assert len(list(nodes_under(top))) == 6
+    assert len(list(list_nodes_under(top))) == 6
 
 
 def test_paths_of_a_rail_optimised_fabric() -> None:
-    paths = paths_of(rails(2, 2, 2))
+    paths = find_paths(rails(2, 2, 2))
     assert paths == {
         name: ("spine[1-2]", f"u{unit}l[0-1]") for unit in range(2) for name in (f"u{unit}h0", f"u{unit}h1")
     }
@@ -116,14 +116,14 @@ def test_paths_of_an_uneven_tree() -> None:
         Switch("root", 2, ("c",), ("pod", "unknown")),
     )
     cluster = Cluster("test", switches=switches)
-    assert paths_of(cluster) == {"a": ("root", "pod", "leaf1"), "b": ("root", "unknown"), "c": ("root",)}
+    assert find_paths(cluster) == {"a": ("root", "pod", "leaf1"), "b": ("root", "unknown"), "c": ("root",)}
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [(1, ("x", "y")), (2, ("x", "y")), (3, ("x",)), (9, ("x",))])
 def test_a_node_on_several_roots_has_one_path(nodes: int, expected: tuple[str, ...]) -> None:
     """The roots are one unit only if at least half of what each holds is also on the other."""
     names = tuple(f"n{number}" for number in range(nodes))
-    forest = units_of(
+    forest = build_units(
         Cluster("test", switches=(Switch("x", 0, names), Switch("y", 0, names[:1]), Switch("z", 0, ("q",))))
     )
     assert [unit.switches for unit in forest] == [expected, ("z",)]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from traffic_steps import Layout, engine_after_setup, share_of
 
-from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
-from hpc_train.traffic.flow import Flow
-from hpc_train.traffic.flows import flows
+from hpc_train.traffic.axes import Flow
+from hpc_train.traffic.flows import compute_flows
 
 METHODS = {
     "buckets": ("parallel.bucket_mib=0.05",),
@@ -54,7 +54,7 @@ def test_every_method_sends_as_many_bytes_as_it_says(method: str) -> None:
     ranks = run_ranks(_sent, 2, layout)
     assert ranks[0] == ranks[1]
     for collective in ("all_reduce", "all_gather"):
-        found = [flow for flow in flows(layout.config(), 2) if flow.collective == collective]
+        found = [flow for flow in compute_flows(layout.config(), 2) if flow.collective == collective]
         calls = {size: count for (name, size), count in ranks[0].items() if name == collective}
         assert _bytes(found) == pytest.approx(sum(size * count for size, count in calls.items()), rel=1e-3)
         assert sum(flow.calls for flow in found) == sum(calls.values())
@@ -68,9 +68,9 @@ CUSTOM = ("model=custom", "model.name=mine", "train.global_batch=16")
 
 
 def test_a_custom_model_moves_its_parameters_over_data() -> None:
-    plain = flows(compose(CUSTOM), 4, parameters=10**7)
+    plain = compute_flows(compose(CUSTOM), 4, parameters=10**7)
     assert _bytes([flow for flow in plain if flow.what == "gradients"]) == 4 * 10**7
-    zero = flows(compose((*CUSTOM, "parallel=fsdp", "train.micro_batch=2")), 4, parameters=10**7)
+    zero = compute_flows(compose((*CUSTOM, "parallel=fsdp", "train.micro_batch=2")), 4, parameters=10**7)
     gathered = [flow for flow in zero if flow.collective == "all_gather"]
     assert _bytes(gathered) == 4 * 10**7 * 2 * 2, "two micro-batches, forward and backward"
 
@@ -78,7 +78,7 @@ def test_a_custom_model_moves_its_parameters_over_data() -> None:
 @pytest.mark.parametrize(("more", "said"), [((), "only it knows"), (("parallel=tp",), r"parallel.tp=2: .* not known")])
 def test_a_custom_model_is_not_guessed(more: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        flows(compose((*CUSTOM, *more)), 4, parameters=10**7 if more else None)
+        compute_flows(compose((*CUSTOM, *more)), 4, parameters=10**7 if more else None)
 
 
 SERVERS = {
@@ -92,14 +92,14 @@ SERVERS = {
 def test_parameter_servers(mode: str) -> None:
     """In multiples of the parameters."""
     config = compose((*CUSTOM, "parallel=server", f"parallel.server.mode={mode}", "parallel.server.servers=2"))
-    found = [flow for flow in flows(config, 4, parameters=10**6) if flow.bytes > 100]
+    found = [flow for flow in compute_flows(config, 4, parameters=10**6) if flow.bytes > 100]
     assert {flow.collective: _bytes([flow]) / 4e6 for flow in found} == SERVERS[mode]
 
 
 def test_one_rank_moves_nothing() -> None:
-    assert flows(compose(("model=llama_tiny",)), 1) == ()
+    assert compute_flows(compose(("model=llama_tiny",)), 1) == ()
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, hpc_train.traffic.flows, hpc_train.traffic.flops; sys.exit('torch' in sys.modules)"
+    code = "import sys, hpc_train.traffic.flows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

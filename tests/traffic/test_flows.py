@@ -9,11 +9,11 @@ import pytest
 from traffic_ledger import Key, Ledger
 from traffic_steps import GPT2, VIT, Layout, engine_after_setup, share_of
 
-from hpc_train.api import World
-from hpc_train.config.degrees import Degrees, resolve
+from hpc_train.config.parallel import Degrees, resolve_degrees
+from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
-from hpc_train.traffic.flow import Flow
-from hpc_train.traffic.flows import flows
+from hpc_train.traffic.axes import Flow
+from hpc_train.traffic.flows import compute_flows
 
 TP, CP, PP = ("parallel=tp",), ("parallel=cp",), ("parallel=pp",)
 HYBRID = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
@@ -78,16 +78,16 @@ LAYOUTS = {
 def test_flows_are_what_ranks_exchange(name: str) -> None:
     layout = LAYOUTS[name]
     config = layout.config()
-    degrees = resolve(config.parallel, layout.ranks)
+    degrees = resolve_degrees(config.parallel, layout.ranks)
     ranks = run_ranks(_third_step, layout.ranks, layout, parallel=config.parallel)
-    assert _predicted(flows(config, layout.ranks), degrees) == _seen(ranks, degrees)
+    assert _predicted(compute_flows(config, layout.ranks), degrees) == _seen(ranks, degrees)
 
 
 def _third_step(world: World, layout: Layout) -> dict[Key, list[int]]:
     """Every collective of it; the first two also set up, and in the second ddp makes its buckets anew."""
     config = layout.config()
     engine = engine_after_setup(config, world)
-    with Ledger(resolve(config.parallel, world.size)) as ledger:
+    with Ledger(resolve_degrees(config.parallel, world.size)) as ledger:
         engine.forward_backward(share_of(config, world))
         engine.clip(1.0)
         engine.update(0.0)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
+from hpc_train.config.groups import option_files
 from hpc_train.config.model import TransformerConfig
-from hpc_train.config.options import option_files
-from hpc_train.models.shape import parameter_count
-from hpc_train.traffic.buckets import buckets, groups
-from hpc_train.traffic.weights import Splitting, held, summed, weights_of
+from hpc_train.models.shape import count_parameters
+from hpc_train.traffic.axes import ddp_buckets, fsdp_groups
+from hpc_train.traffic.weights import Splitting, held_elements, list_weights, partial_gradient_sizes
 
 SHIPPED = [name for name in option_files("model") if name != "custom"]
 
@@ -21,14 +21,14 @@ SHIPPED = [name for name in option_files("model") if name != "custom"]
 @pytest.mark.parametrize("name", SHIPPED)
 def test_weights_are_all_parameters(name: str) -> None:
     model = compose((f"model={name}", "train.sequence_length=64")).model
-    weights = weights_of(model)
+    weights = list_weights(model)
     assert weights is not None
     every = [*weights.before, *weights.block * weights.blocks, *weights.after]
-    assert sum(weight.count for weight in every) == parameter_count(model)
+    assert sum(weight.count for weight in every) == count_parameters(model)
 
 
 def test_a_model_of_a_user_has_no_known_weights() -> None:
-    assert weights_of(compose(("model=custom", "model.name=mine")).model) is None
+    assert list_weights(compose(("model=custom", "model.name=mine")).model) is None
 
 
 LLAMA = TransformerConfig(name="llama", vocab_size=30, layers=2, hidden=24, heads=6, kv_heads=2, feed_forward=36)
@@ -37,31 +37,31 @@ EVEN, ODD = 24 * 24 * 2 + 24 * 36 * 3, 2 * 24 * 8
 
 
 def test_what_a_rank_of_tp_holds() -> None:
-    weights = weights_of(LLAMA)
+    weights = list_weights(LLAMA)
     assert weights is not None
-    assert held(weights.block, Splitting(2, 2, True)) == (EVEN + ODD) // 2 + 2 * 24
-    assert held(weights.block, Splitting(3, 2, True)) == EVEN // 3 + ODD + 2 * 24
-    assert held(weights.before, Splitting(4, 2, True)) == 8 * 24, "30 rows over 4 ranks: 8 at most"
-    assert held(weights.before, Splitting(4, 2, False)) == 30 * 24
-    assert held(weights.before, Splitting(4, 2, True, shards=5)) == 10 * 24, "8 rows over 5 shards: 2 each"
+    assert held_elements(weights.block, Splitting(2, 2, True)) == (EVEN + ODD) // 2 + 2 * 24
+    assert held_elements(weights.block, Splitting(3, 2, True)) == EVEN // 3 + ODD + 2 * 24
+    assert held_elements(weights.before, Splitting(4, 2, True)) == 8 * 24, "30 rows over 4 ranks: 8 at most"
+    assert held_elements(weights.before, Splitting(4, 2, False)) == 30 * 24
+    assert held_elements(weights.before, Splitting(4, 2, True, shards=5)) == 10 * 24, "8 rows over 5 shards: 2 each"
 
 
 def test_gradients_that_ranks_of_tp_add_up() -> None:
-    weights = weights_of(LLAMA)
+    weights = list_weights(LLAMA)
     assert weights is not None
-    assert summed(weights.block, 1, 2, True) == []
-    assert summed(weights.block, 2, 2, True) == [24, 24]
-    assert sorted(summed(weights.block, 3, 2, False)) == [24 * 8, 24 * 8]
-    gpt = weights_of(replace(LLAMA, kv_heads=None, bias=True, norm="layernorm"))
+    assert partial_gradient_sizes(weights.block, 1, 2, True) == []
+    assert partial_gradient_sizes(weights.block, 2, 2, True) == [24, 24]
+    assert sorted(partial_gradient_sizes(weights.block, 3, 2, False)) == [24 * 8, 24 * 8]
+    gpt = list_weights(replace(LLAMA, kv_heads=None, bias=True, norm="layernorm"))
     assert gpt is not None
-    assert summed(gpt.block, 2, 6, True) == [24] * 6, (
+    assert partial_gradient_sizes(gpt.block, 2, 6, True) == [24] * 6, (
         "two norms with a bias each, and two biases of row-parallel layers"
     )
 
 
 @given(sizes=st.lists(st.floats(1, 2**27), max_size=40), limit=st.none() | st.floats(0.1, 40))
 def test_buckets_hold_everything_and_close_when_they_are_full(sizes: list[float], limit: float | None) -> None:
-    found = buckets(sizes, limit)
+    found = ddp_buckets(sizes, limit)
     assert sum(found) == pytest.approx(sum(sizes))
     least = 2**20 if limit is None else limit * 2**20
     assert all(size >= least for size in found[:-1])
@@ -69,8 +69,8 @@ def test_buckets_hold_everything_and_close_when_they_are_full(sizes: list[float]
 
 def test_groups_are_whole_blocks_within_a_bucket() -> None:
     mib = 2**20
-    assert groups(4 * mib, 5, 4 * mib, None) == 0, "24 MiB: everything together"
-    assert groups(4 * mib, 6, 4 * mib, None) == 1, "28 MiB: the blocks, and the rest"
-    assert groups(10 * mib, 5, 0, None) == 3
-    assert groups(100 * mib, 5, 0, None) == 5, "a block of its own, where one is larger than a bucket"
-    assert groups(10 * mib, 5, 0, 30.0) == 2
+    assert fsdp_groups(4 * mib, 5, 4 * mib, None) == 0, "24 MiB: everything together"
+    assert fsdp_groups(4 * mib, 6, 4 * mib, None) == 1, "28 MiB: the blocks, and the rest"
+    assert fsdp_groups(10 * mib, 5, 0, None) == 3
+    assert fsdp_groups(100 * mib, 5, 0, None) == 5, "a block of its own, where one is larger than a bucket"
+    assert fsdp_groups(10 * mib, 5, 0, 30.0) == 2

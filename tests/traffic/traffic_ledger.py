@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.config.degrees import AXES, Degrees
+from hpc_train.config.parallel import AXES, Degrees
 
 KINDS = {
     "allreduce_": "all_reduce",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch._dynamo  # once here and not in every forked rank: torch loads it at the first optimizer step
 
-from hpc_train.api import Engine, MicroBatch, StepBatch, World
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.training.optimizer import make_optimizer
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401
 
-from hpc_train.data.build import build
+from hpc_train.data.build import build_store
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source of the standard library's json package, as bytes."""
     path = tmp_path_factory.mktemp("store") / "json.h5"
-    build([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
     return path

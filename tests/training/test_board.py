@@ -2,11 +2,11 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_train.training.board import Board
+from hpc_train.training.tensorboard_writer import TensorBoardWriter
 
 
 def write(folder: Path, resumed_at: int, losses: dict[int, float]) -> None:
-    board = Board(folder, resumed_at)
+    board = TensorBoardWriter(folder, resumed_at)
     for step, loss in losses.items():
         board.add({"step": step, "loss": loss, "mfu": None})
     board.close()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from training_runs import assert_same_bits, metrics, run, small
 
-from hpc_train.api import MicroBatch, StepBatch, World
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
 from hpc_train.training.rank import make_engine, make_model
 

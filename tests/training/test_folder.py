@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.config.compose import compose, from_container
+from hpc_train.config.compose import compose, config_from_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
 
 
-def _prepared(path: Path, *overrides: str) -> tuple[RunFolder, RunConfig]:
+def _prepared(path: Path, *overrides: str) -> tuple[RunDirectory, RunConfig]:
     config = compose([f"run_dir={path}", *overrides])
-    folder = open_folder(config)
-    prepare(folder, config)
+    folder = locate_run_directory(config)
+    prepare_run_directory(folder, config)
     return folder, config
 
 
@@ -44,7 +44,7 @@ def test_a_directory_that_was_open_is_closed(tmp_path: Path) -> None:
 def test_config_yaml_is_the_config(tmp_path: Path) -> None:
     folder, config = _prepared(tmp_path, "optim.lr=0.125", "model=gpt2_tiny")
     plain = OmegaConf.to_container(OmegaConf.load(folder.config))
-    assert from_container(plain) == config  # type: ignore[arg-type]
+    assert config_from_dict(plain) == config  # type: ignore[arg-type]
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 def test_an_unset_run_dir_is_named_by_date_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = open_folder(compose())
+    folder = locate_run_directory(compose())
     assert folder.path.relative_to(tmp_path).match("runs/????-??-??/??-??-??-*")
     assert not (tmp_path / "runs").exists()
 
 
 def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
-    assert open_folder(compose([f"checkpoint.dir={tmp_path}/c"])).checkpoints == tmp_path / "c"
+    assert locate_run_directory(compose([f"checkpoint.dir={tmp_path}/c"])).checkpoints == tmp_path / "c"
 
 
 def _started(path: Path, *overrides: str) -> None:
@@ -115,7 +115,7 @@ def test_no_two_processes_get_the_same_attempt(tmp_path: Path) -> None:
     folder, _ = _prepared(tmp_path)
     context = multiprocessing.get_context("fork")
     taken = context.SimpleQueue()
-    processes = [context.Process(target=lambda: taken.put([new_attempt(folder) for _ in range(8)])) for _ in range(8)]
+    processes = [context.Process(target=lambda: taken.put([make_attempt(folder) for _ in range(8)])) for _ in range(8)]
     for process in processes:
         process.start()
     attempts = [attempt for _ in processes for attempt in taken.get()]

@@ -13,16 +13,16 @@ import pytest
 from training_runs import metrics, run, small
 from transformers import LlamaForCausalLM
 
-from hpc_train.api import World
-from hpc_train.checkpoint import committed
-from hpc_train.checkpoint.weights import is_weights_only
-from hpc_train.cli import main
+from hpc_train.checkpoint import list_committed_steps
+from hpc_train.checkpoint.storage.step_directory import is_weights_only
+from hpc_train.cli.main import main
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE
-from hpc_train.runtime.stop import StopRequest
+from hpc_train.interfaces import World
+from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.folder import new_attempt, open_folder
-from hpc_train.training.rank import assemble, make_engine, make_model, open_data
+from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
+from hpc_train.training.run_directory import locate_run_directory, make_attempt
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -45,13 +45,13 @@ class Begun:
 
 def begin(config: RunConfig, ranks: int = 1) -> Begun:
     """A run that is ready for its first step, of one rank, or sharded over more."""
-    folder = open_folder(config)
+    folder = locate_run_directory(config)
     folder.path.mkdir(exist_ok=True)
-    attempt = new_attempt(folder)
+    attempt = make_attempt(folder)
 
     def rank(world: World) -> Begun:
         engine = make_engine(config, world, make_model(config))
-        ready = assemble(config, world, folder, attempt, StopRequest(), open_data(config, world), engine)
+        ready = assemble_run(config, world, folder, attempt, StopRequest(), open_data(config, world), engine)
         state = {piece.name: piece.local.numpy().copy() for piece in engine.pieces()}
         ready.close()
         return Begun(ready.step, state)
@@ -67,8 +67,8 @@ def test_weights_are_saved_beside_the_checkpoints_and_stay(store: Path, tmp_path
     config = small(store, tmp_path, "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.weights_every=2")
     assert {rank.code for rank in run(config)} == {EXIT_DONE}
     checkpoints = tmp_path / "checkpoints"
-    assert committed(checkpoints) == [6]
-    assert committed(checkpoints / "weights") == [2, 4, 6]
+    assert list_committed_steps(checkpoints) == [6]
+    assert list_committed_steps(checkpoints / "weights") == [2, 4, 6]
     assert [is_weights_only(checkpoints / "weights", step) for step in (2, 4, 6)] == [True] * 3
     assert not is_weights_only(checkpoints, 6)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

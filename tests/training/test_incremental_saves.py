@@ -15,18 +15,24 @@ import torch
 from torch import Tensor, nn
 from training_runs import small
 
-from hpc_train.api import Piece, World
-from hpc_train.checkpoint import Saver, committed, load, verify
-from hpc_train.checkpoint.incremental import Incremental
-from hpc_train.checkpoint.manifest import read
-from hpc_train.checkpoint.offline.source import Saved, whole
+from hpc_train.checkpoint import Saver, list_committed_steps, load_step, verify_step
+from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, read_whole_tensors
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.config.run import RunConfig
-from hpc_train.runtime.stop import StopRequest
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.folder import RunFolder, open_folder, prepare
-from hpc_train.training.frozen import frozen_names, incremental_advice
-from hpc_train.training.loop import train
-from hpc_train.training.rank import assemble, make_engine, make_model, open_data
+from hpc_train.training.loop import run_training
+from hpc_train.training.rank import (
+    advise_incremental_saves,
+    assemble_run,
+    list_frozen_parameters,
+    make_engine,
+    make_model,
+    open_data,
+)
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, prepare_run_directory
 
 SETTINGS = ("model.hidden=256", "model.feed_forward=512", "checkpoint.every=2", "checkpoint.keep=9")
 TRAINED = ("norm", "head", "output")
@@ -35,27 +41,27 @@ TRAINED = ("norm", "head", "output")
 def tune(config: RunConfig, ranks: int = 2, frozen: bool = True) -> list[str | None]:
     """Train, all but the last layers frozen; what each rank would be told at the start."""
 
-    def rank(world: World, folder: RunFolder) -> str | None:
+    def rank(world: World, folder: RunDirectory) -> str | None:
         model = make_model(config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or name.startswith(TRAINED))
-        names = frozen_names(model)
+        names = list_frozen_parameters(model)
         engine = make_engine(config, world, model)
-        advice = incremental_advice(names, engine.pieces())
-        run = assemble(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
-        train(run)
+        advice = advise_incremental_saves(names, engine.pieces())
+        run = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
+        run_training(run)
         run.close()
         return advice
 
-    folder = open_folder(config)
-    prepare(folder, config)
+    folder = locate_run_directory(config)
+    prepare_run_directory(folder, config)
     return run_ranks(rank, ranks, folder, parallel=config.parallel)
 
 
 def contents(directory: Path, step: int) -> dict[str, Tensor]:
-    manifest = read(directory / f"step-{step}", step)
-    with Saved(directory / f"step-{step}", manifest, "") as source:
-        return whole(source, source.tensors)
+    manifest = read_manifest(directory / f"step-{step}", step)
+    with SavedStepTensors(directory / f"step-{step}", manifest, "") as source:
+        return read_whole_tensors(source, source.tensors)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -63,7 +69,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def events(config: RunConfig, kind: str) -> list[dict[str, Any]]:
-    lines = open_folder(config).events.read_text().splitlines()
+    lines = locate_run_directory(config).events.read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
@@ -77,22 +83,22 @@ def test_a_frozen_body_and_a_trained_head(store: Path, tmp_path: Path, strategy:
     there, here = tmp_path / "plain/checkpoints", tmp_path / "sharing/checkpoints"
     for step in (2, 4, 6):
         assert same(contents(here, step), contents(there, step))
-        assert verify(here, step) == []
+        assert verify_step(here, step) == []
     first, *later = events(sharing, "checkpoint")
     assert first["shared"] == 0
     assert all(it["bytes"] - it["shared"] < first["bytes"] / 5 for it in later)
     again = small(store, tmp_path / "sharing", *settings, "train.steps=8", "checkpoint.incremental=true")
     tune(again, ranks=1 if strategy == "ddp" else 2)
-    assert committed(here) == [2, 4, 6, 8]
+    assert list_committed_steps(here) == [2, 4, 6, 8]
     assert events(again, "checkpoint")[-1]["shared"] == 0, "it shares nothing that it has not written itself"
-    assert verify(here, 8) == []
+    assert verify_step(here, 8) == []
 
 
 def test_adamw_over_everything_shares_nothing(store: Path, tmp_path: Path) -> None:
     config = small(store, tmp_path / "run", *SETTINGS, "checkpoint.incremental=true")
     assert tune(config, frozen=False) == [None, None]
     assert [it["shared"] for it in events(config, "checkpoint")] == [0, 0, 0]
-    assert [len(read(tmp_path / f"run/checkpoints/step-{n}", n).files) for n in (2, 4, 6)] == [2, 2, 2]
+    assert [len(read_manifest(tmp_path / f"run/checkpoints/step-{n}", n).files) for n in (2, 4, 6)] == [2, 2, 2]
 
 
 def test_a_file_system_without_links_is_an_event(store: Path, tmp_path: Path) -> None:
@@ -123,17 +129,17 @@ class LowRank(nn.Module):
         return out
 
 
-def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[TensorShard]:
     named = dict(model.named_parameters())
     state = {f"optim.{key}.{n}": it for n, p in named.items() for key, it in optimizer.state.get(p, {}).items()}
     for name, tensor in {**named, **state}.items():
-        yield Piece(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.detach())
+        yield TensorShard(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.detach())
 
 
 def trained_and_saved(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: list[Tensor]) -> Any:
     """Three steps, saved after each, and whether the last loads as it is."""
     world = World(0, 1, 0, torch.device("cpu"), cast(Any, None), 0, 1)
-    saver = Saver(directory, world, background=False, incremental=Incremental())
+    saver = Saver(directory, world, background=False, incremental=IncrementalWriter())
     for step, x in enumerate(inputs, start=1):
         model(x).square().mean().backward()
         optimizer.step()
@@ -144,7 +150,7 @@ def trained_and_saved(directory: Path, model: nn.Module, optimizer: torch.optim.
     found = list(pieces_of(model, optimizer))
     for piece in found:
         piece.local.zero_()
-    load(directory, len(inputs), found, world)
+    load_step(directory, len(inputs), found, world)
     assert same({piece.name: piece.local for piece in found}, expected)
     return [(it.bytes, it.shared) for it in ended]
 

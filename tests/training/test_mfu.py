@@ -3,28 +3,28 @@
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.training.mfu import peak_flops, utilisation
+from hpc_train.training.loop import compute_mfu, find_peak_flops
 
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_an_unknown_or_another_device_has_no_peak() -> None:
-    assert peak_flops(compose(["cluster=dgx_h100", "precision=bf16"]), None) is None
-    assert peak_flops(compose(["cluster=dgx_h100", "precision=bf16"]), "NVIDIA A100-SXM4-80GB") is None
-    assert peak_flops(compose(["cluster=local", "precision=bf16"]), H100) is None
+    assert find_peak_flops(compose(["cluster=dgx_h100", "precision=bf16"]), None) is None
+    assert find_peak_flops(compose(["cluster=dgx_h100", "precision=bf16"]), "NVIDIA A100-SXM4-80GB") is None
+    assert find_peak_flops(compose(["cluster=local", "precision=bf16"]), H100) is None
 
 
 def test_the_device_of_the_cluster_has_the_peak_of_the_precision() -> None:
     config = compose(["cluster=dgx_h100", "precision=bf16"])
     assert config.cluster.gpu.name is not None
-    assert peak_flops(config, config.cluster.gpu.name) == config.cluster.gpu.peak_tflops["bf16"] * 1e12
+    assert find_peak_flops(config, config.cluster.gpu.name) == config.cluster.gpu.peak_tflops["bf16"] * 1e12
     assert config.cluster.gpu.peak_tflops["bf16"] == pytest.approx(989, rel=0.01), (
         "dense, as the vendor's data sheet says"
     )
 
 
 def test_without_a_peak_there_is_no_utilisation() -> None:
-    assert utilisation(compose(), None, 1000, 1.0, 1) is None
+    assert compute_mfu(compose(), None, 1000, 1.0, 1) is None
 
 
 def test_the_formula_by_hand() -> None:
@@ -32,9 +32,9 @@ def test_the_formula_by_hand() -> None:
     config = compose(["model=llama_tiny", "train.sequence_length=256"])
     weights = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384) + 128 * 256
     flops_per_token = 6 * weights + 6 * 4 * 128 * 256
-    value = utilisation(config, peak=1e12, tokens=4096, seconds=0.5, ranks=2)
+    value = compute_mfu(config, peak=1e12, tokens=4096, seconds=0.5, ranks=2)
     assert value == pytest.approx(4096 * flops_per_token / (0.5 * 2 * 1e12), rel=1e-12)
 
 
 def test_a_model_of_unknown_flops_has_no_utilisation() -> None:
-    assert utilisation(compose(["model=custom", "model.name=mine"]), 1e12, 1000, 1.0, 1) is None
+    assert compute_mfu(compose(["model=custom", "model.name=mine"]), 1e12, 1000, 1.0, 1) is None

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

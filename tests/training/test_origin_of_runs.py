@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from training_runs import SMALL, run
 
-from hpc_train.checkpoint.manifest import read
-from hpc_train.checkpoint.origin import Origin, this_code
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.provenance import Origin, identify_code
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 
@@ -45,11 +45,11 @@ def test_code_config_model_and_attempt(config: RunConfig, tmp_path: Path) -> Non
     run(config, asked={0: 2})
     step, model = tmp_path / "run/checkpoints/step-2", (tmp_path / "narrow_model.py").read_bytes()
     frozen = (tmp_path / "run/config.yaml").read_bytes()
-    expected = Origin(*this_code(), sha256(frozen).hexdigest(), sha256(model).hexdigest(), attempt=0)
-    assert read(step, 2).origin == expected
+    expected = Origin(*identify_code(), sha256(frozen).hexdigest(), sha256(model).hexdigest(), attempt=0)
+    assert read_manifest(step, 2).origin == expected
     run(config)
     assert notes(config) == [], "it went on with the same code"
-    last = read(tmp_path / "run/checkpoints/step-3", 3)
+    last = read_manifest(tmp_path / "run/checkpoints/step-3", 3)
     assert last.origin is not None
     assert last.origin.attempt == 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_runs import assert_same_bits, metrics, run, small
 
-from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint.format.manifest import read_manifest
 
 EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep=20", "checkpoint.weights_every=2", "model.dropout=0.1")
 COLUMNS = ("step", "loss", "grad_norm")
@@ -16,7 +16,7 @@ COLUMNS = ("step", "loss", "grad_norm")
 
 def shards(path: Path, step: int) -> list[bytes]:
     """All files of tensors of a step."""
-    return [(path / file.name).read_bytes() for file in read(path, step).files]
+    return [(path / file.name).read_bytes() for file in read_manifest(path, step).files]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

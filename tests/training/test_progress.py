@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.training.progress import clock, progress
+from hpc_train.training.reporter import format_clock, make_progress
 
 
 def _record(step: int, **more: Any) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def _record(step: int, **more: Any) -> dict[str, Any]:
 
 def _plain(*records: dict[str, Any], steps: int = 20, every: int = 10) -> list[str]:
     stream = io.StringIO()
-    shown = progress(steps, every, stream)
+    shown = make_progress(steps, every, stream)
     for record in records:
         shown.show(record)
     shown.close()
@@ -44,7 +44,7 @@ def test_lines_come_at_the_first_step_then_every_few_and_at_the_last() -> None:
     ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (4e5, "111:06:40")]
 )
 def test_the_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+    assert format_clock(seconds) == text
 
 
 class Terminal(io.StringIO):
@@ -58,7 +58,7 @@ def test_a_terminal_gets_a_live_line_that_ends_at_the_newest_step(monkeypatch: p
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
-    bar = progress(20, 10, stream)
+    bar = make_progress(20, 10, stream)
     bar.show(_record(1))
     bar.show(_record(3, validation_loss=2.25))
     bar.show(_record(4))

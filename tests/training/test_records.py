@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.training.records import Metrics, add_event, read_metrics
+from hpc_train.training.run_records import MetricsFile, append_event, read_metrics
 
 
 def _write(path: Path, steps: range, resumed_at: int = 0) -> None:
-    metrics = Metrics(path, resumed_at)
+    metrics = MetricsFile(path, resumed_at)
     for step in steps:
         metrics.write({"step": step, "loss": step / 2})
     metrics.close()
@@ -43,7 +43,7 @@ def test_starting_over_empties_the_file(tmp_path: Path) -> None:
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, 0)
+    metrics = MetricsFile(path, 0)
     metrics.write({"step": 1})
     assert [record["step"] for record in read_metrics(path)] == [1]
     metrics.close()
@@ -51,7 +51,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, 0)
+    metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": -float("inf"), "mfu": None})
     metrics.close()
     strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -64,7 +64,7 @@ def test_no_file_is_no_records(tmp_path: Path) -> None:
 
 def _many_events(path: Path, writer: int) -> None:
     for number in range(200):
-        add_event(path, "note", attempt=writer, number=number, text="x" * 300)
+        append_event(path, "note", attempt=writer, number=number, text="x" * 300)
 
 
 def test_events_of_several_processes_do_not_mix(tmp_path: Path) -> None:

@@ -15,16 +15,15 @@ import pytest
 import torch
 from training_runs import run, small
 
-from hpc_train.api import World
-from hpc_train.checkpoint import committed, verify
-from hpc_train.checkpoint.manifest import read
+from hpc_train.checkpoint import list_committed_steps, verify_step
+from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.config.run import RunConfig
-from hpc_train.runtime.stop import StopRequest
+from hpc_train.interfaces import World
+from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.folder import RunFolder, open_folder, prepare
-from hpc_train.training.loop import Run, train
-from hpc_train.training.outcome import find_shortfall
-from hpc_train.training.rank import assemble, make_engine, make_model, open_data
+from hpc_train.training.loop import TrainingRun, run_training
+from hpc_train.training.rank import assemble_run, find_shortfall, make_engine, make_model, open_data
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, prepare_run_directory
 
 _fsync = os.fsync
 
@@ -34,19 +33,19 @@ def slow_fsync(descriptor: int) -> None:
     _fsync(descriptor)
 
 
-def with_run(config: RunConfig, act: Callable[[Run], Any], ranks: int = 2) -> list[Any]:
+def with_run(config: RunConfig, act: Callable[[TrainingRun], Any], ranks: int = 2) -> list[Any]:
     """Assemble a run on some ranks and do something with it."""
 
-    def rank(world: World, folder: RunFolder) -> Any:
+    def rank(world: World, folder: RunDirectory) -> Any:
         engine = make_engine(config, world, make_model(config))
-        assembled = assemble(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
+        assembled = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
         try:
             return act(assembled)
         finally:
             assembled.close()
 
-    folder = open_folder(config)
-    prepare(folder, config)
+    folder = locate_run_directory(config)
+    prepare_run_directory(folder, config)
     folder.logs(0).mkdir(parents=True, exist_ok=True)
     return run_ranks(rank, ranks, folder, parallel=config.parallel)
 
@@ -54,7 +53,7 @@ def with_run(config: RunConfig, act: Callable[[Run], Any], ranks: int = 2) -> li
 def test_a_save_under_way_when_the_training_fails_is_committed(store: Path, tmp_path: Path) -> None:
     config = small(store, tmp_path / "run", "checkpoint.every=3")
 
-    def fail_in_step_four(it: Run) -> str:
+    def fail_in_step_four(it: TrainingRun) -> str:
         batch = it.loader.batch
 
         def broken(consumed: int) -> Any:
@@ -67,18 +66,18 @@ def test_a_save_under_way_when_the_training_fails_is_committed(store: Path, tmp_
             patch.object(it.loader, "batch", broken),
             pytest.raises(RuntimeError, match="the data is gone"),
         ):
-            train(it)
+            run_training(it)
         return str(it.saved_at)
 
     assert with_run(config, fail_in_step_four) == ["3", "3"]
-    assert committed(tmp_path / "run" / "checkpoints") == [3]
-    assert verify(tmp_path / "run" / "checkpoints", 3) == []
+    assert list_committed_steps(tmp_path / "run" / "checkpoints") == [3]
+    assert verify_step(tmp_path / "run" / "checkpoints", 3) == []
 
 
 def test_an_update_from_an_infinite_gradient_flags_the_next_save_and_no_other(store: Path, tmp_path: Path) -> None:
     config = small(store, tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=9")
 
-    def infinite_in_step_three(it: Run) -> int:
+    def infinite_in_step_three(it: TrainingRun) -> int:
         clip = it.engine.clip
 
         def infinite(limit: float | None) -> torch.Tensor:
@@ -86,10 +85,10 @@ def test_an_update_from_an_infinite_gradient_flags_the_next_save_and_no_other(st
             return norm * math.inf if it.step == 2 else norm
 
         with patch.object(it.engine, "clip", infinite):
-            return train(it)
+            return run_training(it)
 
     assert with_run(config, infinite_in_step_three) == [0, 0]
-    steps = {step: read(tmp_path / f"run/checkpoints/step-{step}", step).finite for step in (2, 4, 6)}
+    steps = {step: read_manifest(tmp_path / f"run/checkpoints/step-{step}", step).finite for step in (2, 4, 6)}
     assert steps == {2: True, 4: False, 6: True}
 
 
@@ -97,24 +96,24 @@ def test_parameters_that_are_nan_are_never_gone_on_from(store: Path, tmp_path: P
     config = small(store, tmp_path / "run", "checkpoint.every=2", "train.steps=4")
     run(small(store, tmp_path / "run", "checkpoint.every=2", "train.steps=2"))
 
-    def poison(it: Run) -> int:
+    def poison(it: TrainingRun) -> int:
         with torch.no_grad():
             next(iter(it.engine.pieces())).local.fill_(math.nan)
-        return train(it)
+        return run_training(it)
 
     assert with_run(config, poison) == [0, 0]
-    assert committed(tmp_path / "run/checkpoints") == [2, 4]
+    assert list_committed_steps(tmp_path / "run/checkpoints") == [2, 4]
     assert with_run(config, lambda it: it.step) == [2, 2]
 
 
 def test_what_the_settings_of_retention_keep(store: Path, tmp_path: Path) -> None:
     settings = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=4", "train.eval_every=1")
     run(small(store, tmp_path / "run", *settings, "train.steps=3", "checkpoint.keep_every=0"))
-    assert committed(tmp_path / "run/checkpoints") == [3]
+    assert list_committed_steps(tmp_path / "run/checkpoints") == [3]
     run(small(store, tmp_path / "run", *settings, "train.steps=7", "checkpoint.keep_best=1"))
     # 3: it went on from it; 4: every fourth; 7: the newest, and the best so far
-    assert committed(tmp_path / "run/checkpoints") == [3, 4, 7]
-    losses = [read(tmp_path / f"run/checkpoints/step-{n}", n).validation_loss for n in (4, 7)]
+    assert list_committed_steps(tmp_path / "run/checkpoints") == [3, 4, 7]
+    losses = [read_manifest(tmp_path / f"run/checkpoints/step-{n}", n).validation_loss for n in (4, 7)]
     assert losses[0] is not None
     assert losses[1] is not None
     assert losses[1] < losses[0]
@@ -124,40 +123,40 @@ def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store:
     """Also with fewer good checkpoints than checkpoint.keep, and with none."""
     run(small(store, tmp_path / "run", "checkpoint.every=1", "train.steps=2", "checkpoint.keep=3"))
 
-    def poison(it: Run) -> int:
+    def poison(it: TrainingRun) -> int:
         with torch.no_grad():
             next(iter(it.engine.pieces())).local.fill_(math.nan)
-        return train(it)
+        return run_training(it)
 
     lost = ("checkpoint.every=1", "checkpoint.keep=3", "train.steps=9")
     assert with_run(small(store, tmp_path / "run", *lost), poison) == [0, 0]
-    assert committed(tmp_path / "run/checkpoints") == [1, 2, 9]
+    assert list_committed_steps(tmp_path / "run/checkpoints") == [1, 2, 9]
     assert with_run(small(store, tmp_path / "other", *lost), poison) == [0, 0]
-    assert committed(tmp_path / "other/checkpoints") == [9]
+    assert list_committed_steps(tmp_path / "other/checkpoints") == [9]
 
 
 def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> None:
-    def shortfall(change: Callable[[Run], Any]) -> Callable[[Run], str]:
-        def act(it: Run) -> str:
+    def shortfall(change: Callable[[TrainingRun], Any]) -> Callable[[TrainingRun], str]:
+        def act(it: TrainingRun) -> str:
             change(it)
-            assert train(it) == 0
+            assert run_training(it) == 0
             return find_shortfall(it) or ""
 
         return act
 
-    def spoil(value: float, index: int) -> Callable[[Run], Any]:
+    def spoil(value: float, index: int) -> Callable[[TrainingRun], Any]:
         """Replace the gradient norm of one step, as the loop sees it."""
 
-        def change(it: Run) -> None:
+        def change(it: TrainingRun) -> None:
             clip = it.engine.clip
             it.engine.clip = lambda limit: clip(limit) * value if it.step == index else clip(limit)  # type: ignore[method-assign]
 
         return change
 
-    def case(name: str, change: Callable[[Run], Any], *overrides: str) -> set[str]:
+    def case(name: str, change: Callable[[TrainingRun], Any], *overrides: str) -> set[str]:
         return set(with_run(small(store, tmp_path / name, *overrides), shortfall(change)))
 
-    def no_room(it: Run) -> None:
+    def no_room(it: TrainingRun) -> None:
         """Fill the disk from the last step on."""
         update = it.engine.update
 

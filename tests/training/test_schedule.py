@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
-from hpc_train.config.optim import ScheduleConfig
-from hpc_train.config.schema import seal
-from hpc_train.training.schedule import peak_rate, rate
+from hpc_train.config.schema import seal_config
+from hpc_train.config.train import ScheduleConfig
+from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate
 
 NAMES = ("cosine", "linear", "wsd", "constant")
 
 
 def _rates(steps: int, peak: float = 1.0, **settings: object) -> list[float]:
-    config = seal(ScheduleConfig(**settings))  # type: ignore[arg-type]
-    return [rate(config, peak, step, steps) for step in range(steps)]
+    config = seal_config(ScheduleConfig(**settings))  # type: ignore[arg-type]
+    return [compute_learning_rate(config, peak, step, steps) for step in range(steps)]
 
 
 def test_cosine() -> None:
@@ -74,5 +74,5 @@ def test_wsd_is_stable_between_warm_up_and_decay(steps: int, warmup: int, decay:
 @pytest.mark.parametrize(("scaling", "wanted"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_peak_grows_with_the_batch(scaling: str, wanted: float) -> None:
     optim = compose(["optim.lr=0.1", f"optim.lr_scaling={scaling}", "optim.base_batch=8"]).optim
-    assert peak_rate(optim, 32) == pytest.approx(wanted)
-    assert peak_rate(optim, 8) == pytest.approx(0.1)
+    assert scale_peak_rate(optim, 32) == pytest.approx(wanted)
+    assert scale_peak_rate(optim, 8) == pytest.approx(0.1)

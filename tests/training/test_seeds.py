@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.training.seeds import seed_step
+from hpc_train.training.optimizer import seed_step
 
 SEEDS = st.integers(0, (1 << 63) - 1)
 
@@ -36,7 +36,7 @@ def test_every_argument_matters() -> None:
 
 DETERMINISTIC = """
 import os, torch
-from hpc_train.training.seeds import be_deterministic
+from hpc_train.training.optimizer import require_determinism as be_deterministic
 be_deterministic()
 try:
     torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), 2)

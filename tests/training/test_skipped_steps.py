@@ -9,15 +9,15 @@ import pytest
 from training_runs import metrics, run, small
 
 from hpc_train.errors import EXIT_DONE
-from hpc_train.parallel import scaling
-from hpc_train.training.folder import open_folder
+from hpc_train.parallel import precision
+from hpc_train.training.run_directory import locate_run_directory
 
 
 def test_every_skipped_step_is_an_event(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "FIRST", 2.0**40)  # halved once a step, it overflows in all six
+    monkeypatch.setattr(precision, "INITIAL_SCALE", 2.0**40)  # halved once a step, it overflows in all six
     config = small(store, tmp_path, "precision=fp16")
     assert [rank.code for rank in run(config)] == [EXIT_DONE] * 2
-    events = [json.loads(line) for line in open_folder(config).events.read_text().splitlines()]
+    events = [json.loads(line) for line in locate_run_directory(config).events.read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "skipped"] == [1, 2, 3, 4, 5, 6]
     assert [norm for (norm,) in metrics(config, "grad_norm")] == [None] * 6
 
@@ -25,4 +25,4 @@ def test_every_skipped_step_is_an_event(store: Path, tmp_path: Path, monkeypatch
 def test_without_an_overflow_there_is_none(store: Path, tmp_path: Path) -> None:
     config = small(store, tmp_path, "precision=fp16")
     run(config)
-    assert '"skipped"' not in open_folder(config).events.read_text()
+    assert '"skipped"' not in locate_run_directory(config).events.read_text()

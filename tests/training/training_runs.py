@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpc_train.api import World
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.runtime.stop import StopRequest
+from hpc_train.interfaces import World
+from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.folder import RunFolder, new_attempt, open_folder, prepare
-from hpc_train.training.loop import train
-from hpc_train.training.rank import assemble, make_engine, make_model, open_data
-from hpc_train.training.records import read_metrics
-from hpc_train.training.seeds import be_deterministic
+from hpc_train.training.loop import run_training
+from hpc_train.training.optimizer import require_determinism
+from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
+from hpc_train.training.run_records import read_metrics
 
 SMALL = (
     "data=text",
@@ -70,18 +70,18 @@ def small(store: Path, run_dir: Path, *overrides: str) -> RunConfig:
 
 def run(config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None) -> list[Ended]:
     """Run on `ranks` ranks; asked: rank -> the look at which it is asked to stop."""
-    folder = open_folder(config)
-    prepare(folder, config)
-    return run_ranks(_rank, ranks, config, folder, new_attempt(folder), asked or {}, parallel=config.parallel)
+    folder = locate_run_directory(config)
+    prepare_run_directory(folder, config)
+    return run_ranks(_rank, ranks, config, folder, make_attempt(folder), asked or {}, parallel=config.parallel)
 
 
-def _rank(world: World, config: RunConfig, folder: RunFolder, attempt: int, asked: dict[int, int]) -> Ended:
+def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, asked: dict[int, int]) -> Ended:
     if config.train.deterministic:
-        be_deterministic()
+        require_determinism()
     engine = make_engine(config, world, make_model(config))
     stop = AskedAtLook(look=asked.get(world.rank, 0))
-    run = assemble(config, world, folder, attempt, stop, open_data(config, world), engine)
-    code = train(run)
+    run = assemble_run(config, world, folder, attempt, stop, open_data(config, world), engine)
+    code = run_training(run)
     for loader in (run.loader, run.validation):
         if loader is not None:
             loader.close()
@@ -91,7 +91,7 @@ def _rank(world: World, config: RunConfig, folder: RunFolder, attempt: int, aske
 
 def metrics(config: RunConfig, *keys: str) -> list[tuple[Any, ...]]:
     """These columns of metrics.jsonl."""
-    return [tuple(record.get(key) for key in keys) for record in read_metrics(open_folder(config).metrics)]
+    return [tuple(record.get(key) for key in keys) for record in read_metrics(locate_run_directory(config).metrics)]
 
 
 def assert_same_bits(one: list[Ended], other: list[Ended]) -> None:

@@ -1,4 +1,4 @@
-"""One rank of `bench checkpoint`: takes all operations of all sides in turn and leaves what it measured."""
+"""One rank of `bench checkpoint`: takes all operations of all sides in turn, and leaves what it measured."""
 
 from __future__ import annotations
 
@@ -19,75 +19,85 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_64_intdigest
 
-from hpc_train.api import World
-from hpc_train.bench.checkpoint import checkpointers, resharding, sides
-from hpc_train.bench.checkpoint.meter import Taken, barrier, forget, gathered, of_all, timed
-from hpc_train.bench.checkpoint.result import (
-    COLD,
+from hpc_train.bench.checkpoint import resharding, sides
+from hpc_train.bench.checkpoint.benchmark import (
+    LOAD_COLD,
+    LOAD_WARM,
     OPERATIONS,
     RAW_DIRECT,
     RESHARDINGS,
     SAVE,
     STALL,
     VERIFY,
-    WARM,
-    Options,
+    CheckpointBenchOptions,
     Samples,
-    Setting,
-    lines,
-    load_average,
+    SettingResult,
+    read_load_average,
+    summarize_operations,
 )
-from hpc_train.bench.checkpoint.sides import Side
-from hpc_train.bench.checkpoint.state import State, bytes_of, flat, make_state
-from hpc_train.checkpoint.storage.kind import file_system
+from hpc_train.bench.checkpoint.sides import (
+    CheckpointSide,
+    OperationCost,
+    Tensors,
+    bytes_of_tensor,
+    combine_ranks,
+    count_bytes,
+    drop_page_cache,
+    gather_values_of_ranks,
+    make_tensors,
+    time_operation,
+    wait_for_all,
+)
+from hpc_train.checkpoint.storage.file_system import detect_file_system
 from hpc_train.errors import EXIT_DONE
+from hpc_train.interfaces import World
 
-SETTING = "setting.json"
-_Taken = dict[str, dict[str, list[Taken]]]
+SETTING_FILE = "setting.json"
+_RoundSample = dict[str, dict[str, list[OperationCost]]]
 """By operation, side and round."""
-_PLAIN = tuple(operation for operation in OPERATIONS if operation not in RESHARDINGS)
+_SAME_LAYOUT_OPERATIONS = tuple(operation for operation in OPERATIONS if operation not in RESHARDINGS)
 
 
-def main(rank: int, ranks: int, options: Options, directory: Path, meeting: Path) -> int:
+def main(rank: int, ranks: int, options: CheckpointBenchOptions, directory: Path, meeting: Path) -> int:
     """Measure in `directory`, an empty one; rank 0 leaves the result in `meeting`."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # those of the other sides, about how they are called
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     gc.freeze()  # so that collecting before each operation does not look at all modules
-    with _together(rank, ranks, meeting) as world:
-        setting = measure(world, options, directory)
+    with _join_ranks(rank, ranks, meeting) as world:
+        setting = measure_operations(world, options, directory)
         if rank == 0:
-            (meeting / SETTING).write_text(json.dumps(asdict(setting)))
+            (meeting / SETTING_FILE).write_text(json.dumps(asdict(setting)))
     return EXIT_DONE
 
 
-def measure(world: World, options: Options, directory: Path) -> Setting:
+def measure_operations(world: World, options: CheckpointBenchOptions, directory: Path) -> SettingResult:
     """All rounds; every rank calls it and gets the result."""
-    before = load_average()
-    setting = _measure_as_saved(world, options, directory)
-    moved = resharding.measure(world, options, directory)
-    return replace(setting, lines=setting.lines + moved, load_average=(before, load_average()))
+    before = read_load_average()
+    setting = _measure_same_layout(world, options, directory)
+    moved = resharding.measure_resharding(world, options, directory)
+    return replace(setting, lines=setting.lines + moved, load_average=(before, read_load_average()))
 
 
-def _measure_as_saved(world: World, options: Options, directory: Path) -> Setting:
+def _measure_same_layout(world: World, options: CheckpointBenchOptions, directory: Path) -> SettingResult:
     """What saves, and what loads on the ranks that saved; nothing of it stays in memory."""
-    chosen = options.sides if any(it in _PLAIN for it in options.operations) else ()
+    chosen = options.sides if any(it in _SAME_LAYOUT_OPERATIONS for it in options.operations) else ()
     share = int(options.gib * 2**30) // world.size
     tensors = max(1, options.tensors // world.size) if options.tensors else None
-    state = make_state(share, tensors, world.rank)
-    found, missing = _sides(directory, world, state, chosen)
+    state = make_tensors(share, tensors, world.rank)
+    found, missing = _make_sides(directory, world, state, chosen)
     rounds = _Rounds(world, directory, found, options.operations)
     rounds.warm_up(state)
     for number in range(options.rounds):
         rounds.take(number)
-    gib = float(gathered(bytes_of(state)).sum()) / 2**30
-    return Setting(
+    gib = float(gather_values_of_ranks(count_bytes(state)).sum()) / 2**30
+    return SettingResult(
         directory=str(directory.parent),
-        file_system=file_system(directory).kind,
+        file_system=detect_file_system(directory).kind,
         ranks=world.size,
         tensors=len(state) * world.size,
         gib=gib,
-        lines=lines(rounds.measured(), gib),
+        lines=summarize_operations(rounds.measured(), gib),
         missing=missing,
         load_average=(0.0, 0.0),
     )
@@ -96,25 +106,25 @@ def _measure_as_saved(world: World, options: Options, directory: Path) -> Settin
 class _Rounds:
     """The sides, and what was measured so far."""
 
-    def __init__(self, world: World, directory: Path, found: list[Side], operations: tuple[str, ...]) -> None:
+    def __init__(self, world: World, directory: Path, found: list[CheckpointSide], operations: tuple[str, ...]) -> None:
         self._world, self._directory, self._sides = world, directory, found
-        self._taken: _Taken = {operation: {} for operation in _PLAIN if operation in operations}
+        self._taken: _RoundSample = {operation: {} for operation in _SAME_LAYOUT_OPERATIONS if operation in operations}
 
-    def warm_up(self, state: State) -> None:
+    def warm_up(self, state: Tensors) -> None:
         """Every side once, untimed, to see that what it loads is what was saved."""
         for side in self._sides:
-            for save in (_both(side), side.save):
+            for save in (_background_save(side), side.save):
                 if save is not None:
                     self._empty(side)
                     save()
-            barrier()
-            if side.load is not None and _loads(self._taken):
-                _check(side, state)
+            wait_for_all()
+            if side.load is not None and _includes_loads(self._taken):
+                _check_load(side, state)
 
     def take(self, number: int) -> None:
         """One round: every operation of every side, each time in another order."""
         for operation in self._taken:
-            able = [side for side in self._sides if _work(side, operation) is not None]
+            able = [side for side in self._sides if _operation_of(side, operation) is not None]
             random.Random(f"{number} {operation}").shuffle(able)
             for side in able:
                 self._prepare(side, operation)
@@ -123,79 +133,83 @@ class _Rounds:
     def measured(self) -> dict[str, dict[str, Samples]]:
         """By operation and side."""
         return {
-            operation: {side.name: of_all(by_side[side.name]) for side in self._sides if side.name in by_side}
+            operation: {side.name: combine_ranks(by_side[side.name]) for side in self._sides if side.name in by_side}
             for operation, by_side in self._taken.items()
             if by_side
         }
 
-    def _timed(self, side: Side, operation: str) -> Taken:
+    def _timed(self, side: CheckpointSide, operation: str) -> OperationCost:
         """The rest of an asynchronous save is waited for, untimed."""
-        work = _work(side, operation)
+        work = _operation_of(side, operation)
         assert work is not None
-        return timed(work, lambda rest: rest() if operation == STALL else None)
+        return time_operation(work, lambda rest: rest() if operation == STALL else None)
 
-    def _prepare(self, side: Side, operation: str) -> None:
+    def _prepare(self, side: CheckpointSide, operation: str) -> None:
         if operation in (SAVE, STALL):
             self._empty(side)
-        elif operation in (COLD, WARM, VERIFY):
-            barrier()
+        elif operation in (LOAD_COLD, LOAD_WARM, VERIFY):
+            wait_for_all()
             if self._world.rank == 0:
-                forget(self._folder(side)) if operation == COLD else _touch(self._folder(side))
+                drop_page_cache(self._folder(side)) if operation == LOAD_COLD else _read_into_page_cache(
+                    self._folder(side)
+                )
 
-    def _empty(self, side: Side) -> None:
-        barrier()
+    def _empty(self, side: CheckpointSide) -> None:
+        wait_for_all()
         if self._world.rank == 0:
             shutil.rmtree(self._folder(side), ignore_errors=True)
             self._folder(side).mkdir()
-        barrier()
+        wait_for_all()
 
-    def _folder(self, side: Side) -> Path:
+    def _folder(self, side: CheckpointSide) -> Path:
         return self._directory / side.name
 
 
-def _loads(operations: Container[str]) -> bool:
-    return COLD in operations or WARM in operations
+def _includes_loads(operations: Container[str]) -> bool:
+    return LOAD_COLD in operations or LOAD_WARM in operations
 
 
-def _work(side: Side, operation: str) -> Callable[[], object] | None:
+def _operation_of(side: CheckpointSide, operation: str) -> Callable[[], object] | None:
     by_operation: dict[str, Callable[[], object] | None] = {
         SAVE: side.save,
         STALL: side.begin,
-        COLD: side.load,
-        WARM: None if side.name == RAW_DIRECT else side.load,  # it would read from the disk again
+        LOAD_COLD: side.load,
+        LOAD_WARM: None if side.name == RAW_DIRECT else side.load,  # it would read from the disk again
         VERIFY: side.verify,
     }
     return by_operation[operation]
 
 
-def _both(side: Side) -> Callable[[], object] | None:
+def _background_save(side: CheckpointSide) -> Callable[[], object] | None:
     begin = side.begin
     return None if begin is None else lambda: begin()()
 
 
-def _check(side: Side, state: State) -> None:
+def _check_load(side: CheckpointSide, state: Tensors) -> None:
     """That it loads what was saved."""
     assert side.load is not None
-    saved = [xxh3_64_intdigest(flat(tensor)) for tensor in state.values()]
+    saved = [xxh3_64_intdigest(bytes_of_tensor(tensor)) for tensor in state.values()]
     for tensor in state.values() if side.name != RAW_DIRECT else ():  # which loads to a place of its own
         tensor.zero_()
     side.load()
     for (name, tensor), digest in zip(state.items(), saved, strict=True):
-        assert xxh3_64_intdigest(flat(tensor)) == digest, (side.name, name)
+        assert xxh3_64_intdigest(bytes_of_tensor(tensor)) == digest, (side.name, name)
 
 
-def _sides(directory: Path, world: World, state: State, wanted: tuple[str, ...]) -> tuple[list[Side], dict[str, str]]:
+def _make_sides(
+    directory: Path, world: World, state: Tensors, wanted: tuple[str, ...]
+) -> tuple[list[CheckpointSide], dict[str, str]]:
     """Those that are wanted and work here, and why the others do not."""
     found, missing = [], {}
-    ways: list[tuple[str, Callable[[Path], Side]]] = [
-        ("hpc_train", lambda at: checkpointers.hpc_train(at, world, state)),
-        ("raw_direct", lambda at: sides.raw_direct(at, world.rank, state)),
-        ("raw_buffered", lambda at: sides.raw_buffered(at, world.rank, state)),
-        ("torch_save", lambda at: sides.torch_save(at, world.rank, state)),
-        ("safetensors", lambda at: sides.safetensors(at, world.rank, state)),
-        ("dcp", lambda at: checkpointers.torch_dcp(at, world, state)),
-        ("dcp_async", lambda at: checkpointers.torch_dcp_async(at, world, state, cached=False)),
-        ("dcp_async_cached", lambda at: checkpointers.torch_dcp_async(at, world, state, cached=True)),
+    ways: list[tuple[str, Callable[[Path], CheckpointSide]]] = [
+        ("hpc_train", lambda at: sides.make_hpc_train(at, world, state)),
+        ("raw_direct", lambda at: sides.make_raw_direct(at, world.rank, state)),
+        ("raw_buffered", lambda at: sides.make_raw_buffered(at, world.rank, state)),
+        ("torch_save", lambda at: sides.make_torch_save(at, world.rank, state)),
+        ("safetensors", lambda at: sides.make_safetensors(at, world.rank, state)),
+        ("dcp", lambda at: sides.make_dcp(at, world, state)),
+        ("dcp_async", lambda at: sides.make_dcp_async(at, world, state, cached=False)),
+        ("dcp_async_cached", lambda at: sides.make_dcp_async(at, world, state, cached=True)),
     ]
     for name, make in ways:
         if name not in wanted:
@@ -208,9 +222,9 @@ def _sides(directory: Path, world: World, state: State, wanted: tuple[str, ...])
     return found, missing
 
 
-def _touch(folder: Path) -> None:
+def _read_into_page_cache(folder: Path) -> None:
     """All files below it, into the page cache."""
-    block = bytearray(sides.CHUNK)
+    block = bytearray(sides.CHUNK_BYTES)
     for path in sorted(it for it in folder.rglob("*") if it.is_file()):
         with path.open("rb", buffering=0) as file:
             while file.readinto(block):
@@ -218,7 +232,7 @@ def _touch(folder: Path) -> None:
 
 
 @contextmanager
-def _together(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
+def _join_ranks(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
     """A job of processes of this machine; checkpoints never look at a mesh."""
     with ExitStack() as stack:
         if ranks > 1:
@@ -230,4 +244,6 @@ def _together(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
 
 if __name__ == "__main__":
     _rank, _ranks, _options, _directory, _meeting = sys.argv[1:]
-    sys.exit(main(int(_rank), int(_ranks), Options(**json.loads(_options)), Path(_directory), Path(_meeting)))
+    sys.exit(
+        main(int(_rank), int(_ranks), CheckpointBenchOptions(**json.loads(_options)), Path(_directory), Path(_meeting))
+    )

@@ -20,28 +20,35 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train.api import Piece, World
-from hpc_train.bench.checkpoint.meter import Taken, barrier, forget, of_all, timed
-from hpc_train.bench.checkpoint.result import (
-    COLUMNS,
+from hpc_train.bench.checkpoint.benchmark import (
     DCP,
-    FEWER,
-    MORE,
-    OURS,
+    OUR_SIDE,
+    RESHARD_COLUMNS,
+    RESHARD_TO_FEWER,
+    RESHARD_TO_MORE,
     RESHARDINGS,
-    Line,
-    Options,
+    CheckpointBenchOptions,
+    OperationResult,
     Samples,
-    lines,
+    summarize_operations,
 )
-from hpc_train.bench.checkpoint.state import Shapes, shapes_of
-from hpc_train.checkpoint import load, save
+from hpc_train.bench.checkpoint.sides import (
+    OperationCost,
+    TensorShapes,
+    combine_ranks,
+    drop_page_cache,
+    tensor_shapes,
+    time_operation,
+    wait_for_all,
+)
+from hpc_train.checkpoint import load_step, save_step
+from hpc_train.interfaces import TensorShard, World
 
 _STEP = 1
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReshardLayout:
     """Who has what of the tensors."""
 
     ranks: int
@@ -57,69 +64,78 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Way:
+class ReshardSide:
     """How a side saves and loads; only ranks of the layout call it."""
 
-    save: Callable[[Path, Shapes, Layout, Mapping[str, Tensor]], None]
-    load: Callable[[Path, Shapes, Layout, Mapping[str, Tensor]], None]
+    save: Callable[[Path, TensorShapes, ReshardLayout, Mapping[str, Tensor]], None]
+    load: Callable[[Path, TensorShapes, ReshardLayout, Mapping[str, Tensor]], None]
 
 
-def layouts(operation: str, ranks: int) -> tuple[Layout, Layout]:
+def make_layouts(operation: str, ranks: int) -> tuple[ReshardLayout, ReshardLayout]:
     """(saved in, loaded in)."""
     return {
-        MORE: (Layout(1), Layout(ranks)),
-        FEWER: (Layout(ranks), Layout(1)),
-        COLUMNS: (Layout(ranks), Layout(ranks, 1)),
+        RESHARD_TO_MORE: (ReshardLayout(1), ReshardLayout(ranks)),
+        RESHARD_TO_FEWER: (ReshardLayout(ranks), ReshardLayout(1)),
+        RESHARD_COLUMNS: (ReshardLayout(ranks), ReshardLayout(ranks, 1)),
     }[operation]
 
 
-def measure(world: World, options: Options, directory: Path) -> list[Line]:
+def measure_resharding(world: World, options: CheckpointBenchOptions, directory: Path) -> list[OperationResult]:
     """All rounds; every rank calls it. A single rank has no other layout: nothing."""
     if world.size == 1:
         return []
     mesh = init_device_mesh("cpu", (world.size,))
-    ways = {OURS: _ours(world), DCP: _dcp(world, mesh)}
+    ways = {OUR_SIDE: _load_ours(world), DCP: _load_dcp(world, mesh)}
     ways = {side: way for side, way in ways.items() if side in options.sides}
-    shapes = shapes_of(int(options.gib * 2**30), options.tensors)
+    shapes = tensor_shapes(int(options.gib * 2**30), options.tensors)
     wanted = [operation for operation in RESHARDINGS if operation in options.operations]
-    found = {operation: _measure(operation, world, options.rounds, directory, ways, shapes) for operation in wanted}
-    return lines(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
+    found = {
+        operation: _measure_layout(operation, world, options.rounds, directory, ways, shapes) for operation in wanted
+    }
+    return summarize_operations(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
 
 
-def _measure(
-    operation: str, world: World, rounds: int, directory: Path, ways: Mapping[str, Way], shapes: Shapes
+def _measure_layout(
+    operation: str, world: World, rounds: int, directory: Path, ways: Mapping[str, ReshardSide], shapes: TensorShapes
 ) -> dict[str, Samples]:
-    saved, loaded = layouts(operation, world.size)
+    saved, loaded = make_layouts(operation, world.size)
     folders = {side: directory / f"{operation}.{side}" for side in ways}
     state = dict(_tensors(shapes, saved, world.rank))
     for side, way in ways.items() if world.rank < saved.ranks else ():
         way.save(folders[side], shapes, saved, state)
     state.clear()
     targets = {name: torch.zeros_like(tensor) for name, tensor in _tensors(shapes, loaded, world.rank)}
-    taken: dict[str, list[Taken]] = {side: [] for side in ways}
+    taken: dict[str, list[OperationCost]] = {side: [] for side in ways}
     for number in range(rounds + 1):  # the first is not counted
         for side in random.Random(f"{number} {operation}").sample(sorted(ways), len(ways)):
-            barrier()
+            wait_for_all()
             if world.rank == 0:
-                forget(folders[side])
-            taken[side].append(timed(_loading(ways[side], folders[side], shapes, loaded, targets, world.rank)))
+                drop_page_cache(folders[side])
+            taken[side].append(
+                time_operation(_time_load(ways[side], folders[side], shapes, loaded, targets, world.rank))
+            )
             if number == 0:
-                _check(side, targets, shapes, loaded, world.rank)
-    barrier()
+                _check_loaded(side, targets, shapes, loaded, world.rank)
+    wait_for_all()
     for folder in folders.values() if world.rank == 0 else ():
         shutil.rmtree(folder)
-    return {side: of_all(found[1:]) for side, found in taken.items()}
+    return {side: combine_ranks(found[1:]) for side, found in taken.items()}
 
 
-def _loading(
-    way: Way, folder: Path, shapes: Shapes, layout: Layout, targets: Mapping[str, Tensor], rank: int
+def _time_load(
+    way: ReshardSide,
+    folder: Path,
+    shapes: TensorShapes,
+    layout: ReshardLayout,
+    targets: Mapping[str, Tensor],
+    rank: int,
 ) -> Callable[[], None]:
     if rank >= layout.ranks:
         return lambda: None
     return lambda: way.load(folder, shapes, layout, targets)
 
 
-def _tensors(shapes: Shapes, layout: Layout, rank: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator[tuple[str, Tensor]]:
     """What a rank has, contiguous; whoever has an element knows its value."""
     for name, (shape, dtype) in shapes.items() if rank < layout.ranks else ():
         bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
@@ -128,35 +144,37 @@ def _tensors(shapes: Shapes, layout: Layout, rank: int) -> Iterator[tuple[str, T
         yield name, whole.view(dtype).reshape(shape).narrow(dim, begin, end - begin).contiguous()
 
 
-def _check(side: str, targets: Mapping[str, Tensor], shapes: Shapes, layout: Layout, rank: int) -> None:
+def _check_loaded(
+    side: str, targets: Mapping[str, Tensor], shapes: TensorShapes, layout: ReshardLayout, rank: int
+) -> None:
     for name, tensor in _tensors(shapes, layout, rank):
         assert torch.equal(targets[name], tensor), (side, name)
         targets[name].zero_()
 
 
-def _ours(world: World) -> Way:
-    def of(layout: Layout) -> World:
+def _load_ours(world: World) -> ReshardSide:
+    def of(layout: ReshardLayout) -> World:
         return world if layout.ranks > 1 else World(0, 1, 0, world.device, world.mesh, 0, 1)
 
-    def pieces(shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def pieces(shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> Iterator[TensorShard]:
         for name, (shape, dtype) in shapes.items():
             dim, begin, _ = layout.part(world.rank, shape)
             offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
-            yield Piece(name, shape, dtype, offset, tensors[name])
+            yield TensorShard(name, shape, dtype, offset, tensors[name])
 
-    def put(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        save(folder, _STEP, pieces(shapes, layout, tensors), {}, of(layout)).wait()
+    def put(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
+        save_step(folder, _STEP, pieces(shapes, layout, tensors), {}, of(layout)).wait()
 
-    def get(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        load(folder, _STEP, pieces(shapes, layout, tensors), of(layout))
+    def get(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
+        load_step(folder, _STEP, pieces(shapes, layout, tensors), of(layout))
 
-    return Way(put, get)
+    return ReshardSide(put, get)
 
 
-def _dcp(world: World, mesh: DeviceMesh) -> Way:
+def _load_dcp(world: World, mesh: DeviceMesh) -> ReshardSide:
     """As its users have it: DTensors of all ranks, plain tensors of one."""
 
-    def state(shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def state(shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if layout.ranks == 1:
             return dict(tensors)
         return {
@@ -171,10 +189,10 @@ def _dcp(world: World, mesh: DeviceMesh) -> Way:
             for name, (shape, _) in shapes.items()
         }
 
-    def put(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    def put(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
         dcp.save(state(shapes, layout, tensors), storage_writer=FileSystemWriter(folder), no_dist=layout.ranks == 1)
 
-    def get(folder: Path, shapes: Shapes, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    def get(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
         dcp.load(state(shapes, layout, tensors), storage_reader=FileSystemReader(folder), no_dist=layout.ranks == 1)
 
-    return Way(put, get)
+    return ReshardSide(put, get)

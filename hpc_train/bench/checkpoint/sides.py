@@ -1,30 +1,50 @@
-"""What is compared: ways to put the tensors of this rank on the disk, durably, and to get them back into memory."""
+"""What `bench checkpoint` compares: ways to put the tensors of this rank on the disk, durably, and to get them back.
+
+Single-rank sides write the raw bytes (direct or buffered), or use torch.save and safetensors. Sides whose ranks
+commit one checkpoint together are ours and torch.distributed.checkpoint (DCP). The tensors are those of a
+transformer and its AdamW state, or so many equal ones. What an operation costs is wall time, CPU time and bytes
+read.
+"""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import mmap
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import isqrt
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from hpc_train.bench.checkpoint.result import RAW_BUFFERED, RAW_DIRECT
-from hpc_train.bench.checkpoint.state import State, bytes_of, flat
-from hpc_train.checkpoint.files import opened, write_at
+from hpc_train.bench.checkpoint.benchmark import DCP, OUR_SIDE, RAW_BUFFERED, RAW_DIRECT, Samples
+from hpc_train.checkpoint import Saver, load_step, verify_step
+from hpc_train.checkpoint.storage.file_system import open_descriptor, write_at_offset
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.messages import all_gather_values
 
-CHUNK = 16 << 20
-_PAGE = 4096
+CHUNK_BYTES = 16 << 20
+_PAGE_BYTES = 4096
 _ARENA = 1 << 30
 """Bytes of memory that raw I/O uses, over and over if the state is larger; far more than any processor's cache."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 @dataclass(frozen=True)
-class Side:
+class CheckpointSide:
     """One way. What it makes is under a folder of its own, which is empty before each save."""
 
     name: str
@@ -37,32 +57,32 @@ class Side:
     verify: Callable[[], object] | None = None
 
 
-def raw_direct(folder: Path, rank: int, state: State) -> Side:
+def make_raw_direct(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
     """As many bytes, past the page cache, by one thread; loading leaves them in an arena. Raises OSError without it."""
-    path, size = folder / f"{rank}.raw", -(-bytes_of(state) // _PAGE) * _PAGE
-    with opened(path, _NEW | os.O_DIRECT):
+    path, size = folder / f"{rank}.raw", -(-count_bytes(state) // _PAGE_BYTES) * _PAGE_BYTES
+    with open_descriptor(path, _NEW | os.O_DIRECT):
         path.unlink()
-    arena = _filled(min(size, _ARENA), state)
+    arena = _fill_buffers(min(size, _ARENA), state)
 
     def chunk(begin: int) -> memoryview:
         at = begin % _ARENA
-        return arena[at : at + min(CHUNK, size - begin)]
+        return arena[at : at + min(CHUNK_BYTES, size - begin)]
 
     def save() -> None:
-        with opened(path, _NEW | os.O_DIRECT) as file:
-            for begin in range(0, size, CHUNK):
-                write_at(file, chunk(begin), begin)
+        with open_descriptor(path, _NEW | os.O_DIRECT) as file:
+            for begin in range(0, size, CHUNK_BYTES):
+                write_at_offset(file, chunk(begin), begin)
             os.fsync(file)
 
     def load() -> None:
-        with opened(path, os.O_RDONLY | os.O_DIRECT) as file:
-            for begin in range(0, size, CHUNK):
-                _read(file, chunk(begin), begin)
+        with open_descriptor(path, os.O_RDONLY | os.O_DIRECT) as file:
+            for begin in range(0, size, CHUNK_BYTES):
+                _read_file(file, chunk(begin), begin)
 
-    return Side(RAW_DIRECT, save, load=load)
+    return CheckpointSide(RAW_DIRECT, save, load=load)
 
 
-def _filled(size: int, state: State) -> memoryview:
+def _fill_buffers(size: int, state: Tensors) -> memoryview:
     """Whole pages, huge ones where there are any, with the state's first bytes."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -70,45 +90,45 @@ def _filled(size: int, state: State) -> memoryview:
     arena, at = memoryview(memory), 0
     for tensor in state.values():
         count = min(tensor.nbytes, size - at)
-        arena[at : at + count] = flat(tensor)[:count]
+        arena[at : at + count] = bytes_of_tensor(tensor)[:count]
         at += count
     return arena
 
 
-def raw_buffered(folder: Path, rank: int, state: State) -> Side:
+def make_raw_buffered(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
     """The bytes of one tensor after the other, through the page cache, and fsync."""
     path = folder / f"{rank}.raw"
 
     def save() -> None:
         at = 0
-        with opened(path, _NEW) as file:
+        with open_descriptor(path, _NEW) as file:
             for tensor in state.values():
-                write_at(file, flat(tensor), at)
+                write_at_offset(file, bytes_of_tensor(tensor), at)
                 at += tensor.nbytes
             os.fsync(file)
 
     def load() -> None:
         at = 0
-        with opened(path, os.O_RDONLY) as file:
+        with open_descriptor(path, os.O_RDONLY) as file:
             for tensor in state.values():
-                _read(file, flat(tensor), at)
+                _read_file(file, bytes_of_tensor(tensor), at)
                 at += tensor.nbytes
 
-    return Side(RAW_BUFFERED, save, load=load)
+    return CheckpointSide(RAW_BUFFERED, save, load=load)
 
 
-def torch_save(folder: Path, rank: int, state: State) -> Side:
+def make_torch_save(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
     """torch.save and fsync, a file a rank; torch.load with weights_only, and a copy."""
     path = folder / f"{rank}.pt"
 
     def save() -> None:
         torch.save(state, path)
-        _sync(path)
+        _sync_file(path)
 
-    return Side("torch_save", save, load=lambda: _copy(torch.load(path, weights_only=True), state))
+    return CheckpointSide("torch_save", save, load=lambda: _copy_tensors(torch.load(path, weights_only=True), state))
 
 
-def safetensors(folder: Path, rank: int, state: State) -> Side:
+def make_safetensors(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
     """save_file and fsync, a file a rank; load_file and a copy. Raises ImportError where it is not installed."""
     if find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed")
@@ -118,17 +138,17 @@ def safetensors(folder: Path, rank: int, state: State) -> Side:
 
     def save() -> None:
         save_file(state, path)
-        _sync(path)
+        _sync_file(path)
 
-    return Side("safetensors", save, load=lambda: _copy(load_file(path), state))
+    return CheckpointSide("safetensors", save, load=lambda: _copy_tensors(load_file(path), state))
 
 
-def _copy(source: State, state: State) -> None:
+def _copy_tensors(source: Tensors, state: Tensors) -> None:
     for name, tensor in state.items():
         tensor.copy_(source[name])
 
 
-def _read(file: int, memory: memoryview, begin: int) -> None:
+def _read_file(file: int, memory: memoryview, begin: int) -> None:
     at = 0
     while at < len(memory):
         count = os.preadv(file, [memory[at:]], begin + at)
@@ -136,6 +156,179 @@ def _read(file: int, memory: memoryview, begin: int) -> None:
         at += count
 
 
-def _sync(path: Path) -> None:
-    with opened(path, os.O_RDONLY) as file:
+def _sync_file(path: Path) -> None:
+    with open_descriptor(path, os.O_RDONLY) as file:
         os.fsync(file)
+
+
+_STEP = 1
+
+
+def make_hpc_train(folder: Path, world: World, state: Tensors) -> CheckpointSide:
+    """As a run saves: digests of every block, memory kept between saves, a commit of all ranks. Loading verifies."""
+    pieces = [TensorShard(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in state.items()]
+    saver = Saver(folder, world)
+
+    def wait() -> None:
+        for saved in saver.wait():
+            saved.wait()
+
+    def begin(background: bool = True) -> Callable[[], None]:
+        saver.background = background
+        saver.save(_STEP, pieces, {})
+        return wait
+
+    def save() -> None:
+        begin(background=False)()
+
+    def sound() -> None:
+        problems = verify_step(folder, _STEP, world)
+        assert not problems, problems
+
+    return CheckpointSide(OUR_SIDE, save, begin, lambda: load_step(folder, _STEP, pieces, world), sound)
+
+
+def make_dcp(folder: Path, world: World, state: Tensors) -> CheckpointSide:
+    """dcp.save and dcp.load with their defaults, which synchronise the shard files."""
+    alone = world.size == 1
+
+    def save() -> None:
+        dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=alone)
+
+    def load() -> None:
+        dcp.load(dict(state), storage_reader=FileSystemReader(folder), no_dist=alone)
+
+    return CheckpointSide(DCP, save, load=load)
+
+
+def make_dcp_async(folder: Path, world: World, state: Tensors, cached: bool) -> CheckpointSide:
+    """dcp.async_save with its defaults; cached: with a stager that keeps its memory between saves."""
+    group = None if world.size == 1 else dist.new_group(backend="gloo")
+    plain = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    how: dict[str, Any] = {"async_stager": DefaultStager(plain)} if cached else {}
+    if "no_dist" in inspect.signature(dcp.async_save).parameters:
+        how["no_dist"] = world.size == 1
+
+    def begin() -> Callable[[], object]:
+        future: Any = dcp.async_save(state, storage_writer=FileSystemWriter(folder), process_group=group, **how)
+        return future.result  # type: ignore[no-any-return]
+
+    return CheckpointSide("dcp_async_cached" if cached else "dcp_async", begin=begin)
+
+
+Tensors = dict[str, Tensor]
+TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Of tensors, and their types, by name."""
+_LAYERS = 3
+_PARAMETERS = 36.25
+"""Of the transformer below, in units of its hidden size squared."""
+_BYTES = 14
+"""A parameter: bfloat16, and a master copy and two moments in float32."""
+
+
+def make_tensors(size: int, tensors: int | None, rank: int) -> Tensors:
+    """About `size` bytes of random finite values, named after the rank. tensors: so many equal ones of float32."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = tensor_shapes(size, tensors)
+    return {f"rank{rank}.{name}": _random_tensor(shape, dtype, generator) for name, (shape, dtype) in shapes.items()}
+
+
+def tensor_shapes(size: int, tensors: int | None) -> TensorShapes:
+    """Of about `size` bytes. tensors: so many equal ones of float32; None: a transformer's with its AdamW state."""
+    return _equal_shapes(size, tensors) if tensors else _transformer_shapes(size)
+
+
+def _equal_shapes(size: int, tensors: int) -> TensorShapes:
+    elements = max(1, size // tensors // 4)
+    return {f"tensor.{index}": ((elements,), torch.float32) for index in range(tensors)}
+
+
+def _transformer_shapes(size: int) -> TensorShapes:
+    """A Llama of three layers, grouped-query attention and a vocabulary of four times the hidden size."""
+    hidden = max(4, isqrt(int(size / _BYTES / _PARAMETERS)) // 4 * 4)
+    key, wide = hidden // 4, hidden * 11 // 4
+    block = {
+        "attention.query": (hidden, hidden),
+        "attention.key": (key, hidden),
+        "attention.value": (key, hidden),
+        "attention.output": (hidden, hidden),
+        "feed_forward.gate": (wide, hidden),
+        "feed_forward.down": (hidden, wide),
+        "feed_forward.up": (wide, hidden),
+        "attention_norm": (hidden,),
+        "feed_forward_norm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (4 * hidden, hidden)}
+    for layer in range(_LAYERS):
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+    found: TensorShapes = {}
+    for name, shape in shapes.items():
+        found[name] = shape, torch.bfloat16
+        found |= {f"optim.{kind}.{name}": (shape, torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    return found
+
+
+def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random bits but for the largest exponents, so that all sides see ordinary numbers."""
+    bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
+    return torch.empty(shape, dtype=bits).random_(generator=generator).bitwise_and_(mask).view(dtype)
+
+
+def count_bytes(state: Tensors) -> int:
+    """Of all tensors."""
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def bytes_of_tensor(tensor: Tensor) -> memoryview:
+    """The memory of a tensor."""
+    memory: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memory.data
+
+
+OperationCost = tuple[float, float, float]
+"""(wall seconds, CPU seconds, bytes read) of this rank."""
+
+
+def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lambda result: None) -> OperationCost:
+    """All ranks begin together. then: takes the result, untimed."""
+    gc.collect()
+    wait_for_all()
+    before, wall, cpu = count_bytes_read(), time.perf_counter(), time.process_time()
+    result = work()
+    taken = time.perf_counter() - wall, time.process_time() - cpu, count_bytes_read() - before
+    then(result)
+    return taken
+
+
+def combine_ranks(mine: list[OperationCost]) -> Samples:
+    """Wall time of the slowest rank, CPU time and bytes of all. mine: of every round."""
+    ranks = gather_values_of_ranks(mine)
+    return np.stack([ranks[..., 0].max(axis=0), *ranks[..., 1:].sum(axis=0).T], axis=1)
+
+
+def count_bytes_read() -> int:
+    """Of this process and its threads since it began, by all system calls that read (proc_pid_io(5), rchar)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def gather_values_of_ranks(mine: Any) -> Samples:
+    """Every rank's value, in rank order."""
+    values = all_gather_values(mine) if dist.is_initialized() else [mine]
+    return np.array(values, dtype=np.float64)
+
+
+def wait_for_all() -> None:
+    """Wait for all ranks, if there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def drop_page_cache(folder: Path) -> None:
+    """All files below it, out of the page cache."""
+    for path in sorted(it for it in folder.rglob("*") if it.is_file()):
+        with open_descriptor(path, os.O_RDONLY) as file:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

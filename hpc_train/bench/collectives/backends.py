@@ -1,18 +1,31 @@
-"""The libraries that move the data, behind one interface: torch (gloo on the CPU, NCCL on CUDA) and MPI."""
+"""The libraries that move the data, behind one interface: torch (gloo on the CPU, NCCL on CUDA) and MPI (mpi4py).
+
+Ring and binomial tree all-reduce of our own run over any backend's point-to-point messages, so that they can be
+compared where a library does not let a program choose. Neither is cut into segments: a library's own can be
+faster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.bench.collectives.definitions import Operation
-from hpc_train.bench.collectives.groups import Group
-from hpc_train.bench.collectives.own import Wire
+from hpc_train import _torch
+from hpc_train.bench.collectives.definitions import CollectiveOperation
+from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, RankGroup
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.mpi import load_mpi
 
-Call = Callable[[], None]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CollectiveCall = Callable[[], None]
 """One collective on buffers that are fixed; returns when this rank may use them, on a GPU when that is queued."""
 
 
@@ -26,7 +39,7 @@ class Backend(Protocol):
     in_place: frozenset[str]
     """Operations that it has in place only: what is sent is put where the result is wanted."""
 
-    def connect(self, group: Group) -> Connection:
+    def connect(self, group: RankGroup) -> Connection:
         """The operations among the ranks of a group. Every rank of the job calls it, for groups in the same order."""
 
     def finish(self) -> None:
@@ -36,8 +49,205 @@ class Backend(Protocol):
 class Connection(Protocol):
     """One backend in one group."""
 
-    def call(self, operation: Operation, sent: Tensor, received: Tensor) -> Call:
+    def call(self, operation: CollectiveOperation, sent: Tensor, received: Tensor) -> CollectiveCall:
         """The library's own collective. Where it is in place, `sent` is not looked at: `received` holds the values."""
 
-    def wire(self) -> Wire:
+    def wire(self) -> PointToPoint:
         """Point to point messages."""
+
+
+class PointToPoint(Protocol):
+    """Messages between the ranks of one group."""
+
+    size: int
+    index: int
+    """Of this rank in the group."""
+
+    def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        """Send and receive at the same time; returns when both are done. None: only the other."""
+
+
+def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
+    """Add up `buffer` (n,) over the ranks, in place: reduce-scatter, then all-gather, around a ring.
+
+    scratch: at least ceil(n / ranks) elements. 2 (ranks - 1) steps of n / ranks elements.
+    Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 4.
+    """
+    ranks, me = wire.size, wire.index
+    parts, to, source = buffer.tensor_split(ranks), (me + 1) % ranks, (me - 1) % ranks
+    for step in range(ranks - 1):
+        mine = parts[(me - step - 1) % ranks]
+        incoming = scratch[: mine.numel()]
+        wire.exchange(parts[(me - step) % ranks], to, incoming, source)
+        mine += incoming
+    for step in range(ranks - 1):
+        wire.exchange(parts[(me + 1 - step) % ranks], to, parts[(me - step) % ranks], source)
+
+
+def tree_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
+    """Add up `buffer` (n,) over the ranks, in place: binomial trees up to the first rank and down again.
+
+    scratch: at least n elements. 2 ceil(log2 ranks) steps of n elements.
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+    """
+    ranks, me = wire.size, wire.index
+    strides = [1 << bit for bit in range((ranks - 1).bit_length())]
+    for stride in strides:
+        if me % (2 * stride) == stride:
+            wire.exchange(buffer, me - stride, None, me)
+        elif me % (2 * stride) == 0 and me + stride < ranks:
+            incoming = scratch[: buffer.numel()]
+            wire.exchange(None, me, incoming, me + stride)
+            buffer += incoming
+    for stride in reversed(strides):
+        if me % (2 * stride) == stride:
+            wire.exchange(None, me, buffer, me - stride)
+        elif me % (2 * stride) == 0 and me + stride < ranks:
+            wire.exchange(buffer, me + stride, None, me)
+
+
+OWN_ALGORITHMS = {"ring": ring_all_reduce, "tree": tree_all_reduce}
+
+
+class TorchBackend:
+    """See backends.Backend. The groups are those that training uses."""
+
+    in_place = frozenset({"all_reduce", "broadcast", "reduce"})
+
+    def __init__(self, world: World) -> None:
+        self._world, self.device = world, world.device
+        self.name = "nccl" if world.device.type == "cuda" else "gloo"
+
+    def connect(self, group: RankGroup) -> TorchConnection:
+        """See backends.Backend."""
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        chosen = everyone if group.axis == WORLD_AXIS else self._world.mesh.get_group(group.axis)
+        # NCCL wants all ranks of a group in its first call, which a message between two of them is not.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=chosen)
+        return TorchConnection(chosen)
+
+    def finish(self) -> None:
+        """See backends.Backend."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class TorchConnection:
+    """See backends.Connection."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def wire(self) -> PointToPoint:
+        """See backends.Connection."""
+        return _TorchWire(self._group)
+
+    def call(self, operation: CollectiveOperation, sent: Tensor, received: Tensor) -> CollectiveCall:
+        """See backends.Connection."""
+        group, ranks = self._group, self._group.size()
+        wire = _TorchWire(group)
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(received, group=group),
+            "all_gather": lambda: _torch.all_gather(received.view(ranks, -1), sent, group),
+            "reduce_scatter": lambda: _torch.reduce_scatter(received, sent.view(ranks, -1), group),
+            "broadcast": lambda: dist.broadcast(received, group=group, group_src=0),
+            "reduce": lambda: dist.reduce(received, group=group, group_dst=0),
+            "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),
+            "send_recv": lambda: wire.exchange(sent, (wire.index + 1) % ranks, received, (wire.index - 1) % ranks),
+        }
+        call: CollectiveCall = calls[operation.name]
+        return call
+
+
+class _TorchWire:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.size, self.index, self._group = group.size(), group.rank(), group
+
+    def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        messages = []
+        if received is not None and received.numel():
+            messages.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
+        if sent is not None and sent.numel():
+            messages.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
+
+_STARTED_BY = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "PMIX_RANK")
+"""Set by Open MPI's and MPICH's mpirun, and by srun --mpi=pmix. Under --mpi=none and pmi2 some libraries abort."""
+
+
+def started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
+    """Whether an MPI library can be initialised here without harm, as far as the environment tells."""
+    env = os.environ if env is None else env
+    return any(name in env for name in _STARTED_BY)
+
+
+class MpiBackend:
+    """See backends.Backend."""
+
+    name = "mpi"
+    device = torch.device("cpu")
+    in_place = frozenset({"broadcast"})
+
+    def __init__(self, world: World) -> None:
+        """Raises UserError, one line, if MPI does not know the ranks of this job."""
+        try:
+            library = load_mpi()
+        except ImportError:
+            raise UserError("--backend mpi: install mpi4py (pip install 'hpc_train[mpi]')") from None
+        if library.COMM_WORLD.size != world.size:
+            raise UserError(
+                f"--backend mpi: MPI knows of {library.COMM_WORLD.size} processes, the job has {world.size} ranks; "
+                "start the ranks with mpirun, or srun --mpi=pmix"
+            )
+        self._everyone: MPI.Intracomm = library.COMM_WORLD
+
+    def connect(self, group: RankGroup) -> MpiConnection:
+        """See backends.Backend."""
+        return MpiConnection(self._everyone.Split(color=group.ranks[0], key=group.index))
+
+    def finish(self) -> None:
+        """Nothing is queued."""
+
+
+class MpiConnection:
+    """See backends.Connection."""
+
+    def __init__(self, ranks: MPI.Comm) -> None:
+        self._ranks = ranks
+
+    def wire(self) -> PointToPoint:
+        """See backends.Connection."""
+        return _MpiWire(self._ranks)
+
+    def call(self, operation: CollectiveOperation, sent: Tensor, received: Tensor) -> CollectiveCall:
+        """See backends.Connection."""
+        ranks, give, take = self._ranks, sent.numpy(), received.numpy()
+        to, source = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+        calls = {
+            "all_reduce": lambda: ranks.Allreduce(give, take),
+            "all_gather": lambda: ranks.Allgather(give, take),
+            "reduce_scatter": lambda: ranks.Reduce_scatter_block(give, take),
+            "broadcast": lambda: ranks.Bcast(take, root=0),
+            "reduce": lambda: ranks.Reduce(give, take, root=0),
+            "all_to_all": lambda: ranks.Alltoall(give, take),
+            "send_recv": lambda: ranks.Sendrecv(give, to, recvbuf=take, source=source),
+        }
+        call: CollectiveCall = calls[operation.name]
+        return call
+
+
+class _MpiWire:
+    def __init__(self, ranks: MPI.Comm) -> None:
+        self.size, self.index, self._ranks = ranks.size, ranks.rank, ranks
+
+    def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        requests = []
+        if received is not None:
+            requests.append(self._ranks.Irecv(received.numpy(), source))
+        if sent is not None:
+            requests.append(self._ranks.Isend(sent.numpy(), to))
+        for request in requests:
+            request.Wait()

@@ -1,21 +1,24 @@
 """What is measured, in the words of nccl-tests: sizes, counts, algorithm bandwidth and bus bandwidth.
 
-Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("Bandwidth"). The bus bandwidth is the algorithm bandwidth times a factor
-that makes it the speed of the links whatever the number of ranks, so that it compares with what the hardware can do.
+Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("Bandwidth"). The bus bandwidth is the algorithm bandwidth times a
+factor that makes it the speed of the links whatever the number of ranks, so that it compares with what the
+hardware can do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hpc_train.traffic.flow import Collective
+if TYPE_CHECKING:
+    from hpc_train.traffic.axes import Collective
 
 DTYPE_BYTES = 4
 """Everything is float32."""
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveOperation:
     """One collective."""
 
     name: Collective
@@ -28,13 +31,13 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("all_reduce", sums=True),
-    Operation("all_gather", sums=False, receives_parts=True),
-    Operation("reduce_scatter", sums=True, sends_parts=True),
-    Operation("broadcast", sums=False),
-    Operation("reduce", sums=True),
-    Operation("all_to_all", sums=False, sends_parts=True, receives_parts=True),
-    Operation("send_recv", sums=False),
+    CollectiveOperation("all_reduce", sums=True),
+    CollectiveOperation("all_gather", sums=False, receives_parts=True),
+    CollectiveOperation("reduce_scatter", sums=True, sends_parts=True),
+    CollectiveOperation("broadcast", sums=False),
+    CollectiveOperation("reduce", sums=True),
+    CollectiveOperation("all_to_all", sums=False, sends_parts=True, receives_parts=True),
+    CollectiveOperation("send_recv", sums=False),
 )
 """broadcast and reduce: from and to the first rank of the group; send_recv: to the next rank, from the one before."""
 
@@ -42,16 +45,16 @@ ALGORITHMS = ("library", "ring", "tree")
 """library: what the backend chooses. ring and tree: ours, over its point to point messages; for all_reduce only."""
 
 
-def operation(name: str) -> Operation:
+def find_operation(name: str) -> CollectiveOperation:
     """The operation of this name, which must be one of OPERATIONS."""
     return next(it for it in OPERATIONS if it.name == name)
 
 
 @dataclass(frozen=True)
-class Shape:
+class CollectiveShape:
     """An operation on buffers of one size in groups of `ranks`."""
 
-    operation: Operation
+    operation: CollectiveOperation
     ranks: int
     count: int
     """Elements that a rank contributes to each part: of the whole buffer where it is not cut into parts."""
@@ -78,10 +81,10 @@ class Shape:
         return self.elements if self.operation.receives_parts else self.count
 
 
-def shape_of(operation: Operation, ranks: int, size: int) -> Shape:
+def make_shape(operation: CollectiveOperation, ranks: int, size: int) -> CollectiveShape:
     """The largest of at most `size` bytes whose parts are whole elements; of one element a part if there is none."""
     parts = ranks if operation.sends_parts or operation.receives_parts else 1
-    return Shape(operation, ranks, max(1, size // (DTYPE_BYTES * parts)))
+    return CollectiveShape(operation, ranks, max(1, size // (DTYPE_BYTES * parts)))
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:

@@ -1,46 +1,75 @@
-"""One rank of `bench collectives`: check all cases, time them in rounds, fit the levels."""
+"""One rank of `bench collectives`: join the job, check all cases, time them in rounds, and fit the levels of the
+fabric.
+
+The job is started and placed as a training is. Latency and bandwidth of a level come from the times of several
+sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
-from hpc_train.api import World
-from hpc_train.bench.collectives.backends import Backend
-from hpc_train.bench.collectives.cases import CaseMaker, Cell, ProbeCell, cells_of, largest, probe_cells
-from hpc_train.bench.collectives.groups import groups_of
-from hpc_train.bench.collectives.job import Job, started
-from hpc_train.bench.collectives.levels import probes, unprobed
-from hpc_train.bench.collectives.options import Options
-from hpc_train.bench.collectives.result import Result
-from hpc_train.bench.collectives.summary import fit_of, measurement_of
-from hpc_train.bench.collectives.timing import take_rounds, wrong_elements_of
-from hpc_train.bench.collectives.with_mpi import MpiBackend, started_by_mpi
-from hpc_train.bench.collectives.with_torch import TorchBackend
+from hpc_train.bench.collectives.backends import Backend, MpiBackend, TorchBackend, started_by_mpi
+from hpc_train.bench.collectives.benchmark import CollectivesResult, LevelFit, Measurement
+from hpc_train.bench.collectives.cases import (
+    CaseMaker,
+    MeasurementCell,
+    ProbeCell,
+    check_cases,
+    largest_buffer,
+    make_cells,
+    make_probe_cells,
+    time_cases,
+)
+from hpc_train.bench.collectives.definitions import algorithm_bandwidth, bus_factor
+from hpc_train.bench.collectives.options import CollectivesOptions
+from hpc_train.bench.collectives.rank_groups import (
+    RankLevel,
+    describe_unprobed,
+    groups_of_rank,
+    make_probes,
+    make_rank_levels,
+)
+from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Task, World
+from hpc_train.messages import Codec, all_gather_values, broadcast_value
+from hpc_train.placement.fabric import NamedLevel, build_levels
+from hpc_train.placement.node_locations import locate_hosts
+from hpc_train.runtime.host_info import gather_all_facts
+from hpc_train.runtime.rank_assignment import NotPlacedError, arrange_ranks, group_by_node, make_hosts
+from hpc_train.runtime.start import join, leave_process_group, start
 
 
-def measure(config: RunConfig, options: Options) -> Result:
+def measure_collectives(config: RunConfig, options: CollectivesOptions) -> CollectivesResult:
     """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
-    with started(config) as job:
-        return measure_with(config, options, job, choose_backends(job.world, options.backends))
+    with start_job(config) as job:
+        return measure_with_backends(config, options, job, choose_backends(job.world, options.backends))
 
 
-def measure_with(config: RunConfig, options: Options, job: Job, backends: Sequence[Backend]) -> Result:
+def measure_with_backends(
+    config: RunConfig, options: CollectivesOptions, job: BenchJob, backends: Sequence[Backend]
+) -> CollectivesResult:
     """The same with given backends, in a process group that is there."""
-    cells = cells_of(options, groups_of(job.degrees, job.world.rank), backends)
-    probed = probes(job.levels)
-    probing = probe_cells(options, probed, backends)
-    maker = CaseMaker(job.world.rank, job.world.size, largest([*cells, *probing]))
+    cells = make_cells(options, groups_of_rank(job.degrees, job.world.rank), backends)
+    probed = make_probes(job.levels)
+    probing = make_probe_cells(options, probed, backends)
+    maker = CaseMaker(job.world.rank, job.world.size, largest_buffer([*cells, *probing]))
     cases = [*map(maker.case, cells), *map(maker.probe, probing)]
-    wrong = wrong_elements_of(cases)
+    wrong = check_cases(cases)
     maker.clear()
-    seconds = take_rounds(cases, options.rounds, options.iterations)
-    return _result(config, job, cells, probing, wrong, seconds, unprobed(job.levels, probed))
+    seconds = time_cases(cases, options.rounds, options.iterations)
+    return _make_result(config, job, cells, probing, wrong, seconds, describe_unprobed(job.levels, probed))
 
 
 def choose_backends(world: World, wanted: Sequence[str]) -> list[Backend]:
@@ -50,20 +79,20 @@ def choose_backends(world: World, wanted: Sequence[str]) -> list[Backend]:
     return [made[name](world) for name in dict.fromkeys(names)]
 
 
-def _result(
+def _make_result(
     config: RunConfig,
-    job: Job,
-    cells: Sequence[Cell],
+    job: BenchJob,
+    cells: Sequence[MeasurementCell],
     probing: Sequence[ProbeCell],
     wrong: Sequence[int],
     seconds: NDArray[np.float64],
     notes: Sequence[str],
-) -> Result:
+) -> CollectivesResult:
     columns = list(seconds.T)
     measured = zip(cells, columns[: len(cells)], wrong[: len(cells)], strict=True)
-    fits = fit_of(probing, columns[len(cells) :])
+    fits = fit_levels(probing, columns[len(cells) :])
     unknown = [f"{it.backend} {it.level}: these sizes tell no bandwidth" for it in fits if it.bandwidth is None]
-    return Result(
+    return CollectivesResult(
         cluster=config.cluster.name,
         device=job.world.device.type,
         ranks=job.world.size,
@@ -72,8 +101,144 @@ def _result(
         placement=job.placement,
         rounds=len(seconds),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        measurements=tuple(measurement_of(cell, times, count) for cell, times, count in measured),
+        measurements=tuple(summarize_cell(cell, times, count) for cell, times, count in measured),
         fits=tuple(fits),
         wrong=sum(wrong),
         notes=(*job.notes, *notes, *unknown),
     )
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """This rank and what it knows of the others."""
+
+    world: World
+    degrees: Degrees
+    nodes: int
+    levels: tuple[RankLevel, ...]
+    """Innermost first."""
+    placement: str
+    """How ranks came to their nodes."""
+    notes: tuple[str, ...] = ()
+    """What is not known."""
+
+
+@contextmanager
+def start_job(config: RunConfig) -> Iterator[BenchJob]:
+    """Join, take a rank and start. Raises UserError as a run would, and for a job of one rank."""
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
+    if task.processes < 2:
+        raise UserError("bench collectives: one rank has nobody to talk to; start more (launch.ranks=2, srun -n 2)")
+    rank_map = arrange_ranks(task, config)
+    world = start(task, rank_map, config)
+    try:
+        hosts = all_gather_values(task.host)
+        nodes = list(dict.fromkeys(hosts))
+        levels, note = _levels_from_rank_0(config, task, world, nodes)
+        notes = tuple(it for it in (rank_map.warning, note) if it)
+        ranked = tuple(make_rank_levels(hosts, nodes, levels))
+        yield BenchJob(world, resolve_degrees(config.parallel, world.size), len(nodes), ranked, rank_map.reason, notes)
+    finally:
+        leave_process_group()
+
+
+def _levels_from_rank_0(
+    config: RunConfig, task: Task, world: World, nodes: Sequence[str]
+) -> tuple[tuple[NamedLevel, ...], str | None]:
+    """Its levels and note, on all ranks."""
+    found = find_levels(config, task, nodes) if world.rank == 0 else None
+    return broadcast_value(found, codec=Codec((NamedLevel,)))
+
+
+def find_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[tuple[NamedLevel, ...], str | None]:
+    """(levels of these nodes, as cluster.topology, Slurm or NVLink tell; why there is none above the node, if so)."""
+    if len(nodes) == 1:
+        return build_levels(nodes), None
+    try:
+        facts = gather_all_facts(task, timedelta(seconds=config.launch.timeout_seconds))
+        heads = [ranks[0] for ranks in group_by_node(facts, task.processes)]
+        where = locate_hosts(config.cluster, make_hosts(heads), "SLURM_JOB_ID" in os.environ)
+    except (NotPlacedError, UserError) as why:
+        return build_levels(nodes), f"levels above the node are not known: {why}"
+    if where.problem is not None:
+        return build_levels(nodes), f"levels above the node are not known: {where.problem}"
+    return build_levels(nodes, where.paths, where.domains), None
+
+
+RoundSeconds = NDArray[np.float64]
+"""[rounds]: seconds of the slowest rank."""
+
+
+def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Measurement:
+    """What is reported of a cell."""
+    shape, operation = cell.shape, cell.shape.operation
+    low, median, high = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))
+    algbw = algorithm_bandwidth(shape.size, median) / 1e9
+    return Measurement(
+        axis=cell.group.axis,
+        groups=cell.group.groups,
+        ranks=shape.ranks,
+        operation=operation.name,
+        algorithm=cell.algorithm,
+        backend=cell.backend.name,
+        size=shape.size,
+        count=shape.count,
+        type="float",
+        redop="sum" if operation.sums else "none",
+        in_place=cell.in_place,
+        seconds=median,
+        quartiles=(low, high),
+        algbw=algbw,
+        busbw=algbw * bus_factor(operation.name, shape.ranks),
+        wrong=wrong,
+    )
+
+
+def fit_levels(cells: Sequence[ProbeCell], times: Sequence[RoundSeconds]) -> list[LevelFit]:
+    """The constants of every backend and level; of two probes of one level, the slower one of each size counts."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    pairs: dict[tuple[str, str], int] = {}
+    for cell, rounds in zip(cells, times, strict=True):
+        key, size = (cell.backend.name, cell.probe.level), cell.shape.size
+        sizes = found.setdefault(key, {})
+        sizes[size] = max(sizes.get(size, 0.0), float(np.median(rounds)))
+        pairs[key] = cell.probe.pairs
+    return [_fit_level(key, pairs[key], sizes) for key, sizes in found.items()]
+
+
+def _fit_level(key: tuple[str, str], pairs: int, medians: dict[int, float]) -> LevelFit:
+    backend, level = key
+    sizes, seconds = tuple(medians), tuple(medians.values())
+    line = fit_latency_bandwidth([size * pairs for size in sizes], seconds)
+    constants = (line.latency, line.bandwidth, line.error) if line else (None, None, None)
+    return LevelFit(level, backend, pairs, sizes, seconds, *constants)
+
+
+@dataclass(frozen=True)
+class LatencyBandwidth:
+    """t = latency + size / bandwidth."""
+
+    latency: float
+    """Seconds."""
+    bandwidth: float
+    """Bytes/s."""
+    error: float
+    """The largest relative difference of the line from what was measured."""
+
+
+def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> LatencyBandwidth | None:
+    """Least squares of relative differences, neither constant below 0; None where the times do not tell a bandwidth.
+
+    sizes: bytes; seconds: medians. Source of the model: Hockney, "The communication challenge for MPP", 1994.
+    """
+    if len(set(sizes)) < 2:
+        return None
+    n, t = np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64)
+    scale = n.max()
+    (latency, slope), _ = nnls(np.stack([1 / t, n / scale / t], axis=1), np.ones(len(n)))
+    if slope <= 0:
+        return None
+    error = np.abs((latency + slope * n / scale) / t - 1).max()
+    return LatencyBandwidth(float(latency), float(scale / slope), float(error))

@@ -14,11 +14,11 @@ from hpc_train.errors import UserError
 BACKENDS = ("torch", "mpi")
 Output = Literal["table", "plain", "json"]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_MOST = 1 << 40
+_MAX_BYTES = 1 << 40
 
 
 @dataclass(frozen=True)
-class Options:
+class CollectivesOptions:
     """What is measured, and where the answer goes."""
 
     smallest: str = "1K"
@@ -59,7 +59,7 @@ class Options:
         if not self.sizes:
             raise UserError(f"--min {self.smallest} is above --max {self.largest}")
         if self.out is not None:
-            _check_fit(self.sizes)
+            _check_sizes(self.sizes)
         for option, path in (("--plot", self.plot), ("--out", self.out)):
             if path is not None:
                 _check_writable(option, Path(path))
@@ -82,9 +82,9 @@ class Options:
         return words
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_collectives_arguments(command: argparse.ArgumentParser) -> None:
     """The options of the command line."""
-    usual, add = Options(), command.add_argument
+    usual, add = CollectivesOptions(), command.add_argument
     add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest, in bytes (default {usual.smallest})")
     add("--max", default=usual.largest, metavar="SIZE", help=f"largest (default {usual.largest})")
     add("--factor", type=int, default=usual.factor, help=f"from size to size (default {usual.factor})")
@@ -100,10 +100,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def from_arguments(arguments: argparse.Namespace) -> Options:
+def collectives_options(arguments: argparse.Namespace) -> CollectivesOptions:
     """What `add_arguments` has parsed."""
-    usual = Options()
-    return Options(
+    usual = CollectivesOptions()
+    return CollectivesOptions(
         smallest=arguments.min,
         largest=arguments.max,
         factor=arguments.factor,
@@ -122,12 +122,12 @@ def parse_size(option: str, text: str) -> int:
     """Bytes of 512, 1K, 64M or 1G. Raises UserError, also below one element."""
     match = re.fullmatch(r"(\d{1,12})([KMG]?)", text.upper().removesuffix("B"), re.ASCII)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
-    if not DTYPE_BYTES <= size <= _MOST:
+    if not DTYPE_BYTES <= size <= _MAX_BYTES:
         raise UserError(f"{option} {text}: must be a size of at least {DTYPE_BYTES} bytes, such as 4K, 64M or 1G")
     return size
 
 
-def _check_fit(sizes: list[int]) -> None:
+def _check_sizes(sizes: list[int]) -> None:
     if len(sizes) < 2:
         raise UserError("--out: latency and bandwidth need two sizes or more; set --max above --min")
 

@@ -1,29 +1,31 @@
-"""The markers of an attempt: attempt.json when it begins, result.json when it ends. Both appear whole or not at all.
+"""What an attempt left in its log directory: its markers and its rank map.
 
-The batch script writes them in shell, so that they are there also where Python is not; of runs without Slurm the
-process that starts the ranks does.
+attempt.json appears when the attempt starts and result.json when it ends, each whole or not at all. The batch
+script writes them in shell, so that they are there also where Python is not; of runs without Slurm the process
+that starts the ranks does. A file that cannot be read counts as missing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+from hpc_train import regular_files
 from hpc_train.errors import EXIT_DONE
-from hpc_train.launch.state.reading import read_text
-from hpc_train.runtime.alive import machine, start_of
+from hpc_train.runtime.processes import identify_machine, read_start_time
 
-BEGUN, RESULT = "attempt.json", "result.json"
-_MOST_BYTES = 1 << 20
+ATTEMPT_MARKER, RESULT_MARKER = "attempt.json", "result.json"
+_MAX_MARKER_BYTES = 1 << 20
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Begun:
+class AttemptStart:
     """Who runs an attempt."""
 
     host: str
@@ -41,7 +43,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Result:
+class AttemptResult:
     """How an attempt ended."""
 
     exit_code: int
@@ -66,8 +68,8 @@ class Attempt:
     """One run of a job, as its markers tell."""
 
     number: int
-    begun: Begun | None = None
-    result: Result | None = None
+    begun: AttemptStart | None = None
+    result: AttemptResult | None = None
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
@@ -80,34 +82,96 @@ def read_attempts(run: Path) -> tuple[Attempt, ...]:
 
 def read_attempt(logs: Path) -> Attempt:
     """The attempt whose log directory this is."""
-    return Attempt(int(logs.name), _marker(logs / BEGUN, Begun), _marker(logs / RESULT, Result))
+    return Attempt(
+        int(logs.name),
+        _read_marker(logs / ATTEMPT_MARKER, AttemptStart),
+        _read_marker(logs / RESULT_MARKER, AttemptResult),
+    )
 
 
-def _marker(path: Path, kind: type[T]) -> T | None:
+def _read_marker(path: Path, kind: type[T]) -> T | None:
     try:
-        values: dict[str, Any] = json.loads(read_text(path, _MOST_BYTES))
+        values: dict[str, Any] = json.loads(read_tail_text(path, _MAX_MARKER_BYTES))
         known = kind.__dataclass_fields__  # type: ignore[attr-defined]
         return kind(**{name: value for name, value in values.items() if name in known})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def mark_begun(logs: Path, launcher: str, process: int, job_id: str | None = None) -> None:
+def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | None = None) -> None:
     """The attempt whose log directory this is runs in `process` of this machine."""
-    from hpc_train.training.folder import write_private  # which brings half a second of imports
+    from hpc_train.training.run_directory import write_private_file  # which brings half a second of imports
 
-    begun = Begun(socket.gethostname(), time.time(), job_id, launcher, "", process, start_of(process) or "", machine())
-    write_private(logs / BEGUN, json.dumps(asdict(begun)) + "\n")
+    begun = AttemptStart(
+        socket.gethostname(),
+        time.time(),
+        job_id,
+        launcher,
+        "",
+        process,
+        read_start_time(process) or "",
+        identify_machine(),
+    )
+    write_private_file(logs / ATTEMPT_MARKER, json.dumps(asdict(begun)) + "\n")
 
 
-def mark_result(logs: Path, exit_code: int, why: str = "") -> None:
+def write_result_marker(logs: Path, exit_code: int, why: str = "") -> None:
     """The attempt ended; the first word counts."""
-    from hpc_train.training.folder import write_private
+    from hpc_train.training.run_directory import write_private_file
 
-    if not (logs / RESULT).exists():
-        write_private(logs / RESULT, json.dumps(asdict(Result(exit_code, "", why, "", time.time()))) + "\n")
+    if not (logs / RESULT_MARKER).exists():
+        write_private_file(
+            logs / RESULT_MARKER, json.dumps(asdict(AttemptResult(exit_code, "", why, "", time.time()))) + "\n"
+        )
 
 
-def cancel_marker(run: Path, job_id: str) -> Path:
+def cancel_marker_path(run: Path, job_id: str) -> Path:
     """There: the job is to end, not to be requeued, and its ranks need not begin."""
     return run / "logs" / f"cancel-{job_id}"
+
+
+RANK_MAP = "rankmap.json"
+
+
+def read_rank_entries(folder: Path) -> list[dict[str, Any]]:
+    """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
+    try:
+        found = json.loads(read_tail_text(folder / RANK_MAP))["ranks"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def task_of_rank(folder: Path, rank: int) -> int:
+    """The task that is this rank; without a rank map launchers' order holds."""
+    return next((int(entry["process"]) for entry in read_rank_entries(folder) if entry["rank"] == rank), rank)
+
+
+def rank_of_task(folder: Path, task: int) -> int:
+    """The rank that a task is."""
+    return next((int(entry["rank"]) for entry in read_rank_entries(folder) if entry["process"] == task), task)
+
+
+MAX_BYTES = 64 << 20
+"""Size limit in bytes of a file that is read whole; events.jsonl has one line per save."""
+
+
+def open_if_regular(path: Path) -> BinaryIO | None:
+    """Open a file for reading; None if it cannot be read, or is a pipe, a device or a directory."""
+    try:
+        return os.fdopen(regular_files.open_regular(path, follow=True), "rb")
+    except (OSError, ValueError):
+        return None
+
+
+def read_tail_text(path: Path, most: int = MAX_BYTES) -> str:
+    """Return the last `most` bytes of a file as text; "" if it cannot be read."""
+    file = open_if_regular(path)
+    if file is None:
+        return ""
+    with file:
+        try:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most).decode(errors="replace")
+        except OSError:
+            return ""

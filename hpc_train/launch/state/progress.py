@@ -1,17 +1,23 @@
-"""Read a run's progress from the end of its metrics.jsonl: step, loss, and how long ago that was."""
+"""The progress of a run, read from the end of its metrics.jsonl: last values, best value, and the age of the last
+step.
+
+The file is read from its end, so that a run of a million steps is as fast to read as one of ten.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.state.facts import Facts
-from hpc_train.launch.state.states import State, Status
-from hpc_train.launch.sweep.metrics import final_values
+from hpc_train.launch.state.attempts import open_if_regular
+from hpc_train.launch.state.run_facts import RunFacts
+from hpc_train.launch.state.state_names import RunStatus, State
 from hpc_train.training.warning_files import read_warnings
 
 _QUIET_SECONDS = 60.0
@@ -20,25 +26,25 @@ _QUIET_STEPS = 10.0
 """A run is called quiet after _QUIET_SECONDS without a step, and at least this many times its step time."""
 
 
-def with_progress(status: Status, facts: Facts) -> Status:
+def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     """Add the step, the loss, the warnings and, for a running run, the age of the last step to a status."""
     path = facts.point.run / "metrics.jsonl"
-    last = final_values(path)
-    step = _whole(last.get("step"))
-    loss, warnings = _number(last.get("loss")), _warnings(facts)
+    last = read_final_values(path)
+    step = _int_or_none(last.get("step"))
+    loss, warnings = _float_or_none(last.get("loss")), _warnings(facts)
     status = replace(status, step=step, steps=facts.steps, loss=loss, warnings=warnings)
     if status.state is not State.RUNNING:
         return status
-    age = _age(path, facts)
+    age = _seconds_since_step(path, facts)
     if age is None:
         return status
-    quiet = _is_quiet(age, _number(last.get("step_seconds")))
-    said = f"no step for {readable_seconds(age)}"
+    quiet = _is_quiet(age, _float_or_none(last.get("step_seconds")))
+    said = f"no step for {format_age(age)}"
     reason = ": ".join(filter(None, (status.reason, said))) if quiet else status.reason
     return replace(status, seconds_since_step=round(age, 1), reason=reason)
 
 
-def readable_seconds(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format seconds as `12 s`, `5 min`, `2.5 h`, `3.1 d`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -47,13 +53,13 @@ def readable_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
 
 
-def _warnings(facts: Facts) -> tuple[str, ...]:
+def _warnings(facts: RunFacts) -> tuple[str, ...]:
     if facts.newest is None:
         return ()
     return tuple(str(warning) for warning in read_warnings(facts.point.run / "logs" / str(facts.newest.number)))
 
 
-def _age(path: Path, facts: Facts) -> float | None:
+def _seconds_since_step(path: Path, facts: RunFacts) -> float | None:
     """Return seconds since the last recorded step, or since the attempt began; the file server's clock may differ."""
     newest = facts.newest
     times = [newest.begun.time] if newest and newest.begun else []
@@ -68,9 +74,84 @@ def _is_quiet(age: float, step_seconds: float | None) -> bool:
     return age > max(_QUIET_SECONDS, _QUIET_STEPS * step_seconds)
 
 
-def _whole(value: Any) -> int | None:
+def _int_or_none(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _number(value: Any) -> float | None:
+def _float_or_none(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+_BLOCK_BYTES = 1 << 15
+_MAX_BYTES = 1 << 20
+"""Bytes from the end in which a value is looked for that only some steps have."""
+_RARE_VALUES = ("validation_loss", "noise_scale")
+
+
+def read_final_values(path: Path) -> dict[str, Any]:
+    """The last whole line, and of the values that not every step has the last ones; {} without any line."""
+    found: dict[str, Any] = {}
+    for record in _lines_from_end(path):
+        if not found:
+            found = record
+        found |= {name: record[name] for name in _RARE_VALUES if name in record and name not in found}
+        if all(name in found for name in _RARE_VALUES):
+            break
+    return found
+
+
+def find_best_value(path: Path, metric: str) -> float | None:
+    """The lowest value of all steps (the highest of what is better when it is high); None if no step has it."""
+    opened = open_if_regular(path)
+    if opened is None:
+        return None
+    values = []
+    with opened as file:
+        for line in file:
+            value = _record(line).get(metric)
+            if isinstance(value, (int, float)):
+                values.append(float(value))
+    choose = max if is_higher_better(metric) else min
+    return choose(values, default=None)
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return all complete lines, in order."""
+    opened = open_if_regular(path)
+    if opened is None:
+        return []
+    with opened as file:
+        return [record for line in file if (record := _record(line))]
+
+
+def is_higher_better(metric: str) -> bool:
+    """Speeds, not losses."""
+    return metric.endswith("per_second") or metric == "mfu"
+
+
+def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines, the last one first."""
+    opened = open_if_regular(path)
+    if opened is None:
+        return
+    with opened as file:
+        at = size = file.seek(0, 2)
+        rest = b""
+        while at > 0 and size - at < _MAX_BYTES:
+            step = min(_BLOCK_BYTES, at)
+            at -= step
+            file.seek(at)
+            first, *lines = (file.read(step) + rest).split(b"\n")
+            rest = first
+            yield from (record for line in reversed(lines) if (record := _record(line)))
+        if at == 0 and (record := _record(rest)):
+            yield record
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """{} for a line that a crash has torn off."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and "step" in found else {}

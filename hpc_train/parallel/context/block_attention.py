@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpc_train import compat
+from hpc_train import _torch
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+BlockGradients = tuple[Tensor, Tensor, Tensor]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The format of sums over blocks: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In the format that autocast would compute attention in, if it is on: it does not see into what is called here."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -27,22 +27,24 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """q (B, heads, T, d); k and v (B, kv_heads, S, d) -> (out as q, log-sum-exp (B, heads, T) in `wide`).
 
     kv_heads divides heads. causal: query i sees keys 0 ... i, and T = S.
     """
     assert not causal or q.shape[2] == k.shape[2]
-    if compat.has_flash_attention(q):
-        return compat.flash_attention(q, k, v, causal)
-    return attend_plainly(q, k, v, causal)
+    if _torch.has_flash_attention(q):
+        return _torch.flash_attention(q, k, v, causal)
+    return attend_block_plainly(q, k, v, causal)
 
 
-def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Gradients:
+def differentiate_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> BlockGradients:
     """(dq, dk, dv) of one block, from the result and the log-sum-exp over *all* blocks, which make it one of many."""
-    if compat.has_flash_attention(q):
-        return compat.flash_attention_backward(grad, q, k, v, out, lse, causal)
-    return gradients_plainly(grad, q, k, v, out, lse, causal)
+    if _torch.has_flash_attention(q):
+        return _torch.flash_attention_backward(grad, q, k, v, out, lse, causal)
+    return differentiate_block_plainly(grad, q, k, v, out, lse, causal)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -57,10 +59,10 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """(B, heads, T, ...) -> (B, kv_heads, heads / kv_heads, T, ...) in `wide`."""
-    return x.to(wide(x.dtype)).reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+    return x.to(get_accumulation_dtype(x.dtype)).reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_block_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """`attend` by plain operations."""
     heads = k.shape[1]
     grouped, keys, values = (_grouped(x, heads) for x in (q, k, v))
@@ -70,9 +72,9 @@ def attend_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def gradients_plainly(
+def differentiate_block_plainly(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> Gradients:
+) -> BlockGradients:
     """`gradients` by plain operations: Dao et al. 2022 (arXiv:2205.14135), appendix B.2."""
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
     grad, grouped, keys, values, out, lse = (_grouped(x, heads) for x in (grad, q, k, v, out, lse))

@@ -1,24 +1,34 @@
-"""Context parallelism: each rank of the cp axis takes a part of every sequence."""
+"""Context parallelism: each rank of the cp axis takes a part of every sequence.
+
+The pass puts a distributed attention in the place of each attention of the model: ring or Ulysses as configured; with
+dropout of attention weights, one that gathers the keys and values of all ranks, because the ring's kernels take no mask
+of weights. That one keeps the keys and values of the whole sequence, and the scores of one block of its own queries.
+"""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from hpc_train.api import MicroBatch, World
+from hpc_train._torch import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.attention import ScaledDotProduct
-from hpc_train.parallel.axes import degree
-from hpc_train.parallel.context.gathered import GatheredAttention
-from hpc_train.parallel.context.positions import provide, share
+from hpc_train.interfaces import MicroBatch, World
+from hpc_train.models.dropout import attend_with_dropout
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.context.ulysses import UlyssesAttention
+from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
 
 
-def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: exchange what attention needs over cp, and tell the model which positions it sees."""
-    if degree(world, "cp") == 1:
+    if get_axis_degree(world, "cp") == 1:
         return None
     found = [
         (owner, name, core)
@@ -26,12 +36,12 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
         for name, core in owner.named_children()
         if isinstance(core, ScaledDotProduct)
     ]
-    _check(part, [core for _, _, core in found], degree(world, "cp"))
+    _check_attentions(part, [core for _, _, core in found], get_axis_degree(world, "cp"))
     for owner, name, core in found:
-        setattr(owner, name, distributed(core, config, world))
-    provide(part, config, world)
+        setattr(owner, name, distribute_attention(core, config, world))
+    provide_positions(part, config, world)
     drops = any(core.dropout > 0 for _, _, core in found)
-    return f"context: {_method(config, drops)} attention in {len(found)} modules over cp={degree(world, 'cp')}"
+    return f"context: {_method(config, drops)} attention in {len(found)} modules over cp={get_axis_degree(world, 'cp')}"
 
 
 def _method(config: RunConfig, drops: bool) -> str:
@@ -41,11 +51,11 @@ def _method(config: RunConfig, drops: bool) -> str:
     return "balanced ring" if context.method == "ring" and context.balanced else context.method
 
 
-def _check(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -> None:
+def _check_attentions(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -> None:
     name = type(part).__name__
     if not cores:
         raise UserError(
-            f"parallel.cp={cp}: {name} has no hpc_train.models.attention.ScaledDotProduct, whose place ring or Ulysses "
+            f"parallel.cp={cp}: {name} has no hpc_train.models.layers.ScaledDotProduct, whose place ring or Ulysses "
             "attention takes; use that module in it, or parallel.cp=1"
         )
     if "positions" not in inspect.signature(part.forward).parameters:
@@ -55,24 +65,67 @@ def _check(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -> None:
         )
 
 
-def distributed(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
+def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
     """What takes the place of `core` where each rank of cp has its share of the positions."""
     group, context = world.mesh["cp"].get_group(), config.parallel.context
     new: nn.Module
     if context.method == "ulysses":
         new = UlyssesAttention(core, group)
     elif core.dropout > 0:
-        new = GatheredAttention(core, group, share(config, world))
+        new = GatheredAttention(core, group, get_sequence_share(config, world))
     else:
-        from hpc_train.parallel.context.ring_attention import Ring, RingAttention  # its operators take 50 ms
+        from hpc_train.parallel.context.ring_attention import (
+            KeyValueRing,
+            RingAttention,  # its operators take 50 ms
+        )
 
-        new = RingAttention(Ring(group), causal=core.causal, balanced=context.balanced)
+        new = RingAttention(KeyValueRing(group), causal=core.causal, balanced=context.balanced)
     return new.train(core.training)
 
 
-def own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
+def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
     """This rank's positions of a micro-batch (B, T): (B, T / cp) of each."""
-    if degree(world, "cp") == 1:
+    if get_axis_degree(world, "cp") == 1:
         return micro
-    mine = share(config, world).positions(micro.inputs.shape[1])
+    mine = get_sequence_share(config, world).positions(micro.inputs.shape[1])
     return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])
+
+
+class _Gather(torch.autograd.Function):
+    """Gather x from each rank -> (ranks, ...); backward sums the gradients that all ranks have for this rank's x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = x.new_empty(group.size(), *x.shape)
+        all_gather(parts, x.contiguous(), group)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        parts = gradients[0].contiguous()
+        mine = torch.empty_like(parts[0])
+        reduce_scatter(mine, parts, ctx.group)
+        return mine, None
+
+
+class GatheredAttention(nn.Module):
+    """Attention of a rank's queries to the keys of the whole sequence, with dropout; has no parameters."""
+
+    def __init__(self, core: ScaledDotProduct, group: dist.ProcessGroup, share: SequenceShare) -> None:
+        super().__init__()
+        self.core = core
+        self._group, self._share = group, share
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
+        q, k, v = cast_to_autocast(q, k, v)
+        both: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
+        k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        length, ranks = q.shape[2], self._group.size()
+        shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]
+        places = [one.positions(length * ranks).to(q.device, non_blocking=True) for one in shares]
+        site, p = self.core.site, self.core.dropout if self.training else 0.0
+        assert site is not None
+        return attend_with_dropout(q, k, v, places[self._share.rank], torch.cat(places), self.core.causal, site, p)

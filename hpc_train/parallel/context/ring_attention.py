@@ -16,12 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train.compat import find_group
-from hpc_train.parallel.context.block_attention import as_autocast, attend, gradients, wide
+from hpc_train._torch import find_group
+from hpc_train.parallel.context.block_attention import (
+    attend_block,
+    cast_to_autocast,
+    differentiate_block,
+    get_accumulation_dtype,
+)
 
 
 @dataclass
-class Arriving:
+class PendingReceive:
     """A tensor on its way from the previous rank, and the one that this rank sends, which must live until then."""
 
     tensor: Tensor
@@ -35,7 +40,7 @@ class Arriving:
         return self.tensor
 
 
-class Ring:
+class KeyValueRing:
     """The ranks of a process group in a circle."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -45,14 +50,14 @@ class Ring:
         self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
         self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
 
-    def pass_on(self, tensor: Tensor) -> Arriving:
+    def pass_on(self, tensor: Tensor) -> PendingReceive:
         """Begin to send a contiguous tensor to the next rank and to receive one like it from the previous."""
         incoming = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, self._next, self._group),
             dist.P2POp(dist.irecv, incoming, self._previous, self._group),
         ]
-        return Arriving(incoming, tensor, dist.batch_isend_irecv(operations))
+        return PendingReceive(incoming, tensor, dist.batch_isend_irecv(operations))
 
     def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(rank it comes from, its tensor) for every rank, this one first; the next travels meanwhile."""
@@ -65,7 +70,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Block:
+class VisibleBlock:
     """The part of one round that causality leaves: which of this rank's queries see which of the other's keys."""
 
     queries: slice
@@ -74,7 +79,7 @@ class Block:
     """Query i sees keys 0 ... i of the block; else all."""
 
 
-def visible(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> Block | None:
+def find_visible_block(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> VisibleBlock | None:
     """What the queries of `rank` see of the keys of `source`, of `length` positions each; None: nothing.
 
     Balanced, source's first chunk lies before both of rank's where source < rank, and its second one behind both; else
@@ -82,23 +87,23 @@ def visible(rank: int, source: int, length: int, *, causal: bool, balanced: bool
     """
     everything = slice(0, length)
     if not causal or source == rank:
-        return Block(everything, everything, causal)
+        return VisibleBlock(everything, everything, causal)
     if not balanced:
-        return Block(everything, everything, False) if source < rank else None
+        return VisibleBlock(everything, everything, False) if source < rank else None
     half = length // 2
     if source < rank:
-        return Block(everything, slice(0, half), False)
-    return Block(slice(half, length), everything, False)
+        return VisibleBlock(everything, slice(0, half), False)
+    return VisibleBlock(slice(half, length), everything, False)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    ring: Ring
+    ring: KeyValueRing
     causal: bool
     balanced: bool
 
-    def block(self, source: int, length: int) -> Block | None:
-        return visible(self.ring.rank, source, length, causal=self.causal, balanced=self.balanced)
+    def block(self, source: int, length: int) -> VisibleBlock | None:
+        return find_visible_block(self.ring.rank, source, length, causal=self.causal, balanced=self.balanced)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -123,14 +128,14 @@ class _RingAttention(torch.autograd.Function):
 def _compiled_attend(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
     """_RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q, kv, _Plan(Ring(find_group(group)), causal, balanced))
+        out, lse = _attend(q, kv, _Plan(KeyValueRing(find_group(group)), causal, balanced))
         return out, lse.contiguous()
 
 
 @_compiled_attend.register_fake
 def _(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-    return out.transpose(1, 2), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return out.transpose(1, 2), q.new_empty(q.shape[:-1], dtype=get_accumulation_dtype(q.dtype))
 
 
 @torch.library.custom_op("hpc_train::ring_attention_backward", mutates_args=())
@@ -138,7 +143,7 @@ def _compiled_differentiate(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, group: str, causal: bool, balanced: bool
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        dq, dkv = _differentiate(grad, q, kv, out, lse, _Plan(Ring(find_group(group)), causal, balanced))
+        dq, dkv = _differentiate(grad, q, kv, out, lse, _Plan(KeyValueRing(find_group(group)), causal, balanced))
         return dq.to(q.dtype), dkv.to(kv.dtype)
 
 
@@ -167,16 +172,18 @@ def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
     """(out as q, log-sum-exp of all scores of each query, in `wide`)."""
     rounds = plan.ring.rounds(kv)
     _, (k, v) = next(rounds)
-    first, first_lse = attend(q, k, v, plan.causal)
+    first, first_lse = attend_block(q, k, v, plan.causal)
     # Copies, as selective recomputation keeps what a kernel returns. And in memory as (B, T, heads, d), which is what
     # the output layer reads, so that both keep the same tensor for backward.
-    out = torch.empty_like(q.transpose(1, 2), dtype=wide(q.dtype), memory_format=torch.contiguous_format)
+    out = torch.empty_like(
+        q.transpose(1, 2), dtype=get_accumulation_dtype(q.dtype), memory_format=torch.contiguous_format
+    )
     out, lse = out.transpose(1, 2).copy_(first), first_lse.clone()
     for source, (k, v) in rounds:
         block = plan.block(source, q.shape[2])
         if block is not None:
             rows, columns = block.queries, block.keys
-            part, part_lse = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], block.causal)
+            part, part_lse = attend_block(q[:, :, rows], k[:, :, columns], v[:, :, columns], block.causal)
             _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
     return out.to(q.dtype), lse
 
@@ -208,11 +215,11 @@ class _Backward:
     lse: Tensor
     dq: Tensor
 
-    def block(self, kv: Tensor, block: Block) -> KeyGradients:
+    def block(self, kv: Tensor, block: VisibleBlock) -> KeyGradients:
         """Those of the block's keys and values from its queries, whose own gradient is added up here."""
         rows, (k, v) = block.queries, kv[:, :, :, block.keys]
         grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
-        dq, dk, dv = gradients(grad, q, k, v, out, lse, block.causal)
+        dq, dk, dv = differentiate_block(grad, q, k, v, out, lse, block.causal)
         self.dq[:, :, rows] += dq
         return KeyGradients(block.keys, dk, dv)
 
@@ -223,8 +230,8 @@ def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
     The part from its own queries waits there: cp - 1 messages, as many as the keys and values take.
     """
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=wide(q.dtype)))
-    own, coming = torch.zeros_like(kv, dtype=wide(kv.dtype)), None
+    backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype)))
+    own, coming = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
     for source, held in plan.ring.rounds(kv):
         block = plan.block(source, q.shape[2])
         found = None if block is None else backward.block(held, block)
@@ -252,13 +259,13 @@ class RingAttention(nn.Module):
     forward and, with their gradients (in float32 at least), (cp - 1) times backward.
     """
 
-    def __init__(self, ring: Ring, *, causal: bool, balanced: bool) -> None:
+    def __init__(self, ring: KeyValueRing, *, causal: bool, balanced: bool) -> None:
         super().__init__()
         self._plan = _Plan(ring, causal, balanced)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
-        q, k, v = as_autocast(q, k, v)
+        q, k, v = cast_to_autocast(q, k, v)
         plan = self._plan
         out: Tensor
         if torch.compiler.is_compiling():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
-from hpc_train.parallel.context.block_attention import as_autocast
+from hpc_train.parallel.context.block_attention import cast_to_autocast
 
 
 class _AllToAll(torch.autograd.Function):
@@ -33,7 +33,7 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x (B, heads, T / cp, head_dim), all heads of some positions -> (B, heads / cp, T, head_dim), the reverse.
 
     Rank r gets the r-th cp-th of the heads.
@@ -44,7 +44,7 @@ def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered.movedim(0, 2).flatten(2, 3)
 
 
-def to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange_for_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: x (B, heads / cp, T, head_dim) -> (B, heads, T / cp, head_dim)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, group.size(), length // group.size(), width).movedim(2, 0)
@@ -75,8 +75,8 @@ class UlyssesAttention(nn.Module):
                 f"parallel.context.method=ulysses: {q.shape[1]} heads do not divide over parallel.cp={ranks} ranks; "
                 "use parallel.context.method=ring"
             )
-        q, k, v = as_autocast(q, k, v)
+        q, k, v = cast_to_autocast(q, k, v)
         times = ranks // math.gcd(k.shape[1], ranks)
         k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
-        mixed: Tensor = self.core(*(to_heads(x, self._group) for x in (q, k, v)))
-        return to_positions(mixed, self._group)
+        mixed: Tensor = self.core(*(exchange_for_heads(x, self._group) for x in (q, k, v)))
+        return exchange_for_positions(mixed, self._group)

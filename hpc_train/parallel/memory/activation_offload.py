@@ -13,21 +13,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpc_train.api import World
-from hpc_train.compat import version
+from hpc_train._torch import tensor_version
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
+from hpc_train.interfaces import World
+from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
-SMALLEST = 1 << 12
+MIN_OFFLOAD_BYTES = 1 << 12
 """Bytes; a smaller tensor stays, since a copy costs more than it saves."""
 
-Back = Callable[[], Tensor]
+CopyBack = Callable[[], Tensor]
 """Brings a saved tensor back to where it was."""
-Key = tuple[Any, ...]
+StorageKey = tuple[Any, ...]
 
 
-def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+def offload_activations(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: move what blocks keep for backward to pinned CPU memory until then; their parameters stay."""
     if not config.parallel.recompute.offload:
         return None
@@ -36,13 +36,13 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
             "parallel.recompute.offload=true: this rank computes on a CPU, whose memory is where activations are; "
             "leave it out"
         )
-    blocks = blocks_of(part, "parallel.recompute.offload=true")
+    blocks = get_blocks(part, "parallel.recompute.offload=true")
     for block in blocks:
-        replace_forward(block, partial(offloaded, block))
+        replace_forward(block, partial(wrap_offload, block))
     return f"offload of activations: {len(blocks)} blocks, {world.device.type} to CPU memory"
 
 
-def offloaded(block: nn.Module, forward: Forward) -> Forward:
+def wrap_offload(block: nn.Module, forward: Forward) -> Forward:
     """`forward` whose tensors for backward are copies in CPU memory, but for the block's parameters."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def offloaded(block: nn.Module, forward: Forward) -> Forward:
     return run
 
 
-def _unpack(back: Back) -> Tensor:
+def _unpack(back: CopyBack) -> Tensor:
     return back()
 
 
@@ -75,9 +75,9 @@ class _Moves:
 
     stay: set[int]
     """Memory that is not moved."""
-    made: dict[Key, tuple[StorageWeakRef, Tensor]] = field(default_factory=dict)
+    made: dict[StorageKey, tuple[StorageWeakRef, Tensor]] = field(default_factory=dict)
 
-    def pack(self, tensor: Tensor) -> Back:
+    def pack(self, tensor: Tensor) -> CopyBack:
         """Copy a tensor to CPU memory; from what is returned it can be had again."""
         if not isinstance(tensor, DTensor):
             return self._move(tensor)
@@ -85,9 +85,9 @@ class _Moves:
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(inner(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _move(self, tensor: Tensor) -> Back:
+    def _move(self, tensor: Tensor) -> CopyBack:
         source = _memory(tensor)
-        if source.cdata in self.stay or tensor.nbytes < SMALLEST or type(tensor) not in (Tensor, nn.Parameter):
+        if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or type(tensor) not in (Tensor, nn.Parameter):
             return lambda: tensor
         copy = self._copy(tensor, source)
         device = tensor.device
@@ -95,7 +95,7 @@ class _Moves:
         return lambda: copy.to(device, non_blocking=True, copy=True)
 
     def _copy(self, tensor: Tensor, source: StorageWeakRef) -> Tensor:
-        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version(tensor))
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor_version(tensor))
         key = (source.cdata, *layout)
         known = self.made.get(key)
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hpc_train.api import World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.memory.blocks import Forward, blocks_of, replace_forward
+from hpc_train.interfaces import World
+from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 GROUPS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
@@ -36,16 +36,16 @@ GROUPS = {
 """Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""
 
 
-def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+def recompute_activations(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: of every k-th block keep the inputs only (full), or also the results of some operators (selective)."""
     recompute = config.parallel.recompute
     if recompute.mode == "none":
         return None
-    blocks = blocks_of(part, f"parallel.recompute.mode={recompute.mode}")
+    blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
     chosen = blocks[:: recompute.every]
-    keep = Keep.named(recompute.keep) if recompute.mode == "selective" else None
+    keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None
     for block in chosen:
-        replace_forward(block, partial(recomputed, keep=keep))
+        replace_forward(block, partial(wrap_recompute, keep=keep))
     if keep is not None:
         keep.check_after(chosen[-1])
     kept = f" but {', '.join(recompute.keep)}" if keep is not None else ""
@@ -53,7 +53,7 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
 
 
 @dataclass
-class Keep:
+class KeepPolicy:
     """A policy of torch's selective checkpointing: the results of these operators are kept, all else is recomputed."""
 
     names: dict[Any, str]
@@ -62,7 +62,7 @@ class Keep:
     """Operators of the blocks so far."""
 
     @classmethod
-    def named(cls, names: Iterable[str]) -> Keep:
+    def named(cls, names: Iterable[str]) -> KeepPolicy:
         """From the names of parallel.recompute.keep. Raises UserError for one that is no operator of torch."""
         return cls({operator: name for name in names for operator in _operators(name)})
 
@@ -111,7 +111,7 @@ def _find_operator(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
 
 
-def recomputed(forward: Forward, keep: Keep | None) -> Forward:
+def wrap_recompute(forward: Forward, keep: KeepPolicy | None) -> Forward:
     """`forward` that keeps its arguments, and what `keep` names, and runs again in backward with the same dropout."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep is not None:

@@ -22,27 +22,27 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from hpc_train.compat import (
+from hpc_train._torch import (
     PendingWeights,
     PipelineLoss,
+    allocate_received,
     backward_of_inputs,
     backward_of_stage,
     backward_of_weights,
-    give_memory,
-    run_order,
-    take_memory,
+    defer_receive_memory,
+    release_received,
+    run_pipeline_order,
     take_over_gathering,
-    without_memory,
 )
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.parallel.data_parallel.fully_shard import set_gradient_sync
 from hpc_train.parallel.dropout import StepMasks
-from hpc_train.parallel.pipeline.timeline import Timeline
-from hpc_train.parallel.support.sharding import ZERO, keeps_parameters
-from hpc_train.parallel.zero.shard import synchronise
-from hpc_train.schedules import table
-from hpc_train.schedules.actions import Action, Kind, Order
-from hpc_train.schedules.generate import orders
-from hpc_train.schedules.validate import validate
+from hpc_train.parallel.pipeline.measurement import Timeline
+from hpc_train.schedules import order as table
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import Action, Kind, Order
+from hpc_train.schedules.validate import validate_order
+from hpc_train.traffic.sharding import ZERO_STAGE, keeps_parameters
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -101,31 +101,31 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return a forward's receives. torch's version keeps buffers for every micro-batch from the first step on."""
-        give_memory(self.args_recv_info[fwd_chunk_id], self.device)
+        allocate_received(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a backward; see get_fwd_recv_ops."""
         if bwd_chunk_id in self.grad_recv_info:
-            give_memory(self.grad_recv_info[bwd_chunk_id], self.device)
+            allocate_received(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        take_memory(self.args_recv_info[fwd_chunk_id])
+        release_received(self.args_recv_info[fwd_chunk_id])
         return found
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        take_memory(self.grad_recv_info[bwd_chunk_id])
+        release_received(self.grad_recv_info[bwd_chunk_id])
         return found
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        with without_memory(self):
+        with defer_receive_memory(self):
             super()._setup_forward_recv_info(num_microbatches, has_backward)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        with without_memory(self):
+        with defer_receive_memory(self):
             super()._setup_backward_recv_info(num_microbatches)
 
     def backward_maybe_with_nosync(
@@ -136,7 +136,7 @@ class Stage(PipelineStage):
             whole: tuple[tuple[Tensor | None, ...], PendingWeights | None]
             whole = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             return whole
-        synchronise(self.submod, self.parallel, self.group_size, last_backward)
+        set_gradient_sync(self.submod, self.parallel, self.group_size, last_backward)
         if backward_type == "weight":
             backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
             return (), None
@@ -179,23 +179,25 @@ class Pipeline:
         """
         stages: list[Any] = self._stages(inputs, hidden)
         if self.name in _SINGLE:
-            validate(orders(self.name, len(self.ranks), micro_batches), micro_batches)
+            validate_order(generate_order(self.name, len(self.ranks), micro_batches), micro_batches)
             return _SINGLE[self.name](stages[0], micro_batches, loss_fn=loss, scale_grads=False)
         if self.name in _SEVERAL:
             schedule = _SEVERAL[self.name](stages, micro_batches, loss_fn=loss, scale_grads=False)
-            validate(order_of(schedule, self.ranks), micro_batches)
+            validate_order(read_torch_order(schedule, self.ranks), micro_batches)
             return self._gathering(schedule)
-        order = self.file or orders(self.name, len(self.ranks), micro_batches)
-        validate(order, micro_batches)
-        return self._gathering(run_order(stages, self.ranks, table.rows(order), micro_batches, loss))
+        order = self.file or generate_order(self.name, len(self.ranks), micro_batches)
+        validate_order(order, micro_batches)
+        return self._gathering(run_pipeline_order(stages, self.ranks, table.order_rows(order), micro_batches, loss))
 
     def evaluation(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
         """The same for forward alone, whatever the schedule: it runs by `eval`."""
-        rows = table.rows(forward_only(self.ranks, micro_batches))
-        return self._gathering(run_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss))
+        rows = table.order_rows(make_forward_order(self.ranks, micro_batches))
+        return self._gathering(run_pipeline_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss))
 
     def _gathering(self, schedule: PipelineScheduleMulti) -> PipelineScheduleMulti:
-        keeps = keeps_parameters(ZERO[self.parallel.strategy], self.parallel.reshard_after_forward, len(self.ranks))
+        keeps = keeps_parameters(
+            ZERO_STAGE[self.parallel.strategy], self.parallel.reshard_after_forward, len(self.ranks)
+        )
         take_over_gathering(schedule, gather_ahead=keeps)
         return schedule
 
@@ -217,7 +219,7 @@ class Pipeline:
         return made
 
 
-def forward_only(ranks: tuple[int, ...], micro_batches: int) -> Order:
+def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
     """Forward alone, where `ranks` hold the stages: as many micro-batches as there are ranks go through a stage."""
     pp = max(ranks) + 1
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
@@ -226,8 +228,10 @@ def forward_only(ranks: tuple[int, ...], micro_batches: int) -> Order:
     return Order(tuple(map(tuple, rows)), ranks)
 
 
-def order_of(schedule: PipelineScheduleMulti, ranks: tuple[int, ...]) -> Order:
+def read_torch_order(schedule: PipelineScheduleMulti, ranks: tuple[int, ...]) -> Order:
     """What a schedule of torch's is going to compute."""
     order = schedule.pipeline_order
-    cells = [[table.parse(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)]
+    cells = [
+        [table.parse_action(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)
+    ]
     return Order(tuple(tuple(step for step in row if step is not None) for row in cells), ranks)

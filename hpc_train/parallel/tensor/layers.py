@@ -1,38 +1,149 @@
-"""The layers of tensor parallelism: what each line of a plan makes of a module's forward and of its parameters."""
+"""The layers of tensor parallelism: what each line of a tensor plan makes of a module's forward and parameters.
+
+First what the ranks of the tp axis exchange between layers: activations (B, T, features), whole on each rank or split
+over positions. Then column- and row-parallel layers, and embedding and head split by vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train.compat import check_later
+from hpc_train._torch import all_gather, check_on_device, reduce_scatter
 from hpc_train.errors import UserError
-from hpc_train.models.linear_group import LinearGroup
-from hpc_train.parallel.tensor.axis import Axis
-from hpc_train.parallel.tensor.heads import attended
-from hpc_train.parallel.tensor.local_parameters import Holding, Holdings
+from hpc_train.models.layers import LinearGroup
+from hpc_train.parallel.tensor.local_parameters import ParameterHolding, ParameterHoldings
+from hpc_train.traffic.axes import assign_kv_heads
 
-Columns = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
+ExchangeOperation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The ranks that share the matrices of a layer, and how activations lie on them between the layers."""
+
+    mesh: DeviceMesh
+    sequence: bool
+    """Between layers each rank has T / size positions (Korthikanti et al. 2022, arXiv:2205.05198), else all T."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of the tp axis."""
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """Of this process on the axis."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """Its degree."""
+        return self.mesh.size()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of column-parallel layers: what lies between layers -> all positions; backward adds over ranks.
+
+        Megatron's f (Shoeybi et al. 2019, arXiv:1909.08053), or g of the paper above where positions are split.
+        """
+        return _exchange(x, self.gather, self.scatter) if self.sequence else _exchange(x, _keep, self.total)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The output of row-parallel layers, a summand on each rank -> their sum, as it lies between layers."""
+        return _exchange(x, self.scatter, self.gather) if self.sequence else _exchange(x, self.total, _keep)
+
+    def split(self, x: Tensor) -> Tensor:
+        """What is whole and the same on each rank -> as activations lie between layers."""
+        return _exchange(x, self.own, self.gather) if self.sequence else x
+
+    def join(self, x: Tensor) -> Tensor:
+        """The input of a layer that every rank runs whole: what lies between layers -> all positions."""
+        return _exchange(x, self.gather, self.own) if self.sequence else x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, T / size, ...) of each rank -> (B, T, ...)."""
+        parts = x.new_empty(self.size, *x.shape)
+        all_gather(parts, x.contiguous(), self.group)
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """(B, T, ...), a summand on each rank -> this rank's positions of the sum, (B, T / size, ...)."""
+        parts = self._parts(x).transpose(0, 1).contiguous()
+        mine = torch.empty_like(parts[0])
+        reduce_scatter(mine, parts, self.group)
+        return mine
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    def own(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> this rank's positions, (B, T / size, ...)."""
+        return self._parts(x)[:, self.rank].clone()
+
+    def _parts(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (B, size, T / size, ...)."""
+        if x.shape[1] % self.size:
+            raise UserError(
+                f"a sequence of {x.shape[1]} positions does not divide over parallel.tp={self.size}; "
+                "use another length, or parallel.tensor.sequence=false"
+            )
+        return x.view(len(x), self.size, -1, *x.shape[2:])
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _exchange(x: Tensor, there: ExchangeOperation, back: ExchangeOperation) -> Tensor:
+    out: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """A linear operation and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: ExchangeOperation, back: ExchangeOperation) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+ColumnProducts = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
 """x as it lies between layers, times each weight (N_i, K) of this rank: all positions (B, T, N_i)."""
-Rows = Callable[[Tensor, Tensor], Tensor]
+RowProduct = Callable[[Tensor, Tensor], Tensor]
 """x (B, T, K) times a weight (N, K) of this rank's columns, summed over ranks, as it lies between layers."""
 
 
-def column_products(axis: Axis, asynchronous: bool) -> Columns:
+def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts:
     """How the column-parallel layers that share an input compute: it is gathered once, and its gradient summed once.
 
     The gathered input is kept for backward; keeping a rank's own positions only, as Megatron does, would save
     B T h (1 - 1 / size) numbers for each such group of layers and cost one more all-gather each.
     """
     if asynchronous:
-        from hpc_train.parallel.tensor.ring_matmul import Ring, gather_matmul  # its operators take 50 ms
+        from hpc_train.parallel.tensor.ring_matmul import (
+            MatmulRing,
+            gather_matmul,  # its operators take 50 ms
+        )
 
-        ring = Ring(axis.group)
+        ring = MatmulRing(axis.group)
         return lambda x, weights: gather_matmul(x, weights, ring)
 
     def gathered(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -42,22 +153,22 @@ def column_products(axis: Axis, asynchronous: bool) -> Columns:
     return gathered
 
 
-def row_product(axis: Axis, asynchronous: bool) -> Rows:
+def make_row_product(axis: TensorAxis, asynchronous: bool) -> RowProduct:
     """How a row-parallel layer computes, without its bias."""
     if asynchronous:
-        from hpc_train.parallel.tensor.ring_matmul import Ring, matmul_scatter
+        from hpc_train.parallel.tensor.ring_matmul import MatmulRing, matmul_scatter
 
-        ring = Ring(axis.group)
+        ring = MatmulRing(axis.group)
         return lambda x, weight: matmul_scatter(x, weight, ring)
     return lambda x, weight: axis.leave(F.linear(x, weight))
 
 
-def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
 def split_columns(
-    parent: nn.Module, layers: dict[str, nn.Linear], axis: Axis, asynchronous: bool, holdings: Holdings
+    parent: nn.Module, layers: dict[str, nn.Linear], axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings
 ) -> None:
     """Make the layers of `parent` that a plan calls col column-parallel.
 
@@ -69,20 +180,22 @@ def split_columns(
     heads = max(layer.out_features for layer in layers.values()) // unit
     for name, layer in layers.items():
         units = layer.out_features // unit
-        holding = Holding(Shard(0))
+        holding = ParameterHolding(Shard(0))
         if units % axis.size:
             _check_columns(name, units, heads, axis, unit)
-            holding = Holding(partial=True, units=attended(heads, units, axis.rank, axis.size), unit=unit)
+            holding = ParameterHolding(
+                partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit=unit
+            )
         holdings.update({(layer, key): holding for key in ("weight", "bias")})
-    _replace_forwards(parent, list(layers.values()), column_products(axis, asynchronous))
+    _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
 
 
-def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Columns) -> None:
+def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: ColumnProducts) -> None:
     """Make `layers` compute this rank's columns: each when called, or all at once in a LinearGroup of `parent`."""
 
     def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
         outputs = products(x, [layer.weight for layer in called])
-        return tuple(_plus(output, layer.bias) for output, layer in zip(outputs, called, strict=True))
+        return tuple(_add_bias(output, layer.bias) for output, layer in zip(outputs, called, strict=True))
 
     for layer in layers:
         layer.forward = _single_output(compute, layer)  # type: ignore[method-assign, assignment]
@@ -108,7 +221,7 @@ def _check_group(
     return forward
 
 
-def _check_columns(name: str, units: int, heads: int, axis: Axis, unit: int) -> None:
+def _check_columns(name: str, units: int, heads: int, axis: TensorAxis, unit: int) -> None:
     if units == heads or heads % axis.size:
         what = "columns" if unit == 1 else "heads"
         raise UserError(
@@ -116,28 +229,30 @@ def _check_columns(name: str, units: int, heads: int, axis: Axis, unit: int) -> 
         )
 
 
-def split_rows(name: str, layer: nn.Linear, axis: Axis, asynchronous: bool, holdings: Holdings) -> None:
+def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings) -> None:
     """Make a layer row-parallel. Raises UserError where its inputs do not divide."""
     if layer.in_features % axis.size:
         raise UserError(
             f"parallel.tp={axis.size}: {name} has {layer.in_features} inputs, which do not divide; "
             f"use a divisor of {layer.in_features}"
         )
-    holdings[layer, "weight"] = Holding(Shard(1))
-    holdings[layer, "bias"] = Holding(partial=axis.sequence)
-    product = row_product(axis, asynchronous)
-    layer.forward = lambda x: _plus(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
+    holdings[layer, "weight"] = ParameterHolding(Shard(1))
+    holdings[layer, "bias"] = ParameterHolding(partial=axis.sequence)
+    product = make_row_product(axis, asynchronous)
+    layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
 
 
-def split_positions(module: nn.Module, axis: Axis, holdings: Holdings) -> None:
+def split_positions(module: nn.Module, axis: TensorAxis, holdings: ParameterHoldings) -> None:
     """Make a module work on this rank's positions; one that embeds positions is given all of them and takes its own."""
     for owner in module.modules():
-        holdings.update({(owner, key): Holding(partial=True) for key, _ in owner.named_parameters(recurse=False)})
+        holdings.update(
+            {(owner, key): ParameterHolding(partial=True) for key, _ in owner.named_parameters(recurse=False)}
+        )
     if isinstance(module, nn.Embedding):
         module.register_forward_pre_hook(lambda _, args: (axis.own(args[0]), *args[1:]))
 
 
-def split_embedding(name: str, layer: nn.Embedding, axis: Axis, holdings: Holdings) -> None:
+def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, holdings: ParameterHoldings) -> None:
     """Split an embedding by vocabulary: each rank looks up what it has, and what it has not is zero in the sum.
 
     Raises UserError for options of nn.Embedding that need the whole table.
@@ -147,11 +262,11 @@ def split_embedding(name: str, layer: nn.Embedding, axis: Axis, holdings: Holdin
             f"{name}: an embedding with padding_idx, max_norm, scale_grad_by_freq or sparse is not split; "
             "use parallel.tensor.vocabulary=false"
         )
-    holdings[layer, "weight"] = Holding(Shard(0))
-    first, rows = first_row(layer.num_embeddings, axis), layer.num_embeddings
+    holdings[layer, "weight"] = ParameterHolding(Shard(0))
+    first, rows = find_first_row(layer.num_embeddings, axis), layer.num_embeddings
 
     def lookup(tokens: Tensor) -> Tensor:
-        check_later(((tokens >= 0) & (tokens < rows)).all(), "a token is not in the vocabulary")
+        check_on_device(((tokens >= 0) & (tokens < rows)).all(), "a token is not in the vocabulary")
         weight = layer.weight
         mine = (tokens >= first) & (tokens < first + len(weight))
         found = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
@@ -160,7 +275,7 @@ def split_embedding(name: str, layer: nn.Embedding, axis: Axis, holdings: Holdin
     layer.forward = lookup  # type: ignore[method-assign, assignment]
 
 
-def first_row(rows: int, axis: Axis) -> int:
+def find_first_row(rows: int, axis: TensorAxis) -> int:
     """Where this rank's part of the vocabulary begins. UserError where a rank would have none."""
     chunk = -(-rows // axis.size)
     if chunk * (axis.size - 1) >= rows:
@@ -171,13 +286,13 @@ def first_row(rows: int, axis: Axis) -> int:
     return chunk * axis.rank
 
 
-def split_head(head: nn.Module, rows: int, axis: Axis, holdings: Holdings) -> None:
+def split_head(head: nn.Module, rows: int, axis: TensorAxis, holdings: ParameterHoldings) -> None:
     """Split an output layer by vocabulary: its logits are a DTensor, of which each rank computes and keeps its part.
 
     rows: size of the vocabulary. A head without parameters is one that gets the embedding's weight at every call.
     """
-    first_row(rows, axis)
-    holdings.update({(head, key): Holding(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
+    find_first_row(rows, axis)
+    holdings.update({(head, key): ParameterHolding(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
 
     def logits(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         shape = torch.Size((*out.shape[:-1], rows))
@@ -189,7 +304,7 @@ def split_head(head: nn.Module, rows: int, axis: Axis, holdings: Holdings) -> No
     head.register_forward_hook(logits)
 
 
-def keep_vocabulary(module: nn.Module, axis: Axis) -> None:
+def keep_vocabulary(module: nn.Module, axis: TensorAxis) -> None:
     """An embedding or an output layer that every rank computes in whole."""
     if isinstance(module, nn.Embedding):
         module.register_forward_hook(lambda _, args, out: axis.split(out))

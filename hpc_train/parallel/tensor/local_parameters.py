@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 
 
 @dataclass(frozen=True)
-class Holding:
+class ParameterHolding:
     """How a parameter lies on the ranks of a mesh axis, and what of it a forward sees."""
 
     placement: Placement = field(default_factory=Replicate)
@@ -38,11 +38,11 @@ class Holding:
         return local.view(-1, self.unit, *local.shape[1:]).index_select(0, index).flatten(0, 1)
 
 
-Holdings = dict[tuple[nn.Module, str], Holding]
+ParameterHoldings = dict[tuple[nn.Module, str], ParameterHolding]
 """By module and the name of its own parameter."""
 
 
-def distribute(part: nn.Module, mesh: DeviceMesh, holdings: Holdings) -> None:
+def distribute_parameters(part: nn.Module, mesh: DeviceMesh, holdings: ParameterHoldings) -> None:
     """Turn every parameter of `part` into a DTensor on `mesh`, in place and without communication.
 
     One that has no holding is replicated, with the same gradient on each rank. In a forward `module.weight` is from
@@ -52,11 +52,11 @@ def distribute(part: nn.Module, mesh: DeviceMesh, holdings: Holdings) -> None:
     placed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
     for module in part.modules():
         views = {}
-        for name, parameter in _own(module):
-            views[name] = holdings.get((module, name), Holding())
+        for name, parameter in _list_own_parameters(module):
+            views[name] = holdings.get((module, name), ParameterHolding())
             placement = views[name].placement
             if parameter not in placed:
-                placed[parameter] = (placement, _place(parameter, mesh, placement))
+                placed[parameter] = (placement, _distribute_parameter(parameter, mesh, placement))
             if placed[parameter][0] != placement:
                 kind = type(part).__name__
                 raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
@@ -64,14 +64,14 @@ def distribute(part: nn.Module, mesh: DeviceMesh, holdings: Holdings) -> None:
         if views:
             module._local_views = views  # type: ignore[assignment]
             module._local_tensors = {}  # type: ignore[assignment]
-            module.__class__ = _viewing(type(module), tuple(views))  # type: ignore[arg-type]  # torch: __hash__(object)
+            module.__class__ = _make_viewing_class(type(module), tuple(views))  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _list_own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(list(module.named_parameters(recurse=False, remove_duplicate=False)))
 
 
-def _place(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     local = parameter.detach()
     if isinstance(placement, Shard):
         chunk = -(-local.shape[placement.dim] // mesh.size())
@@ -84,12 +84,12 @@ def _place(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> n
 
 
 @cache
-def _viewing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _make_viewing_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A class like `kind` whose parameters `names`, read as attributes, are this rank's."""
-    return type(kind.__name__, (kind,), {name: _view(name) for name in names})
+    return type(kind.__name__, (kind,), {name: _make_view(name) for name in names})
 
 
-def _view(name: str) -> property:
+def _make_view(name: str) -> property:
     def get(module: Any) -> Tensor | None:
         if name in module._local_tensors:
             local: Tensor = module._local_tensors[name]
@@ -111,7 +111,9 @@ def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for owner in owners:
-            owner._local_tensors = {name: getattr(owner, name) for name in owner._local_views if _has(owner, name)}
+            owner._local_tensors = {
+                name: getattr(owner, name) for name in owner._local_views if _has_parameter(owner, name)
+            }
         try:
             return forward(*args, **kwargs)
         finally:
@@ -121,5 +123,5 @@ def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Call
     return call if owners else forward
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def _has_parameter(module: nn.Module, name: str) -> bool:
     return module._parameters[name] is not None

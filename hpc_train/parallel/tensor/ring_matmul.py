@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_train.compat import find_group
+from hpc_train._torch import find_group
 
 _MOST_CHUNKS = 4
 
-Place = tuple[int, slice]
+ShardPlace = tuple[int, slice]
 """Rows of one rank's shard, in a tensor (ranks, rows, features) that has a shard for each rank."""
 
 
 @dataclass(frozen=True)
-class Ring:
+class MatmulRing:
     """The ranks of a group in a circle: each sends to the next one and receives from the one before."""
 
     group: dist.ProcessGroup
@@ -50,17 +50,17 @@ class Ring:
         ends = [rows * index // count for index in range(count + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
-    def exchange(self, outgoing: Tensor, incoming: Tensor) -> Transfer:
+    def exchange(self, outgoing: Tensor, incoming: Tensor) -> ChunkTransfer:
         """Begin to send a contiguous tensor to the next rank and to receive one from the rank before."""
         following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         send = dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=following)
         receive = dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=preceding)
         works = dist.batch_isend_irecv([send, receive])
-        return Transfer(outgoing, incoming, works[0], works[-1])
+        return ChunkTransfer(outgoing, incoming, works[0], works[-1])
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ChunkTransfer:
     """A chunk on its way and the one that comes in its place; keeps both tensors alive."""
 
     outgoing: Tensor
@@ -74,7 +74,7 @@ class Transfer:
         return self.incoming
 
 
-def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> tuple[Tensor, ...]:
+def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> tuple[Tensor, ...]:
     """x gathered over its positions, times every weight: column-parallel layers that share an input.
 
     x: this rank's positions (B, T / size, K), of the same shape on every rank; weights: (N_i, K), each rank's own rows.
@@ -88,7 +88,7 @@ def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> tuple[Ten
     return outputs
 
 
-def matmul_scatter(x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+def matmul_scatter(x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
     """x times the weight, summed over ranks and scattered over positions: a row-parallel layer without its bias.
 
     x: (B, T, K), T a multiple of the ring's size; weight: (N, K); K are each rank's own columns.
@@ -103,7 +103,7 @@ def matmul_scatter(x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, ring: MatmulRing, *weights: Tensor) -> tuple[Tensor, ...]:
         shards, *outputs = _multiply_gathered(x, weights, ring)
         ctx.ring, ctx.shape = ring, x.shape
         ctx.save_for_backward(shards, *weights)
@@ -118,21 +118,21 @@ class _GatherMatmul(torch.autograd.Function):
         return None if total is None else total.view(ctx.shape), None, *found
 
 
-def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: Ring) -> list[Tensor]:
+def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> list[Tensor]:
     """Return the gathered input (size, B T / size, K), for backward, and the products (B, T, N_i)."""
     shards = _room_around(x, ring)
     outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
-    for place in circulate(shards, ring):
+    for place in circulate_shards(shards, ring):
         for output, weight in zip(outputs, weights, strict=True):
             torch.mm(shards[place], weight.t(), out=output[place])
-    return [shards, *(_joined(output, len(x)) for output in outputs)]
+    return [shards, *(_join_positions(output, len(x)) for output in outputs)]
 
 
 def _differentiate_gathered(
-    gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: Ring, wanted: Sequence[bool]
+    gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: MatmulRing, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return gradients of x (B T / size, K) and of every weight, None if not wanted. wanted: x first, then weights."""
-    blocks = [_split(gradient, ring) for gradient in gradients]
+    blocks = [_split_positions(gradient, ring) for gradient in gradients]
     found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
 
     def weigh(turn: int, turns: int) -> None:
@@ -145,7 +145,7 @@ def _differentiate_gathered(
     total = None
     if wanted[0]:
         total = shards.new_empty(shards.shape[1:])
-        reduce(lambda place: _summed(blocks, weights, place), total, ring, weigh)
+        reduce_products(lambda place: _sum_contributions(blocks, weights, place), total, ring, weigh)
     else:
         weigh(0, 1)
     return [total, *found]
@@ -153,7 +153,7 @@ def _differentiate_gathered(
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
         output, shards = _scatter_product(x, weight, ring)
         ctx.ring = ring
         ctx.save_for_backward(shards, weight)
@@ -166,27 +166,27 @@ class _MatmulScatter(torch.autograd.Function):
         return (*_differentiate_scattered(gradient, shards, weight, ctx.ring, ctx.needs_input_grad[:2]), None)
 
 
-def _scatter_product(x: Tensor, weight: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+def _scatter_product(x: Tensor, weight: Tensor, ring: MatmulRing) -> tuple[Tensor, Tensor]:
     """Return this rank's positions of the summed product (B, T / size, N), and x (size, B T / size, K) for backward."""
-    shards = _split(x, ring)
+    shards = _split_positions(x, ring)
     total = x.new_empty(shards.shape[1], len(weight))
-    reduce(lambda place: shards[place] @ weight.t(), total, ring)
+    reduce_products(lambda place: shards[place] @ weight.t(), total, ring)
     return total.view(len(x), -1, len(weight)), shards
 
 
 def _differentiate_scattered(
-    gradient: Tensor, shards: Tensor, weight: Tensor, ring: Ring, wanted: Sequence[bool]
+    gradient: Tensor, shards: Tensor, weight: Tensor, ring: MatmulRing, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
     blocks = _room_around(gradient, ring)
     found = torch.empty_like(shards) if wanted[0] else None
-    weighed = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
-    for place in circulate(blocks, ring):
+    weighed = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype)) if wanted[1] else None
+    for place in circulate_shards(blocks, ring):
         if found is not None:
             torch.mm(blocks[place], weight, out=found[place])
         if weighed is not None:
             _add_product(weighed, blocks[place].t(), shards[place])
-    x_gradient = None if found is None else _joined(found, len(gradient))
+    x_gradient = None if found is None else _join_positions(found, len(gradient))
     return x_gradient, None if weighed is None else weighed.to(weight.dtype)
 
 
@@ -196,7 +196,7 @@ def _differentiate_scattered(
 
 @torch.library.custom_op("hpc_train::gather_matmul", mutates_args=())
 def _compiled_gather_matmul(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Tensor]:
-    return _multiply_gathered(x, weights, Ring(find_group(group), chunk_bytes))
+    return _multiply_gathered(x, weights, MatmulRing(find_group(group), chunk_bytes))
 
 
 @_compiled_gather_matmul.register_fake
@@ -211,7 +211,7 @@ def _compiled_differentiate_gathered(
     gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
     """Return the gradients; an empty tensor stands for one that is not wanted."""
-    found = _differentiate_gathered(gradients, shards, weights, Ring(find_group(group), chunk_bytes), wanted)
+    found = _differentiate_gathered(gradients, shards, weights, MatmulRing(find_group(group), chunk_bytes), wanted)
     return [shards.new_empty(0) if gradient is None else gradient for gradient in found]
 
 
@@ -243,7 +243,7 @@ _compiled_gather_matmul.register_autograd(_backward_gathered, setup_context=_sav
 
 @torch.library.custom_op("hpc_train::matmul_scatter", mutates_args=())
 def _compiled_matmul_scatter(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
-    return _scatter_product(x, weight, Ring(find_group(group), chunk_bytes))[0]
+    return _scatter_product(x, weight, MatmulRing(find_group(group), chunk_bytes))[0]
 
 
 @_compiled_matmul_scatter.register_fake
@@ -256,8 +256,8 @@ def _compiled_differentiate_scattered(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
     """Return the gradients; an empty tensor stands for one that is not wanted."""
-    ring = Ring(find_group(group), chunk_bytes)
-    found = _differentiate_scattered(gradient, _split(x, ring), weight, ring, wanted)
+    ring = MatmulRing(find_group(group), chunk_bytes)
+    found = _differentiate_scattered(gradient, _split_positions(x, ring), weight, ring, wanted)
     return [x.new_empty(0) if one is None else one for one in found]
 
 
@@ -280,16 +280,18 @@ def _backward_scattered(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 _compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_save_scattered)
 
 
-def circulate(shards: Tensor, ring: Ring) -> Iterator[Place]:
+def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
     """A ring all-gather that tells what is there as soon as it is there, while the rest is on its way.
 
     shards: (ranks, rows, features), contiguous, of which this rank's own is filled in; the others come.
     """
     chunks = ring.chunks(shards[0])
-    sent: list[Transfer] = []
+    sent: list[ChunkTransfer] = []
 
-    def pass_on(step: int, rows: slice) -> Transfer:
-        sent.append(ring.exchange(shards[_before(ring, step), rows], shards[_before(ring, step + 1), rows]))
+    def pass_on(step: int, rows: slice) -> ChunkTransfer:
+        sent.append(
+            ring.exchange(shards[_previous_rank(ring, step), rows], shards[_previous_rank(ring, step + 1), rows])
+        )
         return sent[-1]
 
     moving = [pass_on(0, rows) for rows in chunks]
@@ -300,15 +302,15 @@ def circulate(shards: Tensor, ring: Ring) -> Iterator[Place]:
             transfer.received()
             if step + 1 < ring.size:
                 moving.append(pass_on(step, rows))
-            yield _before(ring, step), rows
+            yield _previous_rank(ring, step), rows
     for transfer in sent:
         transfer.sending.wait()
 
 
-def reduce(
-    product: Callable[[Place], Tensor],
+def reduce_products(
+    product: Callable[[ShardPlace], Tensor],
     total: Tensor,
-    ring: Ring,
+    ring: MatmulRing,
     meanwhile: Callable[[int, int], None] = lambda turn, turns: None,
 ) -> None:
     """A ring reduce-scatter of products that are computed while the sums of the ranks before are on their way.
@@ -317,10 +319,10 @@ def reduce(
     meanwhile: other work to be done in `turns` turns, each while a shard travels.
     """
     chunks = ring.chunks(total)
-    moving: list[Transfer] = []
-    sent: list[Transfer] = []
+    moving: list[ChunkTransfer] = []
+    sent: list[ChunkTransfer] = []
     for step in range(ring.size):
-        shard, arriving, moving = _before(ring, step + 1), moving, []
+        shard, arriving, moving = _previous_rank(ring, step + 1), moving, []
         if step:
             meanwhile(step - 1, ring.size - 1)
         for index, rows in enumerate(chunks):
@@ -336,31 +338,31 @@ def reduce(
         transfer.sending.wait()
 
 
-def _before(ring: Ring, steps: int) -> int:
+def _previous_rank(ring: MatmulRing, steps: int) -> int:
     return (ring.rank - steps) % ring.size
 
 
-def _room_around(own: Tensor, ring: Ring) -> Tensor:
+def _room_around(own: Tensor, ring: MatmulRing) -> Tensor:
     """(B, T / size, K) as this rank's shard in an empty (size, B * T / size, K)."""
     shards = own.new_empty(ring.size, own.shape[0] * own.shape[1], own.shape[2])
     shards[ring.rank] = own.flatten(0, 1)
     return shards
 
 
-def _split(whole: Tensor, ring: Ring) -> Tensor:
+def _split_positions(whole: Tensor, ring: MatmulRing) -> Tensor:
     """(B, T, N) -> (size, B * T / size, N), contiguous: each rank's positions as rows of its shard."""
     batch, positions, features = whole.shape
     shards = whole.reshape(batch, ring.size, positions // ring.size, features)
     return shards.transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def _joined(shards: Tensor, batch: int) -> Tensor:
+def _join_positions(shards: Tensor, batch: int) -> Tensor:
     """The inverse of _split."""
     size, rows, features = shards.shape
     return shards.view(size, batch, rows // batch, features).transpose(0, 1).flatten(1, 2)
 
 
-def _summed(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: Place) -> Tensor:
+def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: ShardPlace) -> Tensor:
     """What the outputs' gradients contribute to the input's at one place, over all weights."""
     first, *others = zip(blocks, weights, strict=True)
     total = first[0][place] @ first[1]
@@ -369,7 +371,7 @@ def _summed(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: Place) -
     return total
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Where many parts are added up one by one."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 

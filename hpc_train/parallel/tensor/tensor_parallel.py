@@ -18,37 +18,36 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hpc_train.api import IGNORED_TARGET, Model, World
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.loss import cross_entropy_sum
-from hpc_train.parallel.axes import degree
-from hpc_train.parallel.context.positions import provide
+from hpc_train.interfaces import IGNORED_TARGET, Model, World
+from hpc_train.models.layers import cross_entropy_sum
+from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
 from hpc_train.parallel.tensor import layers
-from hpc_train.parallel.tensor.axis import Axis
-from hpc_train.parallel.tensor.local_parameters import Holdings, distribute
-from hpc_train.parallel.tensor.plan import check_covered, read_plan
+from hpc_train.parallel.tensor.layers import TensorAxis
+from hpc_train.parallel.tensor.local_parameters import ParameterHoldings, distribute_parameters
+from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
 
 
-def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
+def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str | None:
     """A pass: split the modules of the plan over tp."""
-    if degree(world, "tp") == 1:
+    if get_axis_degree(world, "tp") == 1:
         return None
-    plan, options = read_plan(part, whole=degree(world, "pp") == 1), config.parallel.tensor
-    axis = Axis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
+    plan, options = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1), config.parallel.tensor
+    axis = TensorAxis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
     if axis.sequence:
-        check_covered(part, plan)
+        check_plan_coverage(part, plan)
         if "positions" in inspect.signature(part.forward).parameters:
-            provide(part, config, world)  # a stage's input does not show how many positions there are
+            provide_positions(part, config, world)  # a stage's input does not show how many positions there are
     elif options.asynchronous:
         raise UserError(
             f"parallel.tensor.asynchronous=true: overlaps the exchange of positions, and {type(part).__name__}.plan "
             "has no lines seq; leave it out"
         )
-    holdings: Holdings = {}
+    holdings: ParameterHoldings = {}
     _split_layers(part, plan, axis, options.asynchronous, holdings)
     _split_vocabulary(part, plan, axis, options.vocabulary, holdings)
-    distribute(part, axis.mesh, holdings)
+    distribute_parameters(part, axis.mesh, holdings)
     counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
     if not options.vocabulary:
         del counts["vocab"]
@@ -56,7 +55,9 @@ def apply(part: nn.Module, config: RunConfig, world: World) -> str | None:
     return f"tensor: {said} modules over tp={axis.size}{', asynchronous' if options.asynchronous else ''}"
 
 
-def _split_layers(part: nn.Module, plan: dict[str, str], axis: Axis, asynchronous: bool, holdings: Holdings) -> None:
+def _split_layers(
+    part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings
+) -> None:
     groups: dict[str, dict[str, nn.Linear]] = {}
     for name, how in plan.items():
         module = part.get_submodule(name)
@@ -72,13 +73,15 @@ def _split_layers(part: nn.Module, plan: dict[str, str], axis: Axis, asynchronou
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, holdings)
 
 
-def _split_vocabulary(part: nn.Module, plan: dict[str, str], axis: Axis, split: bool, holdings: Holdings) -> None:
+def _split_vocabulary(
+    part: nn.Module, plan: dict[str, str], axis: TensorAxis, split: bool, holdings: ParameterHoldings
+) -> None:
     modules = {name: part.get_submodule(name) for name, how in plan.items() if how == "vocab"}
     if not split:
         for module in modules.values():
             layers.keep_vocabulary(module, axis)
         return
-    rows = _vocabulary(part, modules.values())
+    rows = _find_vocabulary_size(part, modules.values())
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             layers.split_embedding(name, module, axis, holdings)
@@ -87,7 +90,7 @@ def _split_vocabulary(part: nn.Module, plan: dict[str, str], axis: Axis, split: 
             layers.split_head(module, rows, axis, holdings)
 
 
-def _vocabulary(part: nn.Module, modules: Iterable[nn.Module]) -> int:
+def _find_vocabulary_size(part: nn.Module, modules: Iterable[nn.Module]) -> int:
     sizes = {len(parameter) for module in modules for parameter in module.parameters()}
     if len(sizes) > 1:
         raise UserError(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from hpc_train.config.model import TransformerConfig
-from hpc_train.planner.advice.facts import Facts
-from hpc_train.planner.advice.result import Advice
-from hpc_train.planner.batch import PAST, critical_batch, loss_factor, scaling_rule, step_law_rate
+from hpc_train.planner.advice.facts import Advice, RunFacts
+from hpc_train.planner.model.batch_laws import (
+    CRITICAL_BATCH_FACTOR,
+    critical_batch,
+    loss_factor,
+    scaling_rule,
+    step_law_rate,
+)
 
 _LAW_TOKENS = 1e9
 """Tokens of the smallest runs that the laws were fitted on, below which they say nothing."""
@@ -18,25 +23,25 @@ _WARM = 0.001
 al. 2020, arXiv:2005.14165, appendix B), Goyal et al. 5.6 % of their epochs (arXiv:1706.02677)."""
 
 
-def past_critical(facts: Facts) -> Advice | None:
+def check_critical_batch(facts: RunFacts) -> Advice | None:
     """global_batch past the critical batch size."""
     batch, tokens, plan = facts.tokens_per_step, facts.tokens, facts.config.plan
     if batch is None or (plan.critical_batch_tokens is None and (tokens is None or tokens < _LAW_TOKENS)):
         return None
     critical = plan.critical_batch_tokens or critical_batch(tokens or 0.0)
-    if batch <= PAST * critical:
+    if batch <= CRITICAL_BATCH_FACTOR * critical:
         return None
     measured = "measured" if plan.critical_batch_tokens else f"0.58 D^0.571 at {tokens:.3g} tokens"
     why = (
         f"{batch:.3g} tokens a step are {batch / critical:.1f} times the critical batch ({critical:.3g}, {measured}): "
         f"the same loss takes {loss_factor(batch, critical) / 2:.1f} times the tokens that it takes there"
     )
-    sequences = max(1, int(PAST * critical / facts.config.train.sequence_length))
+    sequences = max(1, int(CRITICAL_BATCH_FACTOR * critical / facts.config.train.sequence_length))
     fix = f"train.global_batch={sequences} or less; train.noise_scale.every measures it; fewer GPUs, or more tp and pp"
     return Advice("train.global_batch", why, fix, "warning")
 
 
-def scaling_without_warmup(facts: Facts) -> Advice | None:
+def check_scaling_warmup(facts: RunFacts) -> Advice | None:
     """A learning rate that was scaled up for the batch, with no warm-up to speak of."""
     optim, train = facts.config.optim, facts.config.train
     steps = _steps(facts)
@@ -52,7 +57,7 @@ def scaling_without_warmup(facts: Facts) -> Advice | None:
     return Advice("optim.schedule.warmup_steps", why, f"optim.schedule.warmup_steps={max(100, least)}", "warning")
 
 
-def wrong_rule(facts: Facts) -> Advice | None:
+def check_scaling_rule(facts: RunFacts) -> Advice | None:
     """The linear rule with Adam."""
     optim = facts.config.optim
     rule = scaling_rule(optim.name)
@@ -64,7 +69,7 @@ def wrong_rule(facts: Facts) -> Advice | None:
     return Advice("optim.lr_scaling", why, f"optim.lr_scaling={rule}", "warning")
 
 
-def no_warmup(facts: Facts) -> Advice | None:
+def check_warmup(facts: RunFacts) -> Advice | None:
     """No warm-up at all: Adam's second moments are wrong at first."""
     optim = facts.config.optim
     if optim.schedule.warmup_steps or optim.lr_scaling != "none":
@@ -75,7 +80,7 @@ def no_warmup(facts: Facts) -> Advice | None:
     return Advice("optim.schedule.warmup_steps", why, "optim.schedule.warmup_steps=100 or more", "hint")
 
 
-def rate_off_law(facts: Facts) -> Advice | None:
+def check_learning_rate(facts: RunFacts) -> Advice | None:
     """A peak learning rate far from the Step Law's."""
     job, tokens, optim = facts.figures.job, facts.tokens, facts.config.optim
     model = facts.transformer
@@ -97,7 +102,7 @@ def _tables(model: TransformerConfig) -> float:
     return model.vocab_size * model.hidden * (1 if model.tied_embeddings else 2)
 
 
-def _steps(facts: Facts) -> float | None:
+def _steps(facts: RunFacts) -> float | None:
     if facts.config.plan.tokens is not None and facts.tokens_per_step:
         return facts.config.plan.tokens / facts.tokens_per_step
     return facts.config.train.steps

@@ -1,24 +1,67 @@
-"""Facts: a configuration with its degrees, and what the planner has estimated of it, as lints look at it."""
+"""What a lint looks at and what it returns: facts of a configuration, the planner's own estimate, and Advice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any, Literal
 
-from hpc_train.config.degrees import Degrees, resolve
+import numpy as np
+
 from hpc_train.config.model import TransformerConfig
+from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.support.pipeline import micro_batches, placement
-from hpc_train.placement.from_config import node_count, ranks_per_node
-from hpc_train.planner.outlook import Job, Outlook, Rate, outlook
+from hpc_train.models.shape import count_parameters
+from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
+from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, Column, Jobs, replace_columns
+from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.model.step_time import StepTime, estimate_jobs
+from hpc_train.planner.reliability.failure_rate import Percentiles
+from hpc_train.planner.reliability.projection import AssumedFailureRate, ProjectedJob, Projection, project_run
+from hpc_train.traffic.stages import count_micro_batches, stage_placement
+
+Severity = Literal["error", "warning", "hint"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "hint")
 
 
 @dataclass(frozen=True)
-class Figures:
+class Advice:
+    """What one lint has found."""
+
+    about: str
+    """Key of the configuration, such as model.vocab_size."""
+    why: str
+    """What is wrong with it, with its numbers, in one line."""
+    fix: str
+    """What to write instead, or to do, in one line."""
+    severity: Severity
+    """error: it cannot run so, or misses a goal; warning: it costs or risks much; hint: it may be better."""
+    overrides: tuple[tuple[str, ...], ...] = ()
+    """The settings in `fix`, each alternative as overrides of the run; all of them have been checked for it."""
+
+
+def format_advice(advice: Sequence[Advice]) -> list[str]:
+    """For a person: two lines each."""
+    found = []
+    for it in advice:
+        found += [f"{it.severity:<7}  {it.about}: {it.why}", f"{'':<9}{it.fix}"]
+    return found
+
+
+def advice_to_json(advice: Sequence[Advice]) -> list[dict[str, Any]]:
+    """As `plan --json` prints it."""
+    return [asdict(it) for it in advice]
+
+
+@dataclass(frozen=True)
+class RunEstimate:
     """What has been estimated; None where it has not, and lints that need it say nothing."""
 
-    job: Job | None = None
-    rate: Rate | None = None
+    job: ProjectedJob | None = None
+    rate: AssumedFailureRate | None = None
     """None: of outlook.rate_of."""
     bubble: float | None = None
     """Share of a step that the pipeline idles; None: by the closed form of the schedule, where it has one."""
@@ -31,12 +74,12 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Of one configuration."""
 
     config: RunConfig
     degrees: Degrees
-    figures: Figures
+    figures: RunEstimate
 
     @property
     def transformer(self) -> TransformerConfig | None:
@@ -55,16 +98,16 @@ class Facts:
 
     @property
     def micro_batches(self) -> int:
-        return micro_batches(self.config, self.degrees)
+        return count_micro_batches(self.config, self.degrees)
 
     @property
     def virtual_stages(self) -> int:
         """Stages that a rank has."""
-        return len(placement(self.config.parallel.pipeline, self.degrees.pp)) // self.degrees.pp
+        return len(stage_placement(self.config.parallel.pipeline, self.degrees.pp)) // self.degrees.pp
 
     @property
     def nodes(self) -> int:
-        return -(-self.degrees.world // ranks_per_node(self.config))
+        return -(-self.degrees.world // count_ranks_per_node(self.config))
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -81,11 +124,53 @@ class Facts:
         return None if steps is None else steps * self.tokens_per_step
 
     @cached_property
-    def outlook(self) -> Outlook | None:
-        return None if self.figures.job is None else outlook(self.config, self.figures.job, self.figures.rate)
+    def outlook(self) -> Projection | None:
+        return None if self.figures.job is None else project_run(self.config, self.figures.job, self.figures.rate)
 
 
-def facts_of(config: RunConfig, figures: Figures | None = None, world: int | None = None) -> Facts:
+def collect_facts(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> RunFacts:
     """world: ranks; None: those of the configuration. Raises UserError for degrees that do not fit them."""
-    world = world or node_count(config) * ranks_per_node(config)
-    return Facts(config, resolve(config.parallel, world), figures or Figures())
+    world = world or count_nodes(config) * count_ranks_per_node(config)
+    return RunFacts(config, resolve_degrees(config.parallel, world), figures or RunEstimate())
+
+
+def estimate_for_advice(
+    config: RunConfig, world: int, constants: Constants, rate: AssumedFailureRate | None = None
+) -> RunEstimate:
+    """Of a run on so many ranks; rate: of outlook.rate_of, where it is there already.
+
+    What rests on a figure of the machine that is not known is left out. Raises UserError as `jobs_of` does.
+    """
+    jobs, missing = jobs_from_config(config, world), list_assumptions(config.cluster, config.precision.name)
+    figures = RunEstimate(rate=rate)
+    if not any("memory_gib" in line for line in missing):
+        figures = replace(
+            figures,
+            memory_without_recompute=_memory_without(jobs, constants, "recompute", RECOMPUTE.index("none")),
+            memory_without_offload=_memory_without(jobs, constants, "offload", OFFLOAD.index("none")),
+            memory_margin=_single(estimate_memory(jobs, constants).margin),
+        )
+    if missing:
+        return figures
+    found = estimate_jobs(jobs, constants)
+    nodes = max(1, -(-world // round(_single(jobs.gpus_per_node))))
+    parameters = count_parameters(config.model) or _single(jobs.parameters)
+    job = ProjectedJob(world, nodes, _step_without_saves(found.time), _single(jobs.tokens), parameters)
+    return replace(figures, job=job, bubble=_single(found.time.bubble / found.time.step))
+
+
+def _memory_without(jobs: Jobs, constants: Constants, name: str, off: int) -> float | None:
+    """Bytes of the rank that needs most with a technique off; None where it is off already."""
+    if _single(getattr(jobs, name)) == off:
+        return None
+    return _single(estimate_memory(replace_columns(jobs, **{name: off}), constants).total)
+
+
+def _step_without_saves(time: StepTime) -> Percentiles:
+    """Without the part of a step that saving takes: an outlook adds that."""
+    share = _single(1 - time.checkpoint / time.step)
+    return Percentiles(*(_single(time.quantile(p)) * share for p in (0.1, 0.5, 0.9)))
+
+
+def _single(value: Column | float) -> float:
+    return float(np.asarray(value, np.float64).reshape(-1)[0])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 
 from hpc_train.config.model import VisionTransformerConfig
-from hpc_train.models.shape import kv_heads
-from hpc_train.parallel.pipeline.stages import costs, given
-from hpc_train.placement.from_config import ranks_per_node
-from hpc_train.planner.advice.facts import Facts
-from hpc_train.planner.advice.result import Advice
-from hpc_train.planner.batch import least_batch
-from hpc_train.traffic.work import parts_of
+from hpc_train.models.shape import count_kv_heads
+from hpc_train.placement.fabric_from_config import count_ranks_per_node
+from hpc_train.planner.advice.facts import Advice, RunFacts
+from hpc_train.planner.model.batch_laws import min_batch_for_bubble
+from hpc_train.traffic.stages import block_costs, costs_from_config, stage_parts
 
 _UNEVEN = 0.05
 """Time of the slowest stage over the mean of all, less 1, from which a pipeline counts as uneven."""
@@ -23,7 +21,7 @@ of hidden 2048 on A100 with one sequence of 2048 (16.8 MB read and written at 2,
 launches makes 55 % too fast (vTrain, arXiv:2312.12391, single node)."""
 
 
-def tensor_divides(facts: Facts) -> Advice | None:
+def check_tensor_divides(facts: RunFacts) -> Advice | None:
     """heads and feed_forward % tp."""
     model, tp = facts.transformer, facts.degrees.tp
     if model is None or tp == 1:
@@ -37,19 +35,19 @@ def tensor_divides(facts: Facts) -> Advice | None:
     return Advice("parallel.tp", why, f"parallel.tp={max(n for n in legal if n <= tp)} (legal: {legal})", "error")
 
 
-def tensor_shares_keys(facts: Facts) -> Advice | None:
+def check_kv_head_sharing(facts: RunFacts) -> Advice | None:
     """kv_heads % tp: the ranks that need a key head compute it each for itself (parallel.tensor.heads)."""
     model, tp = facts.transformer, facts.degrees.tp
-    if model is None or kv_heads(model) % tp == 0:
+    if model is None or count_kv_heads(model) % tp == 0:
         return None
-    heads = kv_heads(model)
+    heads = count_kv_heads(model)
     why = f"tp={tp} does not divide kv_heads {heads}: several ranks hold and compute the same key and value heads"
     return Advice("parallel.tp", why, f"parallel.tp={math.gcd(tp, heads)}, which shares none", "hint")
 
 
-def tensor_domain(facts: Facts) -> Advice | None:
+def check_tensor_domain(facts: RunFacts) -> Advice | None:
     """tp within the NVLink domain."""
-    tp, per_node = facts.degrees.tp, ranks_per_node(facts.config)
+    tp, per_node = facts.degrees.tp, count_ranks_per_node(facts.config)
     node = facts.config.cluster.node
     domain = max(node.nvlink_domain_gpus, per_node)
     where = "NVLink domain" if node.nvlink_domain_gpus > per_node else "node"
@@ -65,7 +63,7 @@ def tensor_domain(facts: Facts) -> Advice | None:
     return Advice("parallel.tp", why, fix, "warning")
 
 
-def _slower(facts: Facts) -> str:
+def _slower(facts: RunFacts) -> str:
     node = facts.config.cluster.node
     network = node.nics * node.nic_gbit_s / 8 / max(node.gpus, 1)
     if not network or node.gpu_link_gb_s <= network:
@@ -73,7 +71,7 @@ def _slower(facts: Facts) -> str:
     return f", where a GPU has {network:.0f} GB/s in place of {node.gpu_link_gb_s:.0f}"
 
 
-def uneven_stages(facts: Facts) -> Advice | None:
+def check_uneven_stages(facts: RunFacts) -> Advice | None:
     """layers % (pp x v), and what embedding and head do to the balance: by FLOPs, as the layers will be split."""
     model, degrees = facts.config.model, facts.degrees
     layers = getattr(model, "layers", None)
@@ -81,8 +79,12 @@ def uneven_stages(facts: Facts) -> Advice | None:
     if degrees.pp == 1 or layers is None or layers < stages:
         return None
     pipeline = facts.config.parallel.pipeline
-    told = given(pipeline.costs) if pipeline.costs else costs(model, facts.config.train.sequence_length, layers)
-    parts = [part for rank in parts_of(facts.config, degrees.pp, layers) for part in rank]
+    told = (
+        costs_from_config(pipeline.costs)
+        if pipeline.costs
+        else block_costs(model, facts.config.train.sequence_length, layers)
+    )
+    parts = [part for rank in stage_parts(facts.config, degrees.pp, layers) for part in rank]
     block = sum(told.blocks) / layers
     times = [part.blocks * block + part.first * told.before + part.last * told.after for part in parts]
     slowest = max(times) * len(times) / sum(times) - 1
@@ -94,18 +96,18 @@ def uneven_stages(facts: Facts) -> Advice | None:
     return Advice("parallel.pp", why, _more_even(facts, layers, ends), "warning")
 
 
-def _more_even(facts: Facts, layers: int, ends: tuple[float, float]) -> str:
+def _more_even(facts: RunFacts, layers: int, ends: tuple[float, float]) -> str:
     """Numbers of layers near this one, and fewer stages, that are even enough."""
     pp, virtual = facts.degrees.pp, facts.virtual_stages
     stages = pp * virtual
-    near = [n for n in range(stages, layers + stages + 1) if imbalance(n, stages, ends) <= _UNEVEN]
+    near = [n for n in range(stages, layers + stages + 1) if stage_imbalance(n, stages, ends) <= _UNEVEN]
     below, above = [n for n in near if n < layers][-1:], [n for n in near if n > layers][:1]
     ways = [f"model.layers={' or '.join(map(str, below + above))}"] if below or above else []
-    fewer = [n for n in range(2, pp) if imbalance(layers, n * virtual, ends) <= _UNEVEN]
+    fewer = [n for n in range(2, pp) if stage_imbalance(layers, n * virtual, ends) <= _UNEVEN]
     return ", or ".join([*ways, f"parallel.pp={fewer[-1]}" if fewer else "parallel.pp=1"])
 
 
-def imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
+def stage_imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
     """Slowest stage over the mean, less 1, where layers are split as well as they can be.
 
     ends: what precedes the first layer and follows the last one, in layers.
@@ -122,7 +124,7 @@ def imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
     return slowest * stages / (layers + sum(ends)) - 1
 
 
-def rounds(facts: Facts) -> Advice | None:
+def check_interleaving_rounds(facts: RunFacts) -> Advice | None:
     """micro-batches % pp for the interleaved schedules."""
     pipeline, pp, count = facts.config.parallel.pipeline, facts.degrees.pp, facts.micro_batches
     if pp == 1 or not pipeline.schedule.startswith("interleaved") or count % pp == 0:
@@ -138,17 +140,17 @@ def rounds(facts: Facts) -> Advice | None:
     return Advice("train.global_batch", why, fix, "error" if broken else "warning")
 
 
-def bubble(facts: Facts) -> Advice | None:
+def check_bubble(facts: RunFacts) -> Advice | None:
     """Share of the step that the pipeline idles."""
     pp = facts.degrees.pp
-    share = facts.figures.bubble if facts.figures.bubble is not None else _closed_form(facts)
+    share = facts.figures.bubble if facts.figures.bubble is not None else _closed_form_bubble(facts)
     if pp == 1 or share is None or share <= _BUBBLE:
         return None
     count, virtual = facts.micro_batches, facts.virtual_stages
     train, pipeline = facts.config.train, facts.config.parallel.pipeline
     over = _BUBBLE / (1 - _BUBBLE)
     unit = facts.degrees.data_parallel * train.micro_batch
-    least = least_batch(facts.degrees.data_parallel, train.micro_batch, pp, virtual, over)
+    least = min_batch_for_bubble(facts.degrees.data_parallel, train.micro_batch, pp, virtual, over)
     least = -(-least // (unit * pp)) * unit * pp if pipeline.schedule.startswith("interleaved") else least
     ways = [f"train.global_batch={least}"] if least > train.global_batch else []
     ways += ["a smaller train.micro_batch"] if train.micro_batch > 1 else []
@@ -159,7 +161,7 @@ def bubble(facts: Facts) -> Advice | None:
     return Advice("parallel.pipeline", why, ", or ".join(ways), "warning")
 
 
-def _closed_form(facts: Facts) -> float | None:
+def _closed_form_bubble(facts: RunFacts) -> float | None:
     """Of the whole step, for stages that are even (head of schedules/simulate.py); None for other schedules."""
     pp, count, virtual = facts.degrees.pp, facts.micro_batches, facts.virtual_stages
     name = facts.config.parallel.pipeline.schedule
@@ -170,7 +172,7 @@ def _closed_form(facts: Facts) -> float | None:
     return None
 
 
-def launch_bound(facts: Facts) -> Advice | None:
+def check_launch_bound(facts: RunFacts) -> Advice | None:
     """A micro-batch so small that the GPU waits for the host to launch its kernels."""
     gpu, train = facts.config.cluster.gpu, facts.config.train
     hidden = getattr(facts.config.model, "hidden", None)
@@ -192,7 +194,7 @@ def launch_bound(facts: Facts) -> Advice | None:
     return Advice("train.micro_batch", why, f"{larger}parallel.compile=true", "warning")
 
 
-def needless_recompute(facts: Facts) -> Advice | None:
+def check_needless_recompute(facts: RunFacts) -> Advice | None:
     """Recomputation where memory is enough without."""
     mode, without = facts.config.parallel.recompute.mode, facts.figures.memory_without_recompute
     if mode == "none" or without is None or not _fits(facts, without):
@@ -201,7 +203,7 @@ def needless_recompute(facts: Facts) -> Advice | None:
     return Advice("parallel.recompute.mode", why, "parallel.recompute.mode=none", "warning")
 
 
-def needless_offload(facts: Facts) -> Advice | None:
+def check_needless_offload(facts: RunFacts) -> Advice | None:
     """Offload where memory is enough without."""
     offload, without = facts.config.parallel.offload, facts.figures.memory_without_offload
     on = [name for name in ("optimizer", "parameters") if getattr(offload, name) != "none"]
@@ -214,9 +216,9 @@ def needless_offload(facts: Facts) -> Advice | None:
     return Advice("parallel.offload", why, keys, "warning")
 
 
-def _fits(facts: Facts, size: float) -> bool:
+def _fits(facts: RunFacts, size: float) -> bool:
     return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * 2**30
 
 
-def _of_memory(facts: Facts, size: float) -> str:
+def _of_memory(facts: RunFacts, size: float) -> str:
     return f"a rank needs {size / 2**30:.1f} of {facts.config.cluster.gpu.memory_gib:g} GiB"

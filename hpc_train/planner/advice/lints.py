@@ -1,55 +1,175 @@
-"""advice: all lints, over one configuration."""
+"""run_lints: every lint over one configuration, errors first, and only what can really run.
+
+To add a lint: a function from RunFacts to Advice or None, in the file of its subject, entered in LINTS.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
+from hpc_train.config.check import check_config
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.overrides import get_value
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.planner.advice import batch_size, layout, operation, shape
-from hpc_train.planner.advice.facts import Facts, Figures, facts_of
-from hpc_train.planner.advice.result import SEVERITIES, Advice
-from hpc_train.planner.advice.runnable import only_runnable
+from hpc_train.errors import UserError
+from hpc_train.models.shape import check_shape
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.advice import batch_size, layout, model_shape, operation
+from hpc_train.planner.advice.facts import SEVERITIES, Advice, RunEstimate, RunFacts, collect_facts
+from hpc_train.planner.constants import cluster_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.memory import FITS, NO, estimate_memory
+from hpc_train.planner.settings import apply_settings, settings_to_overrides
 
-Lint = Callable[[Facts], Advice | None]
+Lint = Callable[[RunFacts], Advice | None]
 
 LINTS: tuple[Lint, ...] = (
-    shape.head_width,
-    shape.hidden_width,
-    shape.feed_forward_width,
-    shape.vocabulary,
-    shape.precision,
-    layout.tensor_divides,
-    layout.tensor_shares_keys,
-    layout.tensor_domain,
-    layout.uneven_stages,
-    layout.rounds,
-    layout.bubble,
-    layout.launch_bound,
-    layout.needless_recompute,
-    layout.needless_offload,
-    batch_size.past_critical,
-    batch_size.scaling_without_warmup,
-    batch_size.wrong_rule,
-    batch_size.no_warmup,
-    batch_size.rate_off_law,
-    operation.never_saves,
-    operation.interval_off,
-    operation.blocking_saves,
-    operation.no_spares,
-    operation.late,
-    operation.over_budget,
-    operation.spot_dearer,
+    model_shape.check_head_width,
+    model_shape.check_hidden_width,
+    model_shape.check_feed_forward_width,
+    model_shape.check_vocabulary,
+    model_shape.check_precision,
+    layout.check_tensor_divides,
+    layout.check_kv_head_sharing,
+    layout.check_tensor_domain,
+    layout.check_uneven_stages,
+    layout.check_interleaving_rounds,
+    layout.check_bubble,
+    layout.check_launch_bound,
+    layout.check_needless_recompute,
+    layout.check_needless_offload,
+    batch_size.check_critical_batch,
+    batch_size.check_scaling_warmup,
+    batch_size.check_scaling_rule,
+    batch_size.check_warmup,
+    batch_size.check_learning_rate,
+    operation.check_never_saves,
+    operation.check_save_interval,
+    operation.check_blocking_saves,
+    operation.check_spares,
+    operation.check_deadline,
+    operation.check_budget,
+    operation.check_spot_price,
 )
 """In the order in which they are told, within a severity."""
 
 
-def advice(config: RunConfig, figures: Figures | None = None, world: int | None = None) -> list[Advice]:
+def run_lints(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> list[Advice]:
     """What to change, errors first; [] if nothing.
 
     figures: what has been estimated of the run; lints that need what is not there say nothing. world: ranks; None:
     those of the configuration. Raises UserError for degrees that do not fit the world, and for a failure log that is
     none.
     """
-    facts = facts_of(config, figures, world)
-    found = [only_runnable(it, config, facts.degrees.world) for it in (lint(facts) for lint in LINTS) if it is not None]
+    facts = collect_facts(config, figures, world)
+    found = [
+        keep_runnable_advice(it, config, facts.degrees.world)
+        for it in (lint(facts) for lint in LINTS)
+        if it is not None
+    ]
     return sorted(found, key=lambda it: SEVERITIES.index(it.severity))
+
+
+NO_RUNNABLE_SETTING = "no setting of this run by itself mends it; leave more of it for `hpc-train plan` to choose"
+_OR = ", or "
+_SETTING = re.compile(r"\b((?:model|parallel|train|optim|checkpoint|plan)(?:\.\w+)+)=([^\s,;()]+)((?: or [\d.e+-]+)*)")
+"""key=value, or key=value or value."""
+_SPLITS = ("parallel.pp", "parallel.cp", "parallel.tp")
+
+
+def keep_runnable_advice(advice: Advice, config: RunConfig, world: int) -> Advice:
+    """Return the advice without the alternatives that the run cannot have; world: ranks.
+
+    If a degree changes, data parallelism takes the remaining ranks, and the advice says so.
+    """
+    texts: list[str] = []
+    overrides: list[tuple[str, ...]] = []
+    for way in advice.fix.split(_OR):
+        found = list(_SETTING.finditer(way))
+        if not found:
+            texts.append(way)
+            continue
+        tried = [_accepted(config, settings, world) for settings in _variants(found)]
+        accepted = [settings for settings in tried if settings]
+        if accepted:
+            overrides += [tuple(settings_to_overrides(settings)) for settings in accepted]
+            texts.append(way[: found[0].start()] + _format_settings(accepted) + way[found[-1].end() :])
+    return replace(advice, fix=_OR.join(texts) or NO_RUNNABLE_SETTING, overrides=tuple(overrides))
+
+
+def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
+    """Yield the variants: each value of a single setting, or several settings together."""
+    if len(found) > 1:
+        yield {match[1]: yaml.safe_load(match[2]) for match in found}
+        return
+    (one,) = found
+    for value in (one[2], *one[3].split(" or ")[1:]):
+        yield {one[1]: _number(value)}
+
+
+def _number(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _format_settings(accepted: list[dict[str, Any]]) -> str:
+    if len(accepted) > 1 and all(len(settings) == 1 for settings in accepted):
+        (first, *others) = accepted
+        more = "".join(f" or {settings_to_overrides(settings)[0].partition('=')[2]}" for settings in others)
+        return settings_to_overrides(first)[0] + more
+    return _OR.join(" ".join(settings_to_overrides(settings)) for settings in accepted)
+
+
+def _accepted(config: RunConfig, settings: dict[str, Any], world: int) -> dict[str, Any] | None:
+    """Return the settings plus the data-parallel degree they need; None: the run cannot have them."""
+    if all(get_value(config, key) == value for key, value in settings.items()):
+        return None
+    for more in ({}, *_data_parallel_choices(config, settings, world)):
+        both = {**settings, **more}
+        if _can_run(config, both, world):
+            return both
+    return None
+
+
+def _data_parallel_choices(config: RunConfig, settings: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
+    """Yield the data-parallel degrees that fit when other degrees change."""
+    if not settings.keys() & set(_SPLITS):
+        return
+    degrees = resolve_degrees(config.parallel, world)
+    used = 1
+    for key in _SPLITS:
+        used *= int(settings.get(key, getattr(degrees, key.partition(".")[2])))
+    for name, other in (("dp_shard", degrees.dp_replicate), ("dp_replicate", degrees.dp_shard)):
+        if world % (used * other) == 0:
+            yield {f"parallel.{name}": world // (used * other)}
+
+
+def _can_run(config: RunConfig, settings: Mapping[str, Any], world: int) -> bool:
+    try:
+        changed = apply_settings(config, dict(settings))
+        check_config(changed)
+        check_shape(changed.model)
+        check_support(changed, world)
+    except (UserError, TypeError):
+        return False
+    return not _too_large(changed, world) or _too_large(config, world)
+
+
+def _too_large(config: RunConfig, world: int) -> bool:
+    """Whether the memory is known not to fit."""
+    if not config.cluster.gpu.memory_gib or not isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
+        return False
+    found = estimate_memory(jobs_from_config(config, world), cluster_constants(config.cluster))
+    return FITS[int(found.fits.reshape(-1)[0])] == FITS[NO]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from hpc_train.planner.advice.facts import Facts
-from hpc_train.planner.advice.result import Advice
-from hpc_train.planner.cost import HOUR
-from hpc_train.planner.goodput import spare_wait
-from hpc_train.planner.outlook import steps_of
-from hpc_train.planner.reliability import DAY
-from hpc_train.planner.words import amount
+from hpc_train.planner.advice.facts import Advice, RunFacts
+from hpc_train.planner.reliability.failure_rate import DAY
+from hpc_train.planner.reliability.goodput import spare_wait_seconds
+from hpc_train.planner.reliability.projection import HOUR, planned_steps
+from hpc_train.units import format_amount
 
 _OFF = 2.0
 """checkpoint.every, over the best or under it, from which it is worth a word, if it also costs _SHARE."""
@@ -19,10 +17,10 @@ _LARGE_NODES = 128
 _MOST_SPARES = 64
 
 
-def never_saves(facts: Facts) -> Advice | None:
+def check_never_saves(facts: RunFacts) -> Advice | None:
     """checkpoint.every=0 in a run that a failure may hit."""
     told, job = facts.outlook, facts.figures.job
-    steps = None if job is None else steps_of(facts.config, job.tokens_per_step)
+    steps = None if job is None else planned_steps(facts.config, job.tokens_per_step)
     if facts.config.checkpoint.every or told is None or job is None or steps is None:
         return None
     days = steps * job.step_seconds.p50 / DAY
@@ -35,7 +33,7 @@ def never_saves(facts: Facts) -> Advice | None:
     return Advice("checkpoint.every", why, fix, "warning")
 
 
-def interval_off(facts: Facts) -> Advice | None:
+def check_save_interval(facts: RunFacts) -> Advice | None:
     """checkpoint.every off the Young/Daly optimum."""
     told, every = facts.outlook, facts.config.checkpoint.every
     if told is None or not every or told.demand.best_every is None or told.demand.best_effective is None:
@@ -46,13 +44,14 @@ def interval_off(facts: Facts) -> Advice | None:
     step = facts.figures.job.step_seconds.p50 if facts.figures.job else 0.0
     mean = told.interruption_seconds.p50 / HOUR
     why = (
-        f"a save every {every} steps ({every * step / 60:.3g} minutes), with a failure every {amount(mean)} hours and "
+        f"a save every {every} steps ({every * step / 60:.3g} minutes), with a "
+        f"failure every {format_amount(mean)} hours and "
         f"{float(told.save.stall_seconds):.2g} s of stall, wastes {gain:.1%} of the time more than need be"
     )
     return Advice("checkpoint.every", why, f"checkpoint.every={best} ({best * step / 60:.3g} minutes)", "warning")
 
 
-def blocking_saves(facts: Facts) -> Advice | None:
+def check_blocking_saves(facts: RunFacts) -> Advice | None:
     """Saves that training waits for."""
     told, checkpoint = facts.outlook, facts.config.checkpoint
     if told is None or not checkpoint.every or checkpoint.background:
@@ -64,7 +63,7 @@ def blocking_saves(facts: Facts) -> Advice | None:
     return Advice("checkpoint.background", why, "checkpoint.background=true", "warning")
 
 
-def no_spares(facts: Facts) -> Advice | None:
+def check_spares(facts: RunFacts) -> Advice | None:
     """A large job with no node to go on with."""
     plan, cluster, told = facts.config.plan, facts.config.cluster, facts.outlook
     if told is None:
@@ -82,12 +81,12 @@ def no_spares(facts: Facts) -> Advice | None:
     return Advice("plan.spare_nodes", why, fix, "warning" if all_of_it else "hint")
 
 
-def _more_spares(facts: Facts, failing: float, repair: float) -> Advice | None:
+def _more_spares(facts: RunFacts, failing: float, repair: float) -> Advice | None:
     have = facts.config.plan.spare_nodes
 
     def waiting(spares: int) -> float:
         """Share of the time between failures and waits."""
-        wait = float(spare_wait(failing, repair, spares))
+        wait = float(spare_wait_seconds(failing, repair, spares))
         return failing * wait / (1 + failing * wait)
 
     if waiting(have) < _SHARE:
@@ -99,7 +98,7 @@ def _more_spares(facts: Facts, failing: float, repair: float) -> Advice | None:
     return Advice("plan.spare_nodes", why, fix, "warning")
 
 
-def late(facts: Facts) -> Advice | None:
+def check_deadline(facts: RunFacts) -> Advice | None:
     """Past the deadline."""
     told, deadline = facts.outlook, facts.config.plan.deadline_days
     if told is None or not told.late or told.demand.days is None or deadline is None:
@@ -112,7 +111,7 @@ def late(facts: Facts) -> Advice | None:
     )
 
 
-def over_budget(facts: Facts) -> Advice | None:
+def check_budget(facts: RunFacts) -> Advice | None:
     """Past the budget, in the cheapest way there is."""
     told, plan = facts.outlook, facts.config.plan
     if told is None or not told.over_budget or plan.budget is None:
@@ -125,7 +124,7 @@ def over_budget(facts: Facts) -> Advice | None:
     return Advice("plan.budget", why, f"{less}a faster layout: fewer GPUs are more efficient, if slower", "error")
 
 
-def spot_dearer(facts: Facts) -> Advice | None:
+def check_spot_price(facts: RunFacts) -> Advice | None:
     """Spot GPUs that cost more than others once interruptions are counted."""
     told = facts.outlook
     if told is None or told.spot is None or told.spot.money is None or told.demand.money is None:

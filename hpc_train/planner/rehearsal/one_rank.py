@@ -1,4 +1,7 @@
-"""One rank: the model built by parallel.apply.build as in a run, a step trained if asked, and what it takes counted."""
+"""One rank: the model built by parallel.apply.build as in a run, a step trained if asked, and what it takes counted.
+
+The world is pretended: collectives return at once and move nothing, and tensors have no memory (_torch_rehearsal).
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,47 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpc_train.api import Engine, MicroBatch, Piece, StepBatch, World
-from hpc_train.compat_rehearsal import (
-    UNKNOWN_SHAPE,
-    Pretending,
-    gathered,
-    known_shapes,
-    watching_sizes,
-    whole_gradients,
+from hpc_train._torch import pretend_group
+from hpc_train._torch_rehearsal import (
+    UNKNOWN_SHAPE_ERRORS,
+    MemorylessMode,
+    assume_known_shapes,
+    gathered_parameters,
+    unreduced_gradients,
+    watch_storage_sizes,
 )
-from hpc_train.config.data import ImageDataConfig
-from hpc_train.config.degrees import Degrees
-from hpc_train.config.model import VisionTransformerConfig
+from hpc_train.config.model import ImageDataConfig, VisionTransformerConfig
+from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.registry import build as build_model
+from hpc_train.interfaces import Engine, MicroBatch, StepBatch, TensorShard, World
+from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.zero.offload import optimizer_device, parameter_device
-from hpc_train.planner.rehearsal.ledger import Ledger
-from hpc_train.planner.rehearsal.result import Built, Counted, Held
-from hpc_train.planner.rehearsal.tiling import Tilings
-from hpc_train.planner.rehearsal.world import coordinates, pretended_world
+from hpc_train.parallel.memory.parameter_offload import get_optimizer_device, get_parameter_device
+from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
+from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank, Tilings
+from hpc_train.runtime.start import leave_process_group, make_world
 from hpc_train.training.optimizer import make_optimizer
 
 _DIGITS = (1, 8, 8)
 """Channels, height and width of the images of data=digits, which a custom model may read."""
 
 
-def rehearse_rank(config: RunConfig, degrees: Degrees, rank: int, micro_batches: int) -> Built:
+def rehearse_rank(config: RunConfig, degrees: Degrees, rank: int, micro_batches: int) -> RehearsedRank:
     """Build what a rank holds, and train a step of so many micro-batches unless that is 0.
 
     Raises UserError for what the passes refuse, and, in one line too, for anything else that fails.
     """
     started = time.perf_counter()
     try:
-        with pretended_world(rank, degrees) as world:
+        with pretend_world(rank, degrees) as world:
             built = _rehearse(config, world, degrees, micro_batches, started)
     except UserError:
         raise
@@ -57,38 +60,38 @@ def rehearse_rank(config: RunConfig, degrees: Degrees, rank: int, micro_batches:
     return built
 
 
-def whole_model(config: RunConfig) -> nn.Module:
+def build_whole_model(config: RunConfig) -> nn.Module:
     """The whole model without memory, inside of Pretending. Raises UserError where a user's own cannot be made so."""
     try:
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
-    except (*UNKNOWN_SHAPE, NotImplementedError, RuntimeError) as error:
+    except (*UNKNOWN_SHAPE_ERRORS, NotImplementedError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"model.name={config.model.name}: cannot be built without memory, so it cannot be rehearsed ({reason})"
         ) from error
 
 
-def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: int, started: float) -> Built:
-    ledger, said, tilings = Ledger(), list[str](), Tilings({})
+def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: int, started: float) -> RehearsedRank:
+    ledger, said, tilings = MemoryLedger(), list[str](), Tilings({})
     batch = _batch(config, degrees, micro_batches)
-    with watching_sizes(ledger.resized), known_shapes(), Pretending(ledger.see):
-        model = whole_model(config)
+    with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.see):
+        model = build_whole_model(config)
         engine = build(model, lambda split: make_optimizer(split, config.optim), config, world, said.append)
         pieces = list(engine.pieces())
-        host = host_parts(config)
+        host = list_host_parts(config)
         parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")
         state = (piece.local for piece in pieces if piece.name.startswith("optim."))
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
         if "parameters" in host:  # buffers stay on the device
             ledger.label((_local(it) for part in engine.parts for it in part.buffers()), "parameters")
         lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
-        counted, unknown = Counted(parameters, optimizer), None
+        counted, unknown = CountedMemory(parameters, optimizer), None
         if micro_batches:
             counted, unknown = _step(engine, batch, ledger, counted, host)
-        return Built(
+        return RehearsedRank(
             rank=world.rank,
-            at=coordinates(world.rank, degrees),
+            at=rank_coordinates(world.rank, degrees),
             said=tuple(said),
             pieces=tuple(_held(piece) for piece in pieces),
             tilings=lie,
@@ -99,33 +102,33 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         )
 
 
-def host_parts(config: RunConfig) -> tuple[str, ...]:
+def list_host_parts(config: RunConfig) -> tuple[str, ...]:
     """Return the parts of its state a GPU rank keeps in host memory or files, by the run's own rules."""
     gpu, found = torch.device("cuda"), []
-    if parameter_device(config, gpu).type == "cpu":
+    if get_parameter_device(config, gpu).type == "cpu":
         found += ["parameters", "gradients"]
-    if optimizer_device(config, gpu).type == "cpu":
+    if get_optimizer_device(config, gpu).type == "cpu":
         found.append("optimizer")
     return tuple(found)
 
 
 def _step(
-    engine: Engine, batch: StepBatch, ledger: Ledger, at_rest: Counted, host: Sequence[str] = ()
-) -> tuple[Counted, str | None]:
+    engine: Engine, batch: StepBatch, ledger: MemoryLedger, at_rest: CountedMemory, host: Sequence[str] = ()
+) -> tuple[CountedMemory, str | None]:
     """Run and count one step, or say why it cannot run. host: see host_parts."""
-    since = ledger.begin_step(lambda: _of_groups(engine, whole_gradients))
+    since = ledger.begin_step(lambda: _of_groups(engine, unreduced_gradients))
     try:
         engine.forward_backward(batch)
         held = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
         gradients = ledger.label(map(_local, held), "host" if "gradients" in host else "gradients")
-        ledger.label(_of_groups(engine, gathered), "gathered")
+        ledger.label(_of_groups(engine, gathered_parameters), "gathered")
         engine.clip(1.0)
         engine.update(1e-3)
-    except UNKNOWN_SHAPE as error:
+    except UNKNOWN_SHAPE_ERRORS as error:
         reason = " ".join(str(error).split())
         return at_rest, f"the model's shapes depend on values of its tensors ({reason[:200]})"
     worst = ledger.worst(since)
-    counted = Counted(
+    counted = CountedMemory(
         parameters=at_rest.parameters,
         optimizer=at_rest.optimizer,
         gradients=gradients,
@@ -174,14 +177,43 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(piece: Piece) -> Held:
+def _held(piece: TensorShard) -> HeldShard:
     local, sizes = piece.local, (piece.shape, piece.offset, piece.local.shape)
     shape, offset, size = (tuple(int(number) for number in numbers) for numbers in sizes)
-    return Held(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)
+    return HeldShard(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of every parameter and persistent buffer."""
     kept: Sequence[str] = list(model.state_dict(keep_vars=True))
     named = dict(_named(model))
     return {name: tuple(named[name].shape) for name in kept if name in named}
+
+
+@contextmanager
+def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
+    """The world of `rank`, whose collectives return at once and move nothing; left again afterwards.
+
+    Its device is the CPU: what is made there inside of compat_rehearsal.Pretending takes no memory.
+    """
+    pretend_group(rank, degrees.world)
+    try:
+        yield make_world(rank, degrees.world, 0, torch.device("cpu"), degrees)
+    finally:
+        leave_process_group()
+
+
+def rank_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
+    """Index of a rank on every axis; the last axis varies fastest."""
+    found = {}
+    for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
+        rank, found[axis] = divmod(rank, size)
+    return found
+
+
+def find_rank(at: dict[str, int], degrees: Degrees) -> int:
+    """The rank with these coordinates; an axis that is left out is at 0."""
+    rank = 0
+    for axis, size in zip(AXES, degrees.sizes, strict=True):
+        rank = rank * size + at.get(axis, 0)
+    return rank

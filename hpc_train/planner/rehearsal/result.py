@@ -1,16 +1,137 @@
-"""What a rehearsal has found out."""
+"""What a rehearsal finds: what each rank holds and counts, how its tensors tile the model, and what is wrong.
+
+A Rehearsal as values, as JSON for a script, and as text for a person.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
 
-from hpc_train.config.degrees import Degrees
-from hpc_train.planner.rehearsal.order import Proof
-from hpc_train.planner.rehearsal.tiling import Tiling
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_train._torch import cut_dimension, shard_rectangle
+from hpc_train.config.parallel import Degrees
+from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS
+from hpc_train.planner.rehearsal.pipeline_order import OrderProof
+
+SHARED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Axes over which the ranks of one stage lie."""
+
+Interval = tuple[int, int]
+"""(begin, length)"""
 
 
 @dataclass(frozen=True)
-class Held:
+class Tiling:
+    """One tensor on the ranks of one stage."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, ...], ...]
+    """Of each dimension, the axes that cut it."""
+    intervals: tuple[tuple[Interval, ...], ...]
+    """Of each dimension, what the ranks hold of it, by their coordinates on these axes, the last of which varies
+    fastest."""
+
+    @property
+    def split(self) -> set[str]:
+        """All axes that cut."""
+        return {axis for axes in self.cuts for axis in axes}
+
+    def copies(self, degrees: Degrees) -> int:
+        """Ranks that hold the same part."""
+        return math.prod(getattr(degrees, axis) for axis in SHARED_AXES if axis not in self.split)
+
+    def copy(self, at: Mapping[str, int], degrees: Degrees) -> int:
+        """Which of these copies the rank at some coordinates has."""
+        return _flat([axis for axis in SHARED_AXES if axis not in self.split], at, degrees)
+
+    def held(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) of the rectangle of the rank at some coordinates."""
+        pairs = zip(self.cuts, self.intervals, strict=True)
+        found = [intervals[_flat(axes, at, degrees)] for axes, intervals in pairs]
+        return tuple(begin for begin, _ in found), tuple(length for _, length in found)
+
+    @property
+    def rectangles(self) -> int:
+        """Different ones that are not empty."""
+        return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
+
+    def problem(self) -> str | None:
+        """What is missing, or there twice; None: the ranks hold every element exactly once, copies aside."""
+        for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
+            end = 0
+            for begin, length in sorted(it for it in intervals if it[1]):
+                if begin != end:
+                    what = "is on no rank" if begin > end else "is on two ranks"
+                    return f"of dimension {dimension}, {min(begin, end)} to {max(begin, end)} {what}"
+                end = begin + length
+            if end != size:
+                return f"of dimension {dimension}, only {end} of {size} are on any rank"
+        return None
+
+
+def _flat(axes: tuple[str, ...] | list[str], at: Mapping[str, int], degrees: Degrees) -> int:
+    index = 0
+    for axis in axes:
+        index = index * int(getattr(degrees, axis)) + at[axis]
+    return index
+
+
+@dataclass(frozen=True)
+class Tilings:
+    """Makes them; tensors of a shape that lie alike share one."""
+
+    known: dict[object, Tiling]
+
+    def of(self, tensor: Tensor) -> Tiling:
+        """A parameter or a buffer of a model that has been split."""
+        if not isinstance(tensor, DTensor):
+            return whole_tiling(tuple(tensor.shape))
+        mesh = tensor.device_mesh
+        key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape)
+        if key not in self.known:
+            self.known[key] = _tiling(tensor)
+        return self.known[key]
+
+
+def whole_tiling(shape: tuple[int, ...]) -> Tiling:
+    """Of a tensor that every rank of a stage holds whole."""
+    return Tiling(shape, ((),) * len(shape), tuple(((0, size),) for size in shape))
+
+
+def _tiling(tensor: DTensor) -> Tiling:
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    cuts, intervals = [], []
+    for dimension in range(tensor.ndim):
+        axes = [axis for axis, how in enumerate(tensor.placements) if cut_dimension(how) == dimension]
+        cuts.append(tuple(axis for index in axes for axis in _axis_parts(names[index])))
+        intervals.append(tuple(_intervals(tensor, dimension, axes)))
+    return Tiling(tuple(tensor.shape), tuple(cuts), tuple(intervals))
+
+
+def _axis_parts(axis: str) -> tuple[str, ...]:
+    return ("dp_shard", "cp") if axis == SHARD_CP_AXIS else (axis,)
+
+
+def _intervals(tensor: DTensor, dimension: int, axes: list[int]) -> list[Interval]:
+    mesh, found = tensor.device_mesh, []
+    at = [0] * mesh.ndim
+    for place in product(*(range(mesh.size(axis)) for axis in axes)):
+        for axis, index in zip(axes, place, strict=True):
+            at[axis] = index
+        shape, offset = shard_rectangle(tensor, tuple(at))
+        found.append((offset[dimension], shape[dimension]))
+    return found
+
+
+@dataclass(frozen=True)
+class HeldShard:
     """An api.Piece without its memory."""
 
     name: str
@@ -25,7 +146,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedMemory:
     """Bytes on one rank, counted."""
 
     parameters: int
@@ -50,7 +171,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """Verdict on all ranks that trained a step."""
 
     within_plan: bool
@@ -66,7 +187,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Built:
+class RehearsedRank:
     """One rank."""
 
     rank: int
@@ -74,10 +195,10 @@ class Built:
     """Its coordinates."""
     said: tuple[str, ...]
     """By the passes, in order."""
-    pieces: tuple[Held, ...]
+    pieces: tuple[HeldShard, ...]
     tilings: dict[str, Tiling]
     """Of each parameter and buffer of its stages."""
-    counted: Counted
+    counted: CountedMemory
     seconds: float
     rss: int
     """Most bytes that the process has had in memory so far."""
@@ -86,7 +207,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class CoverageResult:
     """Of the whole model by all ranks together."""
 
     tensors: int
@@ -102,9 +223,9 @@ class Rehearsal:
     """All of it."""
 
     degrees: Degrees
-    ranks: tuple[Built, ...]
-    coverage: Coverage
-    proof: Proof | None
+    ranks: tuple[RehearsedRank, ...]
+    coverage: CoverageResult
+    proof: OrderProof | None
     """Of the pipeline's order; None: no pipeline."""
     micro_batches: int
     """Of a rehearsed step."""
@@ -112,7 +233,7 @@ class Rehearsal:
     """By rank that was stepped: parameters, gradients, optimizer in bytes, from the model's shape alone."""
     planned: dict[int, dict[str, float]]
     """Bytes by part that `plan` gives for what was rehearsed, by rank that was stepped; empty if it gives none."""
-    fit: Fit
+    fit: MemoryFit
     """Whether the ranks keep to the plan and fit on their device."""
     servers: tuple[int, ...]
     """Bytes of each parameter server's share, with its optimizer state."""
@@ -144,3 +265,123 @@ class Rehearsal:
                     said = f"{counted:,} bytes of {part}, where the model's shape says {wanted:,}"
                     found.append(f"rank {built.rank}: {said}")
         return found
+
+
+_MIB, _GIB = 2**20, 2**30
+_MOST_PROBLEMS = 20
+
+
+def rehearsal_to_json(found: Rehearsal) -> dict[str, Any]:
+    """Return a report as JSON, with sizes in bytes per rank.
+
+    ok: nothing is wrong, and what ranks need keeps to the plan and fits on the device. fits: null if the device's
+    memory is unknown.
+    """
+    stepped = [built for built in found.ranks if built.counted.peak is not None]
+    return {
+        "ok": found.ok,
+        "fits": found.fit.fits,
+        "within_plan": found.fit.within_plan,
+        "verdict": list(found.fit.lines),
+        "world": found.degrees.world,
+        "degrees": asdict(found.degrees),
+        "built": [built.rank for built in found.ranks],
+        "model": {"tensors": found.coverage.tensors, "elements": found.coverage.elements},
+        "pieces": found.coverage.pieces,
+        "problems": list(found.problems),
+        "pipeline": None if found.proof is None else asdict(found.proof),
+        "micro_batches": found.micro_batches,
+        "memory": [_memory(found, built) for built in stepped or found.ranks],
+        "servers": list(found.servers),
+        "not_rehearsed": list(found.not_rehearsed),
+        "seconds": found.seconds,
+        "processes": found.processes,
+        "rss_bytes": found.rss,
+    }
+
+
+def _memory(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
+    return {
+        "rank": built.rank,
+        "at": built.at,
+        "counted": asdict(built.counted),
+        "closed_form": found.closed_form.get(built.rank, {}),
+        "planned": found.planned.get(built.rank, {}),
+        "seconds": built.seconds,
+    }
+
+
+def format_rehearsal(found: Rehearsal) -> Iterator[str]:
+    """For a person."""
+    degrees, model = found.degrees, found.coverage
+    yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_numbers(found)}"
+    yield from (f"  {line}" for line in found.ranks[0].said)
+    for problem in found.problems[:_MOST_PROBLEMS]:
+        yield f"WRONG: {problem}"
+    if len(found.problems) > _MOST_PROBLEMS:
+        yield f"WRONG: and {len(found.problems) - _MOST_PROBLEMS} more"
+    if not found.problems:
+        what = f"{model.tensors:,} tensors, {model.elements:,} numbers"
+        yield f"model: {what}: over all {degrees.world:,} ranks each is held once, copies aside, and has one writer"
+        yield f"checkpoint: {model.pieces:,} pieces with the optimizer's state"
+    yield from _pipeline(found)
+    yield from _table(found)
+    if found.servers:
+        sizes = ", ".join(f"{size / _MIB:,.1f}" for size in found.servers)
+        yield f"servers: {sizes} MiB each, with the optimizer's state"
+    yield from (f"not rehearsed: {line}" for line in found.not_rehearsed)
+    rss = f"{found.processes} processes of up to {found.rss / _GIB:.2f} GiB"
+    yield f"{found.seconds:.1f} s, {rss}"
+    yield from (line if found.fit.ok else f"WRONG: {line}" for line in found.fit.lines)
+
+
+def _numbers(found: Rehearsal) -> str:
+    ranks = [built.rank for built in found.ranks]
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _pipeline(found: Rehearsal) -> Iterator[str]:
+    proof = found.proof
+    if proof is None:
+        return
+    size = f"{proof.stages} stages on {proof.ranks} ranks, {proof.micro_batches} micro-batches"
+    yield f"pipeline: {proof.schedule}, {size}: all {proof.actions:,} computations complete, no rank waits for ever"
+    live = f"{min(proof.live)} to {max(proof.live)} activations of a stage at once"
+    yield f"  bubble {proof.bubble:.1%} with stages that take equally long; a rank holds {live}"
+
+
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "gathered", "peak")
+
+
+def _table(found: Rehearsal) -> Iterator[str]:
+    """A row for each rank that trained a step, and below it what `plan` says."""
+    stepped = [built for built in found.ranks if built.counted.peak is not None]
+    if not stepped:
+        return
+    step = f"a step of {found.micro_batches} micro-batches"
+    unit, called = (_GIB, "GiB") if max(built.counted.peak or 0 for built in stepped) >= _GIB else (_MIB, "MiB")
+    yield f"memory of a rank in {called}, counted over {step}, and as `hpc-train plan` reckons it:"
+    offloaded = any(built.counted.host for built in stepped)
+    yield _row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
+    for built in stepped:
+        counted = _on_device(built)
+        host = [_in(unit, built.counted.host)] if offloaded else []
+        yield _row(str(built.rank), str(built.at["pp"]), [*(_in(unit, counted[name]) for name in _COLUMNS), *host])
+        if plan := found.planned.get(built.rank):
+            sums = {**plan, "activations": plan["activations"] + plan["logits"], "gathered": plan["buffers"]}
+            sums["peak"] = sum(plan.values())
+            yield _row("", "plan", [_in(unit, sums[name]) for name in _COLUMNS])
+
+
+def _on_device(built: RehearsedRank) -> dict[str, int | None]:
+    """Format a rank's columns; offloaded memory does not count as the device's."""
+    counted = {**asdict(built.counted), "gradients": built.counted.whole_gradients}
+    return {**counted, **dict.fromkeys(built.counted.offloaded, 0)}
+
+
+def _in(unit: int, size: float | None) -> str:
+    return "-" if size is None else f"{size / unit:,.2f}"
+
+
+def _row(rank: str, stage: str, cells: list[str] | tuple[str, ...]) -> str:
+    return f"  {rank:>7} {stage:>5} " + " ".join(f"{cell:>11}" for cell in cells)

@@ -1,6 +1,6 @@
 """Key-value store of the job: torch's interface over connections that need the job's secret.
 
-wire.py    the handshake, and frames that carry a code of who sent them
-server.py  the keys, in a thread of process 0
-client.py  a torch.distributed.Store of every process
+protocol.py  the handshake, and frames that carry a code of who sent them
+server.py    the keys, in a thread of process 0
+client.py    a torch.distributed.Store of every process
 """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hpc_train.runtime.store.wire import (
+from hpc_train.runtime.store.protocol import (
     GREETING_BYTES,
     HEADER_BYTES,
     MAGIC,
@@ -28,7 +28,7 @@ from hpc_train.runtime.store.wire import (
     configure_socket,
     encode_message,
     make_nonce,
-    payload_bytes,
+    parse_payload_bytes,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class JobStore(dist.Store):
             return
         self._pool.close()
         if dist.is_initialized():
-            from hpc_train.compat import abort_process_groups
+            from hpc_train._torch import abort_process_groups
 
             with suppress(Exception):  # the process ends either way
                 abort_process_groups()
@@ -263,7 +263,7 @@ class _Connection:
         payload = encode_message(request)
         self._socket.sendall(self._outgoing.seal(payload) + payload.data)
         header = self._read(HEADER_BYTES, deadline)
-        return self._incoming.open(header, self._read(payload_bytes(header), deadline))
+        return self._incoming.open(header, self._read(parse_payload_bytes(header), deadline))
 
     def _read(self, count: int, deadline: float) -> bytes:
         received = bytearray()

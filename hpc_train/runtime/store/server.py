@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hpc_train.runtime.store.wire import (
+from hpc_train.runtime.store.protocol import (
     ANSWER_BYTES,
     HEADER_BYTES,
     MAGIC,
@@ -29,12 +29,12 @@ from hpc_train.runtime.store.wire import (
     configure_socket,
     encode_message,
     make_nonce,
-    payload_bytes,
+    parse_payload_bytes,
 )
 
 HANDSHAKE_SECONDS = 10.0
 """How long a connection may stay open without proving that it knows the secret."""
-STRANGERS = 512
+MAX_STRANGERS = 512
 """Maximum number of unauthenticated connections; the oldest is dropped for a new one."""
 _READ_BYTES = 1 << 18
 _LARGEST_COPIED = 1 << 16
@@ -75,7 +75,7 @@ class StoreServer:
 
     def __init__(self, address: str, secret: bytes, clients: int) -> None:
         """Listen on a free port of `address` (IPv4). clients: approximate number expected."""
-        _allow_open_files(clients + STRANGERS)
+        _allow_open_files(clients + MAX_STRANGERS)
         self._listener = socket.create_server((address, 0), backlog=4096)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -147,7 +147,7 @@ class StoreServer:
         oldest_allowed = time.monotonic() - HANDSHAKE_SECONDS
         while self._strangers:
             oldest = next(iter(self._strangers))
-            if len(self._strangers) <= STRANGERS and oldest.since >= oldest_allowed:
+            if len(self._strangers) <= MAX_STRANGERS and oldest.since >= oldest_allowed:
                 return
             self._close(oldest)
 
@@ -330,7 +330,7 @@ def _next_message(connection: _Connection) -> Message | None:
     if len(received) < HEADER_BYTES:
         return None
     header = bytes(received[:HEADER_BYTES])
-    end = HEADER_BYTES + payload_bytes(header)
+    end = HEADER_BYTES + parse_payload_bytes(header)
     if len(received) < end:
         return None
     payload = bytes(received[HEADER_BYTES:end])

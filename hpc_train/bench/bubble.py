@@ -1,0 +1,184 @@
+"""`hpc-train bench bubble`: what each pipeline schedule really loses, beside what its simulated order says.
+
+Every rank is a process whose stages sleep for known times, run by the engine's own stages and torch's schedules over
+gloo. Torch's time to send, receive and choose the next action, which the simulation has not, is part of what is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.bench.local_ranks import run_local_ranks
+from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.runtime.identity import ProcessIdentity, identify_process
+from hpc_train.schedules import order as table
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import Order
+from hpc_train.schedules.validate import find_problem, find_runtime_problem
+
+TOLERANCE = 0.1
+"""Relative difference of two bubbles that count as the same."""
+
+
+@dataclass(frozen=True)
+class BubbleOptions:
+    """What is measured."""
+
+    schedules: tuple[str, ...]
+    """Names, or files .csv."""
+    ranks: int
+    micro_batches: int
+    rounds: int
+    """Interleaved rounds of one step of each schedule."""
+    milliseconds: float
+    """Of F, of I and of W of one micro-batch on one rank, over all its stages."""
+
+
+@dataclass(frozen=True)
+class ScheduleResult:
+    """One schedule; shares of a step's time, from the first action of any rank to the last."""
+
+    name: str
+    stages: int
+    simulated_bubble: float
+    """Mean over ranks."""
+    measured_bubble: float
+    """Median over rounds of the same."""
+    quartiles: tuple[float, float]
+    difference: float
+    """Measured over simulated, less 1."""
+    simulated_seconds: float
+    measured_seconds: float
+    """Of a step."""
+    simulated_ranks: tuple[float, ...]
+    """The bubble of each rank."""
+    measured_ranks: tuple[float, ...]
+    live: tuple[int, ...]
+    """Largest number of activations, of one stage and one micro-batch, that each rank holds at once."""
+
+
+@dataclass(frozen=True)
+class BubbleResult:
+    """What `bench bubble --json` prints."""
+
+    options: BubbleOptions
+    schedules: list[ScheduleResult]
+    refused: dict[str, str]
+    """Schedules that cannot do these numbers, and why."""
+    cpus: int
+    load_average: float
+    """Of the last minute, at the end; the ranks themselves sleep."""
+    woke_first: bool
+    """The ranks had real-time priority; without it, a load above `cpus` was in their way."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def bubble_command(options: BubbleOptions, as_json: bool) -> int:
+    """Start the ranks and measure; rank 0 prints. Returns the exit code; raises UserError for what cannot be run."""
+    chosen, refused = choose_schedules(options)
+    me = identify_process(os.environ)
+    if me is None:
+        return run_local_ranks(_rank_arguments(options, as_json), options.ranks, threads=1)
+    _check_ranks(me, options)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, and gloo needs no GPU
+    from hpc_train.bench.bubble_rank import measure_schedules, set_realtime_priority
+
+    first = set_realtime_priority()
+    try:
+        results = measure_schedules(options, chosen)
+    except UserError:
+        if me.process == 0:
+            raise
+        return EXIT_USER_ERROR  # process 0 says it
+    if me.process == 0:
+        result = BubbleResult(options, results, refused, os.cpu_count() or 1, os.getloadavg()[0], first)
+        print(result.to_json() if as_json else format_bubbles(result))
+    return EXIT_DONE
+
+
+def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str, str]]:
+    """The order of each schedule that can do these numbers, and why the others cannot. UserError if none can."""
+    for name, value, least in (("ranks", options.ranks, 2), ("micro-batches", options.micro_batches, 1)):
+        if value < least:
+            raise UserError(f"--{name} {value}: must be at least {least}")
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds}: must be at least 1")
+    if not 0 < options.milliseconds < float("inf"):
+        raise UserError(f"--milliseconds {options.milliseconds:g}: must be above 0")
+    chosen: dict[str, Order] = {}
+    refused: dict[str, str] = {}
+    for name in options.schedules:
+        try:
+            chosen[name] = _make_order(name, options)
+        except UserError as error:
+            refused[name] = str(error)
+    if not chosen:
+        raise UserError(next(iter(refused.values())))
+    return chosen, refused
+
+
+def _make_order(name: str, options: BubbleOptions) -> Order:
+    if not name.endswith(".csv"):
+        return generate_order(name, options.ranks, options.micro_batches)
+    order = table.read_order(Path(name))
+    if order.ranks != options.ranks:
+        raise UserError(f"{name}: has {order.ranks} lines, one a rank, but --ranks {options.ranks}")
+    if wrong := find_problem(order, options.micro_batches) or find_runtime_problem(order):
+        raise UserError(f"{name}: {wrong}")
+    return order
+
+
+def _rank_arguments(options: BubbleOptions, as_json: bool) -> list[str]:
+    numbers = ["--ranks", options.ranks, "--micro-batches", options.micro_batches, "--rounds", options.rounds]
+    words = [*numbers, "--milliseconds", options.milliseconds]
+    for name in options.schedules:
+        words += ["--schedule", name]
+    return ["bench", "bubble", *map(str, words), *(["--json"] if as_json else [])]
+
+
+def _check_ranks(me: ProcessIdentity, options: BubbleOptions) -> None:
+    """Ranks of another launcher are welcome if they are as many, on one node: their clocks are compared."""
+    if me.nodes > 1 or me.processes != options.ranks:
+        raise UserError(
+            f"bench bubble: is one of {me.processes} processes on {me.nodes} nodes, but --ranks {options.ranks} are "
+            "those of one node; start it once and without a launcher, and it starts its ranks itself"
+        )
+
+
+def format_bubbles(result: BubbleResult) -> str:
+    """The result for a person."""
+    options = result.options
+    wide = max(len(schedule.name) for schedule in result.schedules)
+    lines = [
+        f"{options.ranks} ranks, {options.micro_batches} micro-batches; F, I and W of a rank sleep "
+        f"{options.milliseconds:g} ms each; {options.rounds} interleaved rounds; {result.cpus} CPUs, load "
+        f"{result.load_average:.1f}{' (ranks with real-time priority)' if result.woke_first else ''}",
+        f"{'schedule':{wide}} {'stages':>6} {'simulated':>10} {'measured (quartiles)':>26} {'difference':>11} "
+        f"{'step s: simulated':>18} {'measured':>9} {'live':>5}",
+        *(_format_schedule(schedule, wide) for schedule in result.schedules),
+        *(f"left out: {why}" for why in result.refused.values()),
+        _format_verdict(result),
+    ]
+    return "\n".join(lines)
+
+
+def _format_schedule(schedule: ScheduleResult, wide: int) -> str:
+    low, high = (f"{share:.2%}" for share in schedule.quartiles)
+    measured = f"{schedule.measured_bubble:.2%} ({low} - {high})"
+    return (
+        f"{schedule.name:{wide}} {schedule.stages:6} {schedule.simulated_bubble:10.2%} {measured:>26} "
+        f"{schedule.difference:+11.1%} {schedule.simulated_seconds:18.3f} {schedule.measured_seconds:9.3f} "
+        f"{max(schedule.live):5}"
+    )
+
+
+def _format_verdict(result: BubbleResult) -> str:
+    off = [schedule.name for schedule in result.schedules if abs(schedule.difference) > TOLERANCE]
+    if not off:
+        return f"The bubble of every schedule is within {TOLERANCE:.0%} of what its order says."
+    return f"Not within {TOLERANCE:.0%} of what its order says: {', '.join(off)}."

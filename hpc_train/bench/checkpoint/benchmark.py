@@ -1,0 +1,230 @@
+"""`hpc-train bench checkpoint`: save, stall, load and verify against the disk itself and what else saves tensors.
+
+Starts the ranks for every directory and number of them, and collects what they measured; the result goes from
+rounds to medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
+from hpc_train.errors import EXIT_DONE, UserError
+
+_SETTING_FILE = "setting.json"
+_EXTRA_COPIES = 2
+"""Times the state that lies in a directory at once, at most, besides that of every side."""
+
+
+def checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot: Path | None = None) -> int:
+    """Measure and print. Returns the exit code; raises UserError for what cannot be measured."""
+    _check_options(options, plot)
+    settings = []
+    with exit_on_sigterm():
+        for directory in options.directories:
+            for ranks in options.ranks:
+                found = _run_ranks(options, Path(directory), ranks)
+                if isinstance(found, int):
+                    return found
+                settings.append(found)
+    result = CheckpointBenchResult(options, settings, os.cpu_count() or 1)
+    if plot is not None:
+        from hpc_train.bench.checkpoint.output import plot_checkpoint_result
+
+        plot_checkpoint_result(result, plot)
+    if as_json:
+        print(result.to_json())
+    else:
+        from hpc_train.bench.checkpoint.output import print_checkpoint_result
+
+        print_checkpoint_result(result)
+    return EXIT_DONE
+
+
+def _check_options(options: CheckpointBenchOptions, plot: Path | None) -> None:
+    if not 0 < options.gib < float("inf"):
+        raise UserError(f"--gib {options.gib:g}: must be above 0")
+    for name, values in (("ranks", options.ranks), ("rounds", (options.rounds,)), ("tensors", (options.tensors,))):
+        for value in values:
+            if value is not None and value < 1:
+                raise UserError(f"--{name} {value}: must be at least 1")
+    for name, given, known in (
+        ("operations", options.operations, OPERATIONS),
+        ("sides", options.sides, SIDES),
+    ):
+        if unknown := [it for it in given if it not in known]:
+            raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(known)}")
+    if set(options.operations) <= set(RESHARDINGS):
+        if 1 in options.ranks:
+            raise UserError(f"--ranks 1: has no other layout, for {options.operations[0]}; use 2 or more")
+        if not {OUR_SIDE, DCP} & set(options.sides):
+            raise UserError(f"--sides: only {OUR_SIDE} and {DCP} load in another layout; name one of them")
+    for directory in map(Path, options.directories):
+        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+            raise UserError(f"--directory {directory}: is no directory that can be written to; make it first")
+        free, need = shutil.disk_usage(directory).free, int((len(options.sides) + _EXTRA_COPIES) * options.gib * 2**30)
+        if free < need:
+            raise UserError(
+                f"--directory {directory}: {free / 2**30:.1f} GiB are free and {need / 2**30:.1f} GiB are needed;"
+                " choose another, or a smaller --gib"
+            )
+    if plot is not None and find_spec("matplotlib") is None:
+        raise UserError("--plot: matplotlib is not installed; pip install 'hpc_train[plot]'")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UserError(f"--plot {plot}: its folder is not there; make it first")
+
+
+def _run_ranks(options: CheckpointBenchOptions, directory: Path, ranks: int) -> SettingResult | int:
+    """What the ranks found; their exit code if they failed. Nothing of it stays in the directory."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting,
+        tempfile.TemporaryDirectory(prefix="hpc_train-bench-", dir=directory) as place,
+    ):
+        base = [sys.executable, "-m", "hpc_train.bench.checkpoint.rank"]
+        rest = [str(ranks), json.dumps(asdict(options)), place, meeting]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                processes.append(subprocess.Popen([*base, str(rank), *rest], env=environment))
+            code = wait_for_ranks(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return code or _parse_setting(json.loads((Path(meeting) / _SETTING_FILE).read_text()))
+
+
+def _parse_setting(body: dict[str, object]) -> SettingResult:
+    rows: list[dict[str, object]] = body.pop("lines")  # type: ignore[assignment]
+    lines = []
+    for row in rows:
+        over: dict[str, dict[str, float]] = row.pop("over")  # type: ignore[assignment]
+        lines.append(OperationResult(**row, over={base: SpeedRatio(**it) for base, it in over.items()}))  # type: ignore[arg-type]
+    return SettingResult(**body, lines=lines)  # type: ignore[arg-type]
+
+
+OUR_SIDE = "hpc_train"
+RAW_DIRECT, RAW_BUFFERED, DCP = "raw_direct", "raw_buffered", "dcp"
+BASE_SIDES = (RAW_DIRECT, RAW_BUFFERED, DCP)
+SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY = "save", "stall", "load_cold", "load_warm", "verify"
+RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS = "reshard_1_to_n", "reshard_n_to_1", "reshard_columns"
+RESHARDINGS = (RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS)
+"""Of several ranks: a load by all of what one saved, by one of what all saved by rows, and by columns of that."""
+OPERATIONS = (SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY, *RESHARDINGS)
+SIDES = (OUR_SIDE, RAW_DIRECT, RAW_BUFFERED, "torch_save", "safetensors", DCP, "dcp_async", "dcp_async_cached")
+
+Samples = NDArray[np.float64]
+"""(wall seconds, CPU seconds, bytes read) of every round, [rounds, 3]: wall of the slowest rank, the others of all."""
+Measured = Mapping[str, Mapping[str, Samples]]
+"""By operation and side."""
+
+
+@dataclass(frozen=True)
+class CheckpointBenchOptions:
+    """What is measured."""
+
+    gib: float
+    """Of state, over all ranks."""
+    ranks: tuple[int, ...]
+    tensors: int | None
+    """That many equal ones, over all ranks; None: those of a transformer with its AdamW state."""
+    directories: tuple[str, ...]
+    rounds: int
+    operations: tuple[str, ...] = OPERATIONS
+    sides: tuple[str, ...] = SIDES
+
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """How many times as fast as another side; median and quartiles of the ratios of the same round."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class OperationResult:
+    """One operation of one side."""
+
+    operation: str
+    side: str
+    seconds: float
+    """Median over rounds, of the slowest rank."""
+    quartiles: tuple[float, float]
+    gib_per_second: float
+    cpu_seconds_per_gib: float
+    """Of all ranks and threads."""
+    over: dict[str, SpeedRatio]
+    """By base: raw_direct, raw_buffered, dcp."""
+    read: float | None = None
+    """Of resharding, bytes that all ranks read over bytes that they want."""
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """One directory and number of ranks."""
+
+    directory: str
+    file_system: str
+    ranks: int
+    tensors: int
+    """Of all ranks."""
+    gib: float
+    lines: list[OperationResult]
+    missing: dict[str, str]
+    """Sides that cannot be measured here, and why."""
+    load_average: tuple[float, float]
+    """Of the last minute, before and after."""
+
+
+@dataclass(frozen=True)
+class CheckpointBenchResult:
+    """What `bench checkpoint --json` prints."""
+
+    options: CheckpointBenchOptions
+    settings: list[SettingResult]
+    cpus: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def summarize_operations(measured: Measured, gib: float) -> list[OperationResult]:
+    """Medians, quartiles and ratios, operation by operation, the fastest side first."""
+    found = []
+    for operation, sides in measured.items():
+        rows = [_summarize_side(operation, side, sides, gib) for side in sides]
+        found += sorted(rows, key=lambda row: row.seconds)
+    return found
+
+
+def _summarize_side(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> OperationResult:
+    wall, cpu, read = sides[side].T
+    low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
+    over = {base: _ratio(sides[base][:, 0] / wall) for base in BASE_SIDES if base in sides and base != side}
+    times = float(np.median(read)) / 2**30 / gib if operation in RESHARDINGS else None
+    return OperationResult(operation, side, median, (low, high), gib / median, float(np.median(cpu)) / gib, over, times)
+
+
+def _ratio(samples: Samples) -> SpeedRatio:
+    low, median, high = (float(value) for value in np.quantile(samples, (0.25, 0.5, 0.75)))
+    return SpeedRatio(median, low, high)
+
+
+def read_load_average() -> float:
+    """Of the last minute; above the number of CPUs, others had a part of the machine."""
+    return os.getloadavg()[0]

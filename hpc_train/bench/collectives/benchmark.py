@@ -1,0 +1,201 @@
+"""`hpc-train bench collectives`: the network as training uses it; the command and its result.
+
+Rank 0 prints and writes. A calibration is written only if every rank received what was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.bench.collectives.options import CollectivesOptions
+from hpc_train.cluster.calibration import Calibration, LevelConstants
+from hpc_train.config.compose import compose
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.runtime.identity import ProcessIdentity, identify_process
+
+EXIT_WRONG_DATA = 1
+"""Some rank received what nobody sent."""
+
+
+def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
+    """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints and writes. Returns the exit code."""
+    me = identify_process(os.environ)
+    try:
+        options.check()
+        config = compose(overrides)
+        if me is None:
+            return _start_ranks(config, ["bench", "collectives", *overrides, *options.words()])
+        return _measure_as_rank(config, options, me)
+    except UserError:
+        if me is None or me.process == 0:
+            raise
+        return EXIT_USER_ERROR  # process 0 says it
+
+
+def _start_ranks(config: RunConfig, command: list[str]) -> int:
+    from hpc_train.bench.local_ranks import run_local_ranks
+    from hpc_train.launch.local.rank_pool import local_rank_count, threads_per_rank
+
+    if config.launch.kind != "local":
+        raise UserError(
+            f"launch={config.launch.kind}: bench runs where it is started; use srun hpc-train bench collectives"
+        )
+    ranks = local_rank_count(config)
+    resolve_degrees(config.parallel, ranks)
+    if ranks < 2:
+        raise UserError(f"launch.ranks={ranks}: one rank has nobody to talk to; set 2 or more")
+    return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
+
+
+def _measure_as_rank(config: RunConfig, options: CollectivesOptions, me: ProcessIdentity) -> int:
+    from hpc_train.bench.collectives.measure import measure_collectives
+
+    result = measure_collectives(config, options)
+    return report_result(result, options) if me.process == 0 else result_exit_code(result)
+
+
+def report_result(result: CollectivesResult, options: CollectivesOptions) -> int:
+    """Print and write what was found; no calibration if any of it was wrong. Returns the exit code.
+
+    Raises UserError where a calibration is asked for and no level could be fitted.
+    """
+    _print_result(result, options)
+    _write_files(result, options)
+    if result.wrong:
+        print(f"hpc-train: bench collectives: {_describe_wrong(result)}", file=sys.stderr)
+    return result_exit_code(result)
+
+
+def result_exit_code(result: CollectivesResult) -> int:
+    """0 if every rank received what was sent, else EXIT_WRONG."""
+    return EXIT_WRONG_DATA if result.wrong else EXIT_DONE
+
+
+def _print_result(result: CollectivesResult, options: CollectivesOptions) -> None:
+    if options.output == "json":
+        print(result.to_json())
+    elif options.output == "plain":
+        from hpc_train.bench.collectives.output import format_nccl_tests
+
+        print(format_nccl_tests(result))
+    else:
+        from hpc_train.bench.collectives.output import print_collectives_result
+
+        print_collectives_result(result)
+
+
+def _write_files(result: CollectivesResult, options: CollectivesOptions) -> None:
+    if options.plot is not None:
+        from hpc_train.bench.collectives.output import plot_bandwidths
+
+        plot_bandwidths(result, Path(options.plot))
+    if options.out is not None and not result.wrong:
+        from hpc_train.cluster.calibration import write_calibration
+
+        calibration = make_calibration(result)
+        if not calibration.levels:
+            raise UserError(f"--out {options.out}: these sizes tell no level's bandwidth; try a larger --max")
+        write_calibration(Path(options.out), calibration)
+
+
+def _describe_wrong(result: CollectivesResult) -> str:
+    """Who was wrong, in a line."""
+    rows = [row for row in result.measurements if row.wrong]
+    names = ", ".join(dict.fromkeys(f"{row.operation} {row.algorithm} of {row.backend} on {row.axis}" for row in rows))
+    return f"{result.wrong} wrong elements: {names or 'point to point messages'}; no calibration was written"
+
+
+RESULT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operation of one size in all groups of one axis."""
+
+    axis: str
+    """A mesh axis, or world."""
+    groups: int
+    """Of the axis; they run at the same time."""
+    ranks: int
+    """Of a group."""
+    operation: str
+    algorithm: str
+    """library, or ring or tree: ours."""
+    backend: str
+    size: int
+    """Bytes; see definitions.Shape."""
+    count: int
+    """Elements; see definitions.Shape."""
+    type: str
+    redop: str
+    in_place: bool
+    seconds: float
+    """Median over rounds of the slowest rank of all groups."""
+    quartiles: tuple[float, float]
+    algbw: float
+    """10^9 bytes/s."""
+    busbw: float
+    wrong: int
+    """Elements, over all ranks."""
+
+
+@dataclass(frozen=True)
+class LevelFit:
+    """The constants of one level with one backend."""
+
+    level: str
+    backend: str
+    pairs: int
+    """Of ranks, that sent at once across the border of a group, each way."""
+    sizes: tuple[int, ...]
+    """Bytes of a message."""
+    seconds: tuple[float, ...]
+    latency: float | None
+    """Seconds; None, as the bandwidth: the times do not tell."""
+    bandwidth: float | None
+    """Bytes/s out of a group, by all pairs together."""
+    error: float | None
+    """The largest relative difference of latency + pairs x size / bandwidth from what was measured."""
+
+
+@dataclass(frozen=True)
+class CollectivesResult:
+    """What `bench collectives --json` prints."""
+
+    cluster: str
+    device: str
+    ranks: int
+    nodes: int
+    degrees: dict[str, int]
+    placement: str
+    """How ranks came to their nodes."""
+    rounds: int
+    date: str
+    """ISO 8601, UTC."""
+    measurements: tuple[Measurement, ...]
+    fits: tuple[LevelFit, ...]
+    wrong: int
+    """Of all measurements and probes."""
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+
+    def to_json(self) -> str:
+        return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)
+
+
+def make_calibration(result: CollectivesResult) -> Calibration:
+    """The levels that could be fitted, with the backend that was measured first."""
+    backend = result.fits[0].backend if result.fits else ""
+    levels = tuple(
+        LevelConstants(fit.level, fit.latency, fit.bandwidth)
+        for fit in result.fits
+        if fit.backend == backend and fit.latency is not None and fit.bandwidth is not None
+    )
+    return Calibration(result.cluster, backend, result.date, levels)

@@ -1,0 +1,129 @@
+"""Which ranks talk to each other: the groups of every mesh axis, and the pairs that probe a level of the fabric.
+
+A probe's messages leave one group of its level, and no group of a higher one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.config.parallel import AXES, Degrees
+from hpc_train.placement.fabric import NamedLevel
+
+WORLD_AXIS = "world"
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """This rank's group of one axis; the axis's other groups run at the same time, as they do in training."""
+
+    axis: str
+    """A mesh axis, or world."""
+    ranks: tuple[int, ...]
+    """In the order of the group."""
+    index: int
+    """Of this rank among them."""
+    groups: int
+    """How many of them the axis has."""
+
+
+def groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
+    """Those of every axis with a degree above 1, outermost first, then the world where no axis is the whole of it."""
+    found = [_axis_group(degrees, axis, rank) for axis in AXES if getattr(degrees, axis) > 1]
+    if not any(group.groups == 1 for group in found):
+        found.append(RankGroup(WORLD_AXIS, tuple(range(degrees.world)), rank, 1))
+    return found
+
+
+def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
+    at = AXES.index(axis)
+    size, stride = degrees.sizes[at], math.prod(degrees.sizes[at + 1 :])
+    index = rank // stride % size
+    first = rank - index * stride
+    return RankGroup(axis, tuple(first + i * stride for i in range(size)), index, degrees.world // size)
+
+
+INSIDE_LEVEL = "inside"
+GroupOfRank = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankLevel:
+    """One level as ranks see it."""
+
+    name: str
+    group: GroupOfRank
+    """[ranks]: the group of each."""
+
+
+@dataclass(frozen=True)
+class LevelProbe:
+    """Ranks that exchange messages at the same time."""
+
+    level: str
+    partner: tuple[int, ...]
+    """[ranks]: whom each sends to and receives from; itself: nobody."""
+    pairs: int
+    """Messages that leave a group at once."""
+
+
+def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequence[NamedLevel]) -> list[RankLevel]:
+    """Innermost first: every rank by itself (inside), then the given levels, the first of which is the node.
+
+    hosts: [ranks], the node of each. nodes: those whose groups the levels tell; they must be all of the job's.
+    """
+    index = {name: at for at, name in enumerate(nodes)}
+    where = np.array([index[host] for host in hosts], dtype=np.int64)
+    alone = RankLevel(INSIDE_LEVEL, np.arange(len(hosts), dtype=np.int64))
+    return [alone, *(RankLevel(level.name, level.group[where]) for level in levels)]
+
+
+def make_probes(levels: Sequence[RankLevel]) -> list[LevelProbe]:
+    """Of every level that has two groups within one of the next; two of a level where their number is odd."""
+    everything = np.zeros_like(levels[0].group)
+    above = [*(level.group for level in levels[1:]), everything]
+    return [probe for level, parent in zip(levels, above, strict=True) for probe in _probes_of_level(level, parent)]
+
+
+def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe]) -> list[str]:
+    """A line for each level that this job cannot probe; one node has nothing above it."""
+    found = {probe.level for probe in probes}
+    if len(np.unique(levels[1].group)) == 1:
+        return []
+    why = "not measured: it takes two of its groups within one of the next level"
+    return [f"level {level.name}: {why}" for level in levels if level.name not in found]
+
+
+def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
+    """Neighbouring groups in pairs; a last one that is left over meets the first of its parent by itself."""
+    first, second = [], []
+    for above in dict.fromkeys(parent.tolist()):
+        members = _group_members(level.group, parent == above)
+        first += list(zip(members[0::2], members[1::2], strict=False))
+        if len(members) % 2 and len(members) > 1:
+            second.append((members[-1], members[0]))
+    pairs = max((min(len(a), len(b)) for a, b in first), default=0)
+    # Groups with fewer ranks in the job than others would tell what these ranks can send, not what their group can.
+    matchings = [[(a, b) for a, b in matching if min(len(a), len(b)) == pairs] for matching in (first, second)]
+    return [
+        LevelProbe(level.name, _partner_of_rank(matching, len(parent)), pairs) for matching in matchings if matching
+    ]
+
+
+def _group_members(group: GroupOfRank, chosen: NDArray[np.bool_]) -> list[list[int]]:
+    """Ranks of every group among the chosen ones, the groups with most ranks first."""
+    members = {int(index): np.flatnonzero(chosen & (group == index)).tolist() for index in np.unique(group[chosen])}
+    return sorted(members.values(), key=lambda ranks: (-len(ranks), ranks))
+
+
+def _partner_of_rank(matching: list[tuple[list[int], list[int]]], ranks: int) -> tuple[int, ...]:
+    partner = list(range(ranks))
+    for some, others in matching:
+        for a, b in zip(some, others, strict=False):
+            partner[a], partner[b] = b, a
+    return tuple(partner)

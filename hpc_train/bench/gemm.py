@@ -1,0 +1,164 @@
+"""`hpc-train bench gemm`: what the device at hand multiplies and copies, for the planner's calibration.
+
+The command, its result and the result's file. Needs no torch; gemm_device.py does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.errors import EXIT_DONE, UserError
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class GemmOptions:
+    """Of the command."""
+
+    precisions: Sequence[str] = ("fp32", "bf16")
+    smallest: int = 256
+    largest: int = 4096
+    rounds: int = 5
+    json: bool = False
+    plot: str | None = None
+    out: str | None = None
+
+    def check(self) -> None:
+        """Raises UserError, one line, for what cannot be measured or written."""
+        if not 16 <= self.smallest <= self.largest <= 1 << 16:
+            raise UserError(f"--min {self.smallest} --max {self.largest}: sizes go from 16 to 65536")
+        if self.rounds < 1:
+            raise UserError(f"--rounds {self.rounds}: must be at least 1")
+        for option, name in (("--plot", self.plot), ("--out", self.out)):
+            if name is not None and (Path(name).is_dir() or not Path(name).parent.is_dir()):
+                raise UserError(f"{option} {name}: name a file in a folder that exists")
+        if self.plot is not None and Path(self.plot).suffix not in (".png", ".svg"):
+            raise UserError(f"--plot {self.plot}: must end in .png or .svg")
+
+
+def add_gemm_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of the command line."""
+    usual = GemmOptions()
+    told = f"repeatable (default {' and '.join(usual.precisions)})"
+    command.add_argument("--precision", action="append", choices=PRECISIONS, help=told)
+    command.add_argument("--min", type=int, default=usual.smallest, help=f"smallest width (default {usual.smallest})")
+    command.add_argument("--max", type=int, default=usual.largest, help=f"largest width (default {usual.largest})")
+    command.add_argument("--rounds", type=int, default=usual.rounds, help=f"of each (default {usual.rounds})")
+    command.add_argument("--out", metavar="FILE", help="write the result, for `hpc-train plan calibrate --gemm FILE`")
+    command.add_argument("--plot", metavar="FILE", help="draw speed against size (.png or .svg)")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def gemm_options(arguments: argparse.Namespace) -> GemmOptions:
+    """What `add_arguments` has parsed."""
+    a = arguments
+    precisions = tuple(dict.fromkeys(a.precision or GemmOptions().precisions))
+    return GemmOptions(precisions, a.min, a.max, a.rounds, a.json, a.plot, a.out)
+
+
+def gemm_command(options: GemmOptions) -> int:
+    """Measure, print and write. Raises UserError for what cannot be measured or written."""
+    options.check()
+    from hpc_train.bench.gemm_device import measure_device
+
+    return report_result(
+        measure_device(options.precisions, product_shapes(options.smallest, options.largest), options.rounds), options
+    )
+
+
+def report_result(result: GemmResult, options: GemmOptions) -> int:
+    """Print and write what was found."""
+    from hpc_train.bench import gemm_device
+
+    if options.json:
+        print(result.to_json())
+    else:
+        gemm_device.print_gemm_result(result)
+    if options.out is not None:
+        Path(options.out).write_text(result.to_json() + "\n")
+    if options.plot is not None:
+        try:
+            gemm_device.plot_gemm_result(result, Path(options.plot))
+        except ImportError:
+            raise UserError("--plot: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    return EXIT_DONE
+
+
+RESULT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """[m, k] x [k, n] in one format."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+    """Median over rounds."""
+
+    @property
+    def tflops(self) -> float:
+        return 2e-12 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True)
+class GemmResult:
+    """Of one device."""
+
+    device: str
+    """As torch calls it; cpu."""
+    date: str
+    """ISO 8601, UTC."""
+    threads: int
+    """Of a CPU."""
+    copy_gb_s: float
+    """10^9 bytes/s that a copy within the device's memory reads and writes together."""
+    products: tuple[MatrixProduct, ...]
+
+    def best(self) -> dict[str, MatrixProduct]:
+        """Precision -> its quickest product, by FLOP/s."""
+        names = dict.fromkeys(it.precision for it in self.products)
+        return {name: max((it for it in self.products if it.precision == name), key=_speed) for name in names}
+
+    def to_json(self) -> str:
+        return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)
+
+
+def _speed(product: MatrixProduct) -> float:
+    return product.tflops
+
+
+def read_gemm_result(path: Path) -> GemmResult:
+    """Raises UserError, one line, for a file that `bench gemm --out` has not written."""
+    try:
+        content = json.loads(path.read_text())
+        if content.pop("version") != RESULT_VERSION:
+            raise UserError(f"{path}: written by another version; run `hpc-train bench gemm` again")
+        products = tuple(MatrixProduct(**it) for it in content.pop("products"))
+        found = GemmResult(**content, products=products)
+        if not products or not all(it.seconds > 0 for it in products) or not found.copy_gb_s > 0:
+            raise ValueError
+        return found
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: not products as `hpc-train bench gemm --out` writes them") from None
+
+
+def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
+    """(m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width: 2,048 tokens
+    times its attention's output and both of its feed-forward matrices, four times as wide."""
+    found = []
+    size = smallest
+    while size <= largest:
+        found.append((size, size, size))
+        found += [(2048, size, size), (2048, 4 * size, size), (2048, size, 4 * size)]
+        size *= 2
+    return list(dict.fromkeys(found))

@@ -1,0 +1,106 @@
+"""Time matrix products and a copy on the device at hand, and show the result as a table or a plot."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.bench.gemm import GemmResult, MatrixProduct
+from hpc_train.errors import UserError
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COPY_BYTES = 1 << 28
+_ROUND_SECONDS = 0.05
+"""As many calls as take about so long are one round."""
+_MOST_CALLS = 1000
+
+
+def measure_device(precisions: Sequence[str], sizes: Sequence[tuple[int, int, int]], rounds: int) -> GemmResult:
+    """Every product in every precision. Raises UserError for a precision that the device cannot multiply in."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    products = [_measure_product(precision, *size, device, rounds) for precision in precisions for size in sizes]
+    return GemmResult(
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        threads=torch.get_num_threads(),
+        copy_gb_s=_measure_copy(device, rounds),
+        products=tuple(products),
+    )
+
+
+def _measure_product(precision: str, m: int, n: int, k: int, device: torch.device, rounds: int) -> MatrixProduct:
+    dtype = DTYPES[precision]
+    try:
+        a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+        out = torch.empty(m, n, dtype=dtype, device=device)
+        seconds = _median_seconds(lambda: torch.mm(a, b, out=out), device, rounds)
+    except RuntimeError as error:
+        raise UserError(f"bench gemm: {precision} [{m}, {k}] x [{k}, {n}]: {str(error).splitlines()[0]}") from None
+    return MatrixProduct(precision, m, n, k, seconds)
+
+
+def _measure_copy(device: torch.device, rounds: int) -> float:
+    """10^9 bytes/s, read and written."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2e-9 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source), device, rounds)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of one call: median over rounds of the mean of a round."""
+    work()
+    one = _time_calls(work, 1, device)
+    calls = min(_MOST_CALLS, max(1, round(_ROUND_SECONDS / max(one, 1e-9))))
+    return statistics.median(_time_calls(work, calls, device) / calls for _ in range(rounds))
+
+
+def _time_calls(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def print_gemm_result(result: GemmResult) -> None:
+    """Print every product, the best of each precision marked."""
+    best = set(result.best().values())
+    table = Table("precision", "m", "n", "k", "ms", "TFLOP/s", title=_table_title(result), title_justify="left")
+    for it in result.products:
+        mark = " best" if it in best else ""
+        sizes = (str(size) for size in (it.m, it.n, it.k))
+        table.add_row(it.precision, *sizes, f"{it.seconds * 1e3:.4g}", f"{it.tflops:.4g}{mark}")
+    Console(width=None if Console().is_terminal else 120).print(table, highlight=False)
+
+
+def _table_title(result: GemmResult) -> str:
+    threads = f", {result.threads} threads" if result.device == "cpu" else ""
+    return f"{result.device}{threads}: a copy moves {result.copy_gb_s:.4g} GB/s, read and written"
+
+
+def plot_gemm_result(result: GemmResult, path: Path) -> None:
+    """TFLOP/s against FLOPs, a line a precision; .png or .svg by the name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for precision in result.best():
+        rows = sorted((it for it in result.products if it.precision == precision), key=lambda it: it.m * it.n * it.k)
+        axes.plot([2.0 * it.m * it.n * it.k for it in rows], [it.tflops for it in rows], "o-", label=precision)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs of the product", ylabel="TFLOP/s", title=_table_title(result))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,71 @@
+"""Run a command of ours as several ranks of this machine: the same command, told by its environment who it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
+
+_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as an exception would: what it has started is cleaned up."""
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
+    """Run `hpc-train <arguments>` on `ranks` processes of `threads` threads; returns the first exit code that is not 0.
+
+    Their output is this process's. None of them outlives the failure of another or a stop of this process.
+    """
+    with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                command = [sys.executable, "-m", "hpc_train", *arguments]
+                processes.append(subprocess.Popen(command, env=_environment(rank, ranks, threads, meeting)))
+            return wait_for_ranks(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def _environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "SUBMITIT_LOCAL_GLOBALID": str(rank),
+        "SUBMITIT_LOCAL_LOCALID": str(rank),
+        "SUBMITIT_LOCAL_NTASKS": str(ranks),
+        "OMP_NUM_THREADS": str(threads),
+        RENDEZVOUS_VARIABLE: meeting,
+    }
+
+
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or a moment after the first that failed, so that others can still say why.
+
+    Returns the first exit code that is not 0.
+    """
+    failed, deadline = 0, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        codes = [process.returncode for process in processes]
+        if not failed and any(codes):
+            failed, deadline = next(filter(None, codes)), time.monotonic() + _GRACE_SECONDS
+        time.sleep(_POLL_SECONDS)
+    failed = failed or next((process.returncode for process in processes if process.returncode), 0)
+    return 128 - failed if failed < 0 else failed

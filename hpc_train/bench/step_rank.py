@@ -1,0 +1,283 @@
+"""One rank of `bench step`: start as a run does, then take rounds of our step and of the hand-written loops.
+
+A side is an iterator over training steps that gives the step's loss, so that a round of one can follow one of the
+other. The result has medians, ratios of medians, and a bootstrap interval of each ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Samples, Side, time_rounds, warm_up_side
+from hpc_train.bench.step import StartupTimer
+from hpc_train.config.run import RunConfig
+from hpc_train.data.datasets import Dataset, Indices
+from hpc_train.data.loader import compute_share
+from hpc_train.data.sample_order import order_samples
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.parallel.materialise import materialise_parameters
+from hpc_train.parallel.precision import autocast_forward, cast_parameters
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.start import join, leave_process_group, start
+from hpc_train.training.loop import TrainingRun, report_step, train_step
+from hpc_train.training.optimizer import require_determinism
+from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data, place_rank
+from hpc_train.training.run_directory import RunDirectory
+
+_LOSS_TOLERANCE = 0.05
+"""Relative difference of two first losses that dropout explains and another loss function does not."""
+
+
+@contextmanager
+def start_job(config: RunConfig, startup: StartupTimer) -> Iterator[tuple[World, RunDirectory]]:
+    """This rank as a run starts it, and a folder that is gone afterwards."""
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    if config.train.deterministic:
+        require_determinism()
+    task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
+    startup.mark("join")
+    world = start(task, place_rank(config, task), config)
+    startup.mark("process group")
+    try:
+        with tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
+            yield world, RunDirectory(Path(folder), Path(folder))
+    finally:
+        leave_process_group()
+
+
+def measure_step(config: RunConfig, rounds: int, steps: int, startup: StartupTimer) -> StepResult:
+    """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
+    with start_job(config, startup) as (world, folder):
+        return _measure(config, world, folder, rounds, steps, startup)
+
+
+def _measure(
+    config: RunConfig, world: World, folder: RunDirectory, rounds: int, steps: int, startup: StartupTimer
+) -> StepResult:
+    data = open_data(config, world)
+    startup.mark("data")
+    with assemble_bench_run(config, world, folder, data, startup) as run:
+        train_step(run)
+        startup.mark("first step")
+    with ExitStack() as stack:
+        order = draw_sample_order(config, world, data, WARM_UP_STEPS + rounds * steps)
+        by_hand = partial(hand_written_steps, data=data, order=order, config=config, world=world)
+        sides = [
+            warm_up_side(
+                "hpc_train", lambda: our_steps(stack.enter_context(assemble_bench_run(config, world, folder, data)))
+            ),
+            warm_up_side(REFERENCE_SIDE, lambda: by_hand(make_same_model(config, world), tuned=False)),
+            warm_up_side("hand_written_tuned", lambda: by_hand(make_same_model(config, world), tuned=True)),
+        ]
+        _check_first_losses(sides, config)
+        tokens = config.train.global_batch * data.tokens_per_sample
+        return summarize_step(config, world, sides, time_rounds(sides, rounds, steps), tokens, steps, startup)
+
+
+@contextmanager
+def assemble_bench_run(
+    config: RunConfig, world: World, folder: RunDirectory, data: Dataset, startup: StartupTimer | None = None
+) -> Iterator[TrainingRun]:
+    """A run as `hpc-train train` makes it; its words go to a file, as those of a rank do there."""
+    startup = startup or StartupTimer()
+    with (folder.path / f"task-{world.rank}.log").open("a") as log, redirect_stdout(log):
+        engine = make_engine(config, world, make_model(config))
+        startup.mark("model and engine")
+        run = assemble_run(config, world, folder, 0, StopRequest(), data, engine)
+        startup.mark("loader and reports")
+        try:
+            yield run
+        finally:
+            run.loader.close()
+            run.reporter.close()
+
+
+def make_same_model(config: RunConfig, world: World) -> nn.Module:
+    """The same module with the same initial values as the engine's."""
+    model = cast_parameters(make_model(config), config.precision)
+    materialise_parameters(model, {}, config.train.seed, world.device)
+    return model.to(world.device)
+
+
+def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
+    """The samples that the loader gives this rank in each step, drawn beforehand."""
+    batch, mine = config.train.global_batch, compute_share(config.train.global_batch, world.dp_size)
+    first = world.dp_index * mine
+    return [order_samples(config.train.seed, len(data), step * batch + first, mine) for step in range(steps)]
+
+
+def _check_first_losses(sides: list[Side], config: RunConfig) -> None:
+    ours, theirs = sides[0].first_loss, sides[1].first_loss
+    if not abs(ours - theirs) <= _LOSS_TOLERANCE * abs(theirs):
+        raise UserError(
+            f"model={config.model.name}: its first loss is {ours:.6g}, its cross entropy {theirs:.6g}; bench step "
+            "compares models whose loss is the cross entropy of what they return"
+        )
+
+
+def our_steps(run: TrainingRun) -> Iterator[float]:
+    """All that `hpc-train train` does in a step, but evaluation and checkpoints."""
+    while True:
+        step = train_step(run)
+        report_step(run, step, None)
+        loss: float = step.record["loss"]
+        yield loss
+
+
+def hand_written_steps(
+    model: nn.Module, data: Dataset, order: Iterable[Indices], config: RunConfig, world: World, tuned: bool
+) -> Iterator[float]:
+    """The shortest loop in plain PyTorch; `tuned` adds the two arguments that its tuning guide recommends.
+
+    model: on its device. order: this rank's samples of each step. The loss is that of this rank's share.
+    """
+    if world.size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=tuned)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=tuned or None)
+    for indices in order:
+        inputs, targets = data.get(indices)
+        loss = _accumulate(model, inputs.to(world.device), targets.to(world.device), config)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunConfig) -> Tensor:
+    """Forward and backward of one step; returns the mean loss."""
+    total = torch.zeros((), device=targets.device)
+    cuts = range(0, len(targets), config.train.micro_batch)
+    for cut in cuts:
+        x, y = (tensor[cut : cut + config.train.micro_batch] for tensor in (inputs, targets))
+        last = cut == cuts[-1]
+        with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            with autocast_forward(config.precision, y.device):
+                loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten()) * (len(y) / len(targets))
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+REFERENCE_SIDE = "hand_written"
+"""The side that ours is promised to be no slower than: the shortest loop, with the defaults of torch."""
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class SideResult:
+    """One side, a step."""
+
+    name: str
+    seconds: float
+    """Median over rounds of the wall time of the slowest rank."""
+    quartiles: tuple[float, float]
+    tokens_per_second: float
+    """At the median."""
+    cpu_seconds: float
+    """Median over rounds; all threads of all ranks."""
+    kept_mib: float
+    """Growth of rank 0's resident memory by what the side keeps between steps."""
+    first_loss: float
+
+
+@dataclass(frozen=True)
+class TimeRatio:
+    """Another side over ours: above 1 means that ours is faster."""
+
+    wall: float
+    """Ratio of the medians over rounds."""
+    low: float
+    high: float
+    """From 5 % to 95 % of the ratios of medians of resampled rounds (a paired bootstrap: Efron 1979)."""
+    cpu: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `bench step --json` prints."""
+
+    model: str
+    precision: str
+    strategy: str
+    device: str
+    ranks: int
+    tokens_per_step: int
+    rounds: int
+    steps: int
+    """A round and side."""
+    contract: str
+    sides: list[SideResult]
+    """The first is ours."""
+    ratios: dict[str, TimeRatio]
+    """By the name of the other side."""
+    startup_seconds: dict[str, float]
+    """Rank 0's, from the start of its process to the end of its first step, by part."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def summarize_step(
+    config: RunConfig,
+    world: World,
+    sides: list[Side],
+    timings: RoundTimings,
+    tokens: int,
+    steps: int,
+    startup: StartupTimer,
+) -> StepResult:
+    """`tokens` of a step, over all ranks; `steps` of a round and side."""
+    wall, cpu = timings.wall, timings.cpu
+    return StepResult(
+        model=config.model.name,
+        precision=config.precision.name,
+        strategy=config.parallel.strategy,
+        device=world.device.type,
+        ranks=world.size,
+        tokens_per_step=tokens,
+        rounds=len(wall),
+        steps=steps,
+        contract=REFERENCE_SIDE,
+        sides=[summarize_side(side, wall[:, index], cpu[:, index], tokens) for index, side in enumerate(sides)],
+        ratios={
+            side.name: compare_sides(wall[:, [0, index]], cpu[:, [0, index]])
+            for index, side in enumerate(sides)
+            if index
+        },
+        startup_seconds=dict(startup.parts),
+    )
+
+
+def summarize_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
+    """wall, cpu: (rounds,) of this side; tokens of a step, over all ranks."""
+    low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
+    cpu_median = float(np.median(cpu))
+    return SideResult(side.name, median, (low, high), tokens / median, cpu_median, side.kept_mib, side.first_loss)
+
+
+def compare_sides(wall: Samples, cpu: Samples) -> TimeRatio:
+    """wall, cpu: (rounds, 2), ours and the other's of the same round side by side."""
+    rounds = np.random.default_rng(0).integers(len(wall), size=(_RESAMPLES, len(wall)))
+    low, high = np.quantile(_ratio_of_medians(wall[rounds]), (0.05, 0.95))
+    return TimeRatio(float(_ratio_of_medians(wall)), float(low), float(high), float(_ratio_of_medians(cpu)))
+
+
+def _ratio_of_medians(pairs: Samples) -> Samples:
+    """(..., rounds, 2) -> (...)."""
+    medians: Samples = np.median(pairs, axis=-2)
+    return np.asarray(medians[..., 1] / medians[..., 0])

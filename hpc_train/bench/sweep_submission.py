@@ -1,0 +1,163 @@
+"""`hpc-train bench submit`: what it takes to hand a large sweep to Slurm, and what that leaves on the disk.
+
+Every side sweeps the seed of the same configuration, held back by --begin, so that nothing runs. Its clock stops when
+Slurm knows every point.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
+
+OUR_SIDE, PEER_SIDE = "hpc-train submit -m", "hydra-submitit-launcher"
+_BEGIN = "now+2hours"
+_TIMEOUT_SECONDS = 1800.0
+_APP = """\
+import hydra
+from hpc_train.config.compose import register
+
+register()
+
+
+@hydra.main(config_path="pkg://hpc_train.conf", config_name="config", version_base="1.3")
+def main(cfg):
+    return cfg.train.seed
+
+
+main()
+"""
+"""The peer's application: the same configuration, and nothing to do."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One sweep, submitted once."""
+
+    side: str
+    wall_seconds: float
+    """From the command to the moment at which Slurm knows every point."""
+    cpu_seconds: float
+    """Of the command and its children, up to the same moment for a command that ends there."""
+    files: int
+    """Regular files that the submission wrote."""
+    mebibytes: float
+
+
+def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> int:
+    """Print wall time, CPU time and files of submitting a sweep; peers: beside the peer's. Returns the exit code.
+
+    Raises UserError where there is no Slurm, or no peer though it was asked for.
+    """
+    if run_client(["sinfo", "--version"]).code:
+        raise UserError("bench submit: needs Slurm's commands; `make slurm-up` starts a cluster on a Debian machine")
+    if peers and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise UserError(
+            "bench submit --peers: hydra-submitit-launcher is not here; pip install hydra-submitit-launcher"
+        )
+    sides = [_submit_ours, _submit_peer] if peers else [_submit_ours]
+    measured = [side(points) for _ in range(rounds) for side in sides]
+    if as_json:
+        print(json.dumps({"points": points, "rounds": [asdict(one) for one in measured]}))
+    else:
+        _print_result(points, measured)
+    return EXIT_DONE
+
+
+def _submit_ours(points: int) -> Submission:
+    with tempfile.TemporaryDirectory(prefix="bench-submit-", dir=Path.cwd()) as folder:
+        target = Path(folder) / "sweep"
+        words = [sys.executable, "-m", "hpc_train", "submit", "-m", f"train.seed=range(0,{points})"]
+        words += [f"run_dir={target}", "launch.name=bench-ours", f"+launch.extra.begin={_BEGIN}"]
+        return _measure_submission(OUR_SIDE, words, "bench-ours", points, target)
+
+
+def _submit_peer(points: int) -> Submission:
+    with tempfile.TemporaryDirectory(prefix="bench-submit-", dir=Path.cwd()) as folder:
+        application, target = Path(folder) / "application.py", Path(folder) / "sweep"
+        application.write_text(_APP)
+        words = [sys.executable, str(application), "-m", f"train.seed=range(0,{points})", f"hydra.sweep.dir={target}"]
+        words += ["hydra/launcher=submitit_slurm", "hydra.launcher.name=bench-peer", "hydra.launcher.timeout_min=5"]
+        words += [f"+hydra.launcher.additional_parameters.begin={_BEGIN}"]
+        return _measure_submission(PEER_SIDE, words, "bench-peer", points, target)
+
+
+def _measure_submission(side: str, words: Sequence[str], name: str, points: int, target: Path) -> Submission:
+    """Run the command until Slurm has all its points; take them back, and the command if it waits for them."""
+    began, spent = time.monotonic(), _count_children()
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            words, env=client_environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            _wait_for_points(process, lambda: _count_known(name) >= points)
+            wall = time.monotonic() - began
+            files = [path.stat().st_size for path in target.rglob("*") if path.is_file()]
+        except UserError as error:
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise UserError(f"{side}: {error}: {' '.join(last)}") from None
+        finally:
+            run_client(["scancel", f"--name={name}"])
+            _cancel_all(process)
+    return Submission(side, wall, _count_children() - spent, len(files), sum(files) / 2**20)
+
+
+def _wait_for_points(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while not there():
+        if process.poll():
+            raise UserError(f"ended with exit code {process.returncode}")
+        if time.monotonic() > deadline:
+            raise UserError(f"not submitted within {_TIMEOUT_SECONDS:g} s")
+        time.sleep(0.2)
+
+
+def _count_known(name: str) -> int:
+    """Points of this name that Slurm knows: elements of arrays, each counted."""
+    return len(run_client(["squeue", "--noheader", "--array", f"--name={name}", "--format=%i"]).out.split())
+
+
+def _cancel_all(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=2.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _count_children() -> float:
+    """CPU seconds of processes that this one has waited for."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
+def _print_result(points: int, measured: Sequence[Submission]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"a sweep of {points:,} points handed to Slurm, medians", box=None)
+    for column in ("", "wall s", "CPU s", "files", "MiB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for side in dict.fromkeys(one.side for one in measured):
+        mine = [one for one in measured if one.side == side]
+        values = [
+            statistics.median(one.wall_seconds for one in mine),
+            statistics.median(one.cpu_seconds for one in mine),
+            statistics.median(one.files for one in mine),
+            statistics.median(one.mebibytes for one in mine),
+        ]
+        table.add_row(side, *(f"{value:,.2f}" for value in values))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

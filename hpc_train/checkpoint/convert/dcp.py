@@ -1,0 +1,354 @@
+"""Files of torch.distributed.checkpoint: torch writes them, one tensor at a time; we read them without unpickling.
+
+`parse_dcp_metadata` reads the metadata, a pickle, as data; `DcpTensors` reads the tensors it describes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from hpc_train.checkpoint.convert.pickle_reader import (
+    ForbiddenError,
+    PickledCall,
+    PickledPairs,
+    PickleError,
+    read_pickle,
+)
+from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
+from hpc_train.checkpoint.convert.torch_files import FilePart, MappedFile, open_foreign_file, read_bounded_file
+from hpc_train.checkpoint.convert.torch_pickle import (
+    list_allowed_names,
+    list_dtype_names,
+    open_zip_storages,
+    parse_pickled_dtype,
+    parse_shape,
+    parse_strided_tensor,
+)
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard
+
+METADATA_FILE = ".metadata"
+_MOST_BYTES = 512 << 20
+_MOST_OBJECTS = 10_000_000
+"""Limit on objects in the metadata; a chunk takes about ten."""
+_OF_A_CHUNK = 16
+"""Bytes that a chunk takes in the metadata at least. A pickle can name a list of chunks again and again."""
+_MOST_ODD_CHUNKS = 4096
+"""Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
+"""Module of the tensor properties before torch 2.3."""
+
+
+@cache
+def _allowed() -> frozenset[tuple[str, str]]:
+    """Return the exact names that torch's metadata is made of."""
+    classes = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+    paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+    return frozenset(
+        {
+            *(
+                (_METADATA_MODULE, name)
+                for name in (*classes, "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
+            ),
+            (_BEFORE_2_3, "TensorProperties"),
+            (_BEFORE_2_3, "MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            *((module, name) for module in ("pathlib", "pathlib._local") for name in paths),
+            *list_dtype_names(),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A part of a tensor and the bytes that hold it, as an object of torch.save."""
+
+    rectangle: Rectangle
+    file: str
+    """Path within the folder."""
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint. Its chunks cover it exactly once and lie within existing files."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Place of an item, as the metadata says."""
+
+    file: str
+    begin: int
+    size: int
+
+
+_Key = tuple[str, tuple[int, ...]]
+"""(tensor name, offset of the chunk in it)"""
+
+
+def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
+    """Return name, dtype, shape and places of every tensor. Other objects are left out, and never read.
+
+    Raises UserError if it is no such checkpoint, names what torch's metadata never does, or contradicts its files.
+    """
+    path = folder / METADATA_FILE
+    try:
+        data = read_bounded_file(path, _MOST_BYTES)
+        tensors = _parse_tensors(read_pickle(data, _allowed(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK)
+        _check_sizes(folder, tensors)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: {error.strerror}; give the folder of a torch.distributed.checkpoint"
+        ) from None
+    except ForbiddenError as error:
+        raise UserError(f"{path}: needs {error}, which no metadata of torch has; it is not loaded") from None
+    except (PickleError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"{path}: is not metadata of torch.distributed.checkpoint ({str(error) or type(error).__name__})"
+        ) from None
+    return tensors
+
+
+def _parse_tensors(root: Any, most_chunks: int) -> dict[str, StoredTensor]:
+    try:
+        fields = _read_fields(root, "Metadata")
+        items = dict(_parse_items(fields["storage_data"]))
+        described = {
+            name: _read_fields(it, "TensorStorageMetadata")
+            for name, it in fields["state_dict_metadata"].by_name().items()
+            if type(it) is PickledCall and it.function.name == "TensorStorageMetadata"
+        }
+        if sum(len(it["chunks"]) for it in described.values()) > most_chunks:
+            raise PickleError("more chunks than metadata of its size has")
+        return {name: _parse_tensor(name, it, items) for name, it in described.items()}
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise PickleError(f"a part is missing or of another type: {type(error).__name__}") from None
+
+
+def _read_fields(value: Any, name: str) -> dict[str, Any]:
+    """Return the attributes of a pickled object of class `name`, without making one."""
+    if (
+        type(value) is not PickledCall
+        or value.function.name != name
+        or value.args
+        or type(value.state) is not PickledPairs
+    ):
+        raise PickleError(f"no {name} where one should be")
+    return value.state.by_name()
+
+
+def _parse_items(value: Any) -> Iterable[tuple[_Key, _Item]]:
+    for key, info in value.pairs:
+        index, where = _read_fields(key, "MetadataIndex"), _read_fields(info, "_StorageInfo")
+        if index.get("offset") is None:
+            continue  # an object, not a tensor
+        if where.get("transform_descriptors"):
+            raise PickleError("its files are transformed (compressed or encrypted), which is not read")
+        file, begin, size = where["relative_path"], where["offset"], where["length"]
+        if not (type(file) is str and type(begin) is type(size) is int and begin >= 0 and size >= 0):
+            raise PickleError("a place that is none")
+        yield (index["fqn"], parse_shape(index["offset"])), _Item(_checked_file_name(file), begin, size)
+
+
+def _checked_file_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.isprintable() or not path.name:
+        raise PickleError(f"a file outside of the folder, {ascii(name)[:100]}")
+    return name
+
+
+def _parse_tensor(name: str, fields: dict[str, Any], items: dict[_Key, _Item]) -> StoredTensor:
+    state = fields["properties"].state
+    dtype = parse_pickled_dtype(state[0] if type(state) is tuple else state.by_name()["dtype"])
+    shape, chunks = parse_shape(fields["size"]), []
+    for it in fields["chunks"]:
+        chunk = _read_fields(it, "ChunkStorageMetadata")
+        rectangle = Rectangle(parse_shape(chunk["offsets"]), parse_shape(chunk["sizes"]))
+        if len(rectangle.offset) != len(shape) or len(rectangle.shape) != len(shape):
+            raise PickleError(f"a chunk of {ascii(name)[:100]} of other dimensions")
+        item = items[name, rectangle.offset]
+        if rectangle.volume * dtype.itemsize > item.size:
+            raise PickleError(f"a chunk of {ascii(name)[:100]} of shape {rectangle.shape} in {item.size:,} bytes")
+        chunks.append(StoredChunk(rectangle, item.file, item.begin, item.size))
+    _check_cover(name, shape, [it.rectangle for it in chunks])
+    return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Rectangle]) -> None:
+    """Raise PickleError unless the chunks cover the tensor exactly once."""
+    filled = [it for it in chunks if it.volume]
+    if not filled and not prod(shape):
+        return
+    offsets, shapes = (np.array(it, dtype=np.int64).reshape(len(filled), len(shape)) for it in _columns(filled))
+    if filled and forms_grid(shape, offsets, shapes):
+        return
+    many = len(filled) > _MOST_ODD_CHUNKS
+    why = "too many odd pieces" if many else explain_coverage(Rectangle((0,) * len(shape), shape), filled)
+    if why:
+        raise PickleError(f"the chunks of {ascii(name)[:100]} do not make it: {why}")
+
+
+def _columns(rectangles: list[Rectangle]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    return [it.offset for it in rectangles], [it.shape for it in rectangles]
+
+
+def _check_sizes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    """Raise PickleError if a chunk ends past the end of its file, or all tensors together are larger than all files."""
+    chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
+    sizes = {name: (folder / name).stat().st_size for name in {it.file for it in chunks}}
+    for it in chunks:
+        if it.begin + it.size > sizes[it.file]:
+            raise PickleError(f"{it.file}: has {sizes[it.file]:,} bytes, and a tensor at {it.begin:,}+{it.size:,}")
+    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    if total > sum(sizes.values()):
+        raise PickleError(f"tensors of {total:,} bytes in files of {sum(sizes.values()):,}")
+
+
+_MAPPED_FILES = 256
+
+
+def write_dcp(
+    folder: Path,
+    source: TensorSource,
+    tensors: Sequence[SavedTensor],
+    dtype: torch.dtype | None,
+    tell: Callable[[int], object],
+) -> list[str]:
+    """Write the tensors under their names; returns the names of the files. One is in memory at a time."""
+    planner = _Planner(source, tensors, dtype, tell)
+    empty = {it.name: torch.empty(it.shape, dtype=planner.dtype_of(it), device="meta") for it in tensors}
+    with _silence_dcp(folder):
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+        dcp.save(empty, storage_writer=writer, planner=planner, no_dist=True)
+    return sorted(path.name for path in folder.iterdir())
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Gives the writer each tensor when it is its turn."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensors: Sequence[SavedTensor],
+        dtype: torch.dtype | None,
+        tell: Callable[[int], object],
+    ) -> None:
+        super().__init__()
+        self._source, self._dtype, self._tell = source, dtype, tell
+        self._tensors = {it.name: it for it in tensors}
+
+    def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
+        """That it is written in."""
+        own = parse_dtype(tensor.dtype)
+        return self._dtype if self._dtype and own.is_floating_point else own
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        tensor = self._tensors[index.fqn]
+        made = read_whole_tensors(self._source, [tensor])[tensor.name].to(self.dtype_of(tensor))
+        self._tell(tensor.rectangle.volume * tensor.itemsize)
+        return made
+
+
+class DcpTensors:
+    """Tensors of a torch.distributed.checkpoint (a Tensors). We read its files ourselves: torch's reader unpickles."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stored: Mapping[str, StoredTensor],
+        names: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """stored: from parse_metadata. names: ours to theirs. dtypes: that our tensors shall have."""
+        self._folder, self._stored, self._names, self._dtypes = folder, stored, names, dtypes
+        self._mapped: dict[str, MappedFile] = {}
+
+    @property
+    def tensors(self) -> Sequence[SavedTensor]:
+        """Under our names."""
+        return [
+            SavedTensor(name, dtype_name(self._dtypes[name]), self._stored[theirs].shape)
+            for name, theirs in self._names.items()
+        ]
+
+    def fill(self, pieces: Sequence[TensorShard]) -> None:
+        """Fill the pieces. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
+        for piece in pieces:
+            wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
+            stored = self._stored[self._names[piece.name]]
+            for chunk in stored.chunks:
+                common = wanted.overlap(chunk.rectangle)
+                if common is not None:
+                    inner = _slices(common.start_in(chunk.rectangle), common.shape)
+                    outer = _slices(common.start_in(wanted), common.shape)
+                    piece.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
+
+    def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor of a chunk, as a view of the mapped file."""
+        path = self._folder / chunk.file
+        try:
+            with open_foreign_file(path) as file:
+                data, storages = open_zip_storages(FilePart(file, chunk.begin, chunk.size))
+                found = parse_strided_tensor(read_pickle(data, list_allowed_names()).value, storages)
+                size = os.fstat(file.fileno()).st_size
+        except PickleError as error:
+            raise CheckpointError(f"{path}: at byte {chunk.begin} there is no tensor of torch.save ({error})") from None
+        if (found.shape, found.dtype) != (chunk.rectangle.shape, dtype):
+            raise CheckpointError(
+                f"{path}: at byte {chunk.begin} is a tensor of shape {found.shape} and "
+                f"{found.dtype}, in {METADATA_FILE} of "
+                f"{chunk.rectangle.shape} and {dtype}"
+            )
+        if chunk.file not in self._mapped:
+            if len(self._mapped) >= _MAPPED_FILES:
+                self._mapped.clear()
+            self._mapped[chunk.file] = MappedFile(path, size)
+        return self._mapped[chunk.file].view(found, chunk.begin)
+
+
+def _slices(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(begin, shape, strict=True))
+
+
+@contextmanager
+def _silence_dcp(folder: Path) -> Iterator[None]:
+    """Without the warning that there is one process, and with what went wrong in one line."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (CheckpointException, Exception) as error:  # whatever a damaged file makes of their reader
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(first, (CheckpointError, OSError)):
+            raise first from None
+        text = " ".join(str(first).split())
+        raise CheckpointError(f"{folder}: torch's writer failed ({type(first).__name__}: {text})") from error

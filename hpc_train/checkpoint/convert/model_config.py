@@ -1,0 +1,233 @@
+"""Convert config.json of transformers (Llama, GPT-2, ViT) from and to our model config.
+
+Also: do these tensors make that model? Asked before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.config.compose import config_from_dict
+from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import load_run_file
+from hpc_train.errors import UserError
+from hpc_train.models.huggingface import find_model_family
+from hpc_train.models.registry import build_model
+from hpc_train.models.shape import compute_head_dim, count_kv_heads
+
+Json = dict[str, Any]
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What models.rotary knows of this kind of frequency scaling."""
+
+
+def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
+    """The content of config.json. UserError for a model that is of none of the three families."""
+    kind = find_model_family(config)
+    makers: dict[str, Any] = {"llama": _encode_llama, "gpt2": _encode_gpt2, "vit": _encode_vit}
+    made: Json = makers[kind](config)
+    return {**made, "model_type": kind, "torch_dtype": dtype}
+
+
+def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
+    """The model that a config.json describes. UserError for one that we cannot compute."""
+    readers: dict[Any, Any] = {"llama": _parse_llama, "gpt2": _parse_gpt2, "vit": _parse_vit}
+    kind = body.get("model_type") if isinstance(body, Mapping) else None
+    if not isinstance(kind, str) or kind not in readers:
+        raise UserError(f"config.json: model_type {kind!r} is not one of {', '.join(readers)}, which are those we have")
+    try:
+        config: ModelConfig = readers[kind](body, name)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"config.json: {type(error).__name__} {error}: is it of a {kind} model?") from error
+    return config
+
+
+def _encode_llama(config: TransformerConfig) -> Json:
+    scaling = None
+    if config.rope_scaling == "llama3":
+        scaling = {"rope_type": "llama3", "factor": config.rope_factor, **_LLAMA3}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.feed_forward,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": count_kv_heads(config),
+        "head_dim": compute_head_dim(config),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "attention_bias": config.bias,
+        "mlp_bias": config.bias,
+        "tie_word_embeddings": config.tied_embeddings,
+        "initializer_range": config.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _parse_llama(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "hidden_act", {"silu", "swish"}, "silu")
+    _refuse_unknown(body, "mlp_bias", {bool(body.get("attention_bias", False))}, False)
+    rope = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
+        raise UserError(f"config.json: this scaling of rotary positions ({kind}) is not one that we compute")
+    hidden, heads = int(body["hidden_size"]), int(body["num_attention_heads"])
+    return TransformerConfig(
+        name=name,
+        vocab_size=int(body["vocab_size"]),
+        layers=int(body["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=body.get("num_key_value_heads"),
+        head_dim=None if body.get("head_dim") == hidden // heads else body.get("head_dim"),
+        feed_forward=int(body["intermediate_size"]),
+        norm_eps=float(body["rms_norm_eps"]),
+        rope_theta=float(rope.get("rope_theta", body.get("rope_theta", 10000.0))),
+        rope_scaling="llama3" if kind == "llama3" else "none",
+        rope_factor=float(rope.get("factor", 8.0)) if kind == "llama3" else 8.0,
+        max_positions=int(body["max_position_embeddings"]),
+        bias=bool(body.get("attention_bias", False)),
+        tied_embeddings=bool(body.get("tie_word_embeddings", False)),
+    )
+
+
+def _encode_gpt2(config: TransformerConfig) -> Json:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_positions,
+        "n_embd": config.hidden,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.feed_forward,
+        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "initializer_range": config.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _parse_gpt2(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "activation_function", set(_GPT2_ACTIVATIONS), "gelu_new")
+    _refuse_unknown(body, "scale_attn_weights", {True}, True)
+    _refuse_unknown(body, "scale_attn_by_inverse_layer_idx", {False}, False)
+    hidden = int(body["n_embd"])
+    return TransformerConfig(
+        name=name,
+        vocab_size=int(body["vocab_size"]),
+        layers=int(body["n_layer"]),
+        hidden=hidden,
+        heads=int(body["n_head"]),
+        feed_forward=int(body.get("n_inner") or 4 * hidden),
+        activation=_GPT2_ACTIVATIONS[body.get("activation_function", "gelu_new")],
+        norm="layernorm",
+        norm_eps=float(body.get("layer_norm_epsilon", 1e-5)),
+        positions="learned",
+        max_positions=int(body["n_positions"]),
+        bias=True,
+        tied_embeddings=bool(body.get("tie_word_embeddings", True)),
+    )
+
+
+def _encode_vit(config: VisionTransformerConfig) -> Json:
+    labels = {str(label): f"LABEL_{label}" for label in range(config.classes)}
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.channels,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.feed_forward,
+        "hidden_act": "gelu",
+        "qkv_bias": True,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+        "initializer_range": config.init_std,
+        "id2label": labels,
+        "label2id": {label: int(number) for number, label in labels.items()},
+    }
+
+
+def _parse_vit(body: Mapping[str, Any], name: str) -> VisionTransformerConfig:
+    _refuse_unknown(body, "hidden_act", {"gelu"}, "gelu")
+    _refuse_unknown(body, "qkv_bias", {True}, True)
+    return VisionTransformerConfig(
+        name=name,
+        image_size=int(body["image_size"]),
+        patch_size=int(body["patch_size"]),
+        channels=int(body.get("num_channels", 3)),
+        classes=len(body.get("id2label") or ("", "")),
+        layers=int(body["num_hidden_layers"]),
+        hidden=int(body["hidden_size"]),
+        heads=int(body["num_attention_heads"]),
+        feed_forward=int(body["intermediate_size"]),
+        norm_eps=float(body.get("layer_norm_eps", 1e-12)),
+    )
+
+
+def _refuse_unknown(body: Mapping[str, Any], key: str, known: set[Any], default: Any) -> None:
+    value = body.get(key, default)
+    if value not in known:
+        raise UserError(f"config.json: {key} is {value!r}; our model has {' or '.join(map(repr, sorted(known)))}")
+
+
+def load_run_config(file: Path) -> RunConfig:
+    """The run that a config.yaml describes. Raises UserError if it is none."""
+    try:
+        return config_from_dict(load_run_file(file))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give the config.yaml of a run") from error
+    except (OmegaConfBaseException, AssertionError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: is not the config.yaml of a run ({type(error).__name__})") from error
+
+
+def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig, where: str) -> None:
+    """Raise UserError for the first weight that the model lacks, that it needs, or that has another shape.
+
+    Of a custom model only the run itself can tell.
+    """
+    if isinstance(config, CustomModelConfig):
+        return
+    here, there = {it.name: it.shape for it in tensors}, _model_shapes(config)
+    unknown, missing = [it for it in here if it not in there], [it for it in there if it not in here]
+    if unknown:
+        raise UserError(f"{where}: the tensor {unknown[0]!r} is not one of model={config.name}; name another model")
+    if missing:
+        raise UserError(f"{where}: model={config.name} needs the tensor {missing[0]!r}, which is not there")
+    for name, shape in here.items():
+        if shape != there[name]:
+            raise UserError(
+                f"{where}: the tensor {name!r} is of shape {shape}, in model={config.name} of {there[name]}"
+            )
+
+
+def _model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+    except (RuntimeError, ArithmeticError, TypeError, ValueError, AssertionError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model={config.name}: cannot be built with these sizes ({type(error).__name__}: {text})"
+        ) from None
+    return {name: tuple(it.shape) for name, it in model.state_dict().items()}

@@ -1,0 +1,133 @@
+"""safetensors, by the library of that name: model.safetensors, or numbered files of 5 GB with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
+from hpc_train.checkpoint.convert.torch_files import open_foreign_file, read_bounded_json
+from hpc_train.checkpoint.format.hdf5_layout import parse_dtype
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Bytes of a file, as transformers has it; they are held in memory while it is written."""
+_INDEX = "model.safetensors.index.json"
+_ONE = "model.safetensors"
+State = dict[str, torch.Tensor]
+Convert = Callable[[State], State]
+
+
+def write_safetensors(
+    folder: Path,
+    source: TensorSource,
+    groups: Sequence[Sequence[SavedTensor]],
+    convert: Convert,
+    tell: Callable[[int], object],
+    most: int = MAX_FILE_BYTES,
+) -> list[str]:
+    """Write the groups, each converted on its own, into files of at most `most` bytes; returns their names.
+
+    A group that is larger has a file of its own. convert: see `cast`; it may rename, and change the dtype.
+    """
+    library = _library()
+    shards = list(_packed(groups, most))
+    names = [_ONE] if len(shards) == 1 else [_numbered(index, len(shards)) for index in range(len(shards))]
+    places: dict[str, str] = {}
+    total = 0
+    for name, shard in zip(names, shards, strict=True):
+        state: State = {}
+        for group in shard:
+            state |= {key: it.contiguous() for key, it in convert(read_whole_tensors(source, group)).items()}
+            tell(sum(_bytes(it) for it in group))
+        _save(library, state, folder / name)
+        places |= dict.fromkeys(state, name)
+        total += sum(it.nbytes for it in state.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
+
+
+def read_safetensors(path: Path) -> State:
+    """The tensors of a file, or of all files of a folder, mapped and not yet read. Raises UserError."""
+    library = _library()
+    state: State = {}
+    for file in _files(path):
+        try:
+            with open_foreign_file(file):
+                pass
+            with library.safe_open(file, framework="pt") as opened:
+                state |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (library.SafetensorError, OSError) as error:
+            raise UserError(f"{file}: cannot be read as safetensors ({' '.join(str(error).split())})") from error
+    return state
+
+
+def cast_state(state: State, dtype: torch.dtype | None) -> State:
+    """Floating-point tensors in another type; None leaves them as they are."""
+    return {name: it.to(dtype) if dtype and it.is_floating_point() else it for name, it in state.items()}
+
+
+def _library() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("this format needs the package safetensors: pip install 'hpc_train[hf]'") from None
+    return safetensors
+
+
+def _save(library: Any, state: State, path: Path) -> None:
+    try:
+        library.torch.save_file(state, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise UserError(f"safetensors cannot hold these tensors ({' '.join(str(error).split())})") from error
+    except KeyError as error:
+        raise UserError(f"safetensors cannot hold tensors of {error}; export to dcp") from error
+
+
+def _packed(groups: Sequence[Sequence[SavedTensor]], most: int) -> Iterator[list[Sequence[SavedTensor]]]:
+    shard: list[Sequence[SavedTensor]] = []
+    size = 0
+    for group in groups:
+        bytes_of = sum(_bytes(it) for it in group)
+        if shard and size + bytes_of > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(group)
+        size += bytes_of
+    yield shard
+
+
+def _bytes(tensor: SavedTensor) -> int:
+    return tensor.rectangle.volume * parse_dtype(tensor.dtype).itemsize
+
+
+def _numbered(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(read_bounded_json(index)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
+        return [path / Path(str(name)).name for name in names]
+    found = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise UserError(
+            f"{path}: there is no .safetensors file; save with save_pretrained(..., safe_serialization=True)"
+        )
+    return found

@@ -1,0 +1,306 @@
+"""Digest and compress the bytes of a shard file, a block or a chunk at a time.
+
+Every block of a file has a digest in a table beside the file: what is read is verified block by block, and damage has
+an address. A compressed file keeps tensors in chunks, shuffled and deflated as HDF5's filters do. The manifest gives
+places in the uncompressed image, which equal layouts have in common; the table also tells where each part of the
+image is stored.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
+from hpc_train.checkpoint.format.manifest_encoding import LARGEST_INTEGER
+
+CHUNK_BYTES = 256 << 10
+"""Bytes of a chunk, at most. Larger ones code no better, and a reader of a few rows would inflate more."""
+MINIMUM_CHUNKED_BYTES = 4096
+"""Bytes of a tensor that is worth it."""
+MINIMUM_STORED_BYTES = 8
+"""Minimum bytes that a part takes in a file."""
+PART_DTYPE = np.dtype([(name, "<i8") for name in ("begin", "size", "at", "stored", "whole", "item")])
+"""`size` bytes from `begin` of the image are `stored` bytes from `at` of the file: a stream that inflates to `whole`
+bytes of elements of `item`, of which the first are meant; if whole is 0, the bytes as they are."""
+
+PartTable = NDArray[Any]
+"""[parts] of PART, in the order of the image."""
+
+
+class DatasetChunk(NamedTuple):
+    """Of a dataset; contiguous in it."""
+
+    at: tuple[int, ...]
+    """Its first element."""
+    begin: int
+    """The byte of the dataset at which it begins."""
+    size: int
+    """Bytes; fewer than of a whole one where the dataset ends."""
+
+
+def choose_chunk_shape(row: DatasetRow) -> tuple[int, ...] | None:
+    """Of a dataset's chunks: rows of it, as many as go into LENGTH bytes, shared out evenly. None: it has none."""
+    shape, item = row.local_shape, row.dtype.itemsize
+    if row.bytes < MINIMUM_CHUNKED_BYTES or not shape:
+        return None
+    dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) * item <= CHUNK_BYTES)
+    most = max(1, CHUNK_BYTES // (prod(shape[dim + 1 :]) * item))
+    rows = -(-shape[dim] // -(-shape[dim] // most))
+    return (1,) * dim + (rows,) + shape[dim + 1 :]
+
+
+def iterate_chunk_spans(shape: Sequence[int], item: int, chunk: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield (first byte, bytes) within the dataset for its chunks, in memory order; at most `most` chunks."""
+    return ((it.begin, it.size) for it in islice(_chunks(tuple(shape), item, chunk), most))
+
+
+def iterate_chunks(row: DatasetRow, chunk: Sequence[int]) -> Iterator[DatasetChunk]:
+    """In the order of memory."""
+    return _chunks(row.local_shape, row.dtype.itemsize, chunk)
+
+
+def _chunks(shape: tuple[int, ...], item: int, chunk: Sequence[int]) -> Iterator[DatasetChunk]:
+    dim = next((d for d, rows in enumerate(chunk) if rows > 1), len(shape) - 1)
+    inner, begin = prod(shape[dim + 1 :]) * item, 0
+    for outer in product(*(range(size) for size in shape[:dim])):
+        for at in range(0, shape[dim], chunk[dim]):
+            size = min(chunk[dim], shape[dim] - at) * inner
+            yield DatasetChunk((*outer, at, *(0,) * (len(shape) - dim - 1)), begin, size)
+            begin += size
+
+
+def check_parts(parts: PartTable, size: int, inflated: int) -> None:
+    """Raise CheckpointError unless a file of `size` bytes with an image of `inflated` bytes can have these parts.
+
+    Parts must lie in the order of the image, share no bytes of the image or of the file, and inflate to a bounded size.
+    """
+    if any(
+        len(parts) and not 0 <= parts[name].min() <= parts[name].max() <= LARGEST_INTEGER
+        for name in PART_DTYPE.names or ()
+    ):
+        raise CheckpointError("a part of a compressed file has a number that is negative or too large")
+    ends, stored_ends = parts["begin"] + parts["size"], parts["at"] + parts["stored"]
+    coded, order = parts["whole"] > 0, np.argsort(parts["at"], kind="stable")
+    wrong = (parts["size"] == 0) | (ends > inflated) | (stored_ends > size)
+    wrong |= ~coded & (parts["stored"] != parts["size"])
+    wrong |= coded & ((parts["whole"] > CHUNK_BYTES) | (parts["size"] > parts["whole"]))
+    wrong |= coded & ((parts["item"] == 0) | (parts["whole"] % np.maximum(parts["item"], 1) != 0))
+    wrong[1:] |= ends[:-1] > parts["begin"][1:]
+    wrong[1:] |= stored_ends[order][:-1] > parts["at"][order][1:]
+    if wrong.any():
+        raise CheckpointError("a part of a compressed file does not lie where there is room for it")
+
+
+def parts_cover(parts: PartTable, begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each pair whether the parts cover all bytes [begin, end) of the image."""
+    if not len(parts):
+        return np.zeros(len(begin), dtype=np.bool_)
+    stops = parts["begin"] + parts["size"]
+    gaps = np.flatnonzero(parts["begin"][1:] != stops[:-1]) + 1
+    first, last = parts["begin"][np.concatenate([[0], gaps])], stops[np.concatenate([gaps - 1, [len(parts) - 1]])]
+    run = np.searchsorted(first, begin, "right") - 1
+    found: NDArray[np.bool_] = (run >= 0) & (end <= last[np.maximum(run, 0)])
+    return found
+
+
+def parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
+    """Those that have bytes [begin, end) of the image."""
+    first = np.searchsorted(parts["begin"] + parts["size"], begin, "right")
+    found: PartTable = parts[first : np.searchsorted(parts["begin"], end, "left")]
+    return found
+
+
+def stored_parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
+    """Those that have bytes [begin, end) of the file."""
+    found: PartTable = parts[(parts["at"] < end) & (parts["at"] + parts["stored"] > begin)]
+    return found
+
+
+BLOCK_BYTES = 128 << 10
+"""Bytes. Smaller ones cost time, larger ones make a reader of a few rows read more than it wants."""
+BLOCK_DIGEST_ALGORITHM = "xxh3_64"
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC, _OLDER_MAGIC = b"HPCTDIG2", b"HPCTDIG1"
+_SEAL = 16
+"""Bytes of the seal, which follows the header in format 5."""
+
+BlockDigests = NDArray[np.uint64]
+
+
+def digest_blocks(data: memoryview) -> list[int]:
+    """xxh3 of every block; the last may be short. Lets other threads run meanwhile."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(data[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES)]
+
+
+def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
+    """The same of what lies in one buffer after the other."""
+    found: list[int] = []
+    state, missing = None, 0
+    for data in memory:
+        at, end = 0, len(data)
+        if state is not None:
+            at = min(missing, end)
+            state.update(data if at == end else memoryview(data)[:at])
+            missing -= at
+            if missing:
+                continue
+            found.append(state.intdigest())
+            state = None
+        whole = (end - at) // BLOCK_BYTES * BLOCK_BYTES
+        if whole:
+            found += digest_blocks(memoryview(data)[at : at + whole])
+            at += whole
+        if at < end:
+            state, missing = xxhash.xxh3_64(memoryview(data)[at:]), BLOCK_BYTES - (end - at)
+    return found if state is None else [*found, state.intdigest()]
+
+
+def find_first_mismatch(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Index of the first digest that is not as expected."""
+    assert len(found) == len(expected), (len(found), len(expected))
+    if found == expected:
+        return None
+    return next(index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+
+
+def count_blocks(size: int) -> int:
+    """How many a file of `size` bytes has."""
+    return -(-size // BLOCK_BYTES)
+
+
+class DigestTable(NamedTuple):
+    """What lies beside a file."""
+
+    digests: BlockDigests
+    parts: PartTable | None
+    """Of its image, where the file is compressed."""
+    seal: bytes | None = None
+    """Seal of the file's contents (see seal); None in tables of formats before 5."""
+
+
+def encode_digest_table(size: int, digests: Sequence[int], seal: bytes, parts: PartTable | None = None) -> bytes:
+    """A table as it lies beside its file of `size` bytes."""
+    more = b"" if parts is None else parts.tobytes()
+    return _HEADER.pack(_MAGIC, size, BLOCK_BYTES) + seal + np.asarray(digests, dtype="<u8").tobytes() + more
+
+
+def max_table_bytes(size: int, compressed: bool = False) -> int:
+    """Return the maximum bytes of the table of a file of `size` bytes."""
+    parts = PART_DTYPE.itemsize * (size // MINIMUM_STORED_BYTES + 1) if compressed else 0
+    return _HEADER.size + _SEAL + 8 * count_blocks(size) + parts
+
+
+def decode_digest_table(data: bytes, size: int, inflated: int | None = None) -> DigestTable:
+    """Read a table. Raises CheckpointError if it is not the table of a file of `size` bytes.
+
+    inflated: bytes of the file's image, if it is compressed.
+    """
+    sealed, compressed = data[:8] == _MAGIC, inflated is not None
+    begin = _HEADER.size + _SEAL * sealed
+    end = begin + 8 * count_blocks(size)
+    whole = (len(data) - end) % PART_DTYPE.itemsize == 0 if compressed else len(data) == end
+    header = _HEADER.pack(_MAGIC if sealed else _OLDER_MAGIC, size, BLOCK_BYTES)
+    if len(data) < end or not whole or data[: _HEADER.size] != header:
+        raise CheckpointError("it is not the table of digests of that file")
+    digests = np.frombuffer(data[:end], dtype="<u8", offset=begin).astype(np.uint64)
+    seal = data[_HEADER.size : begin] if sealed else None
+    if inflated is None:
+        return DigestTable(digests, None, seal)
+    parts = np.frombuffer(data, dtype=PART_DTYPE, offset=end)
+    check_parts(parts, size, inflated)
+    return DigestTable(digests, parts, seal)
+
+
+DIGESTS_SUFFIX = ".digests"
+"""Suffix of the table of digests beside a shard file."""
+
+
+def digest_table_path(path: Path) -> Path:
+    """Where the table of digests of a shard file lies."""
+    return path.with_name(path.name + DIGESTS_SUFFIX)
+
+
+_BEGIN, _END = b"\x78\x01", b"\x03\x00"
+"""zlib's header (RFC 1950), and an empty last block."""
+_STORED = (1 << 16) - 1
+"""Bytes of a block that is not coded, at most."""
+_SAMPLE = 4096
+_WORTH, _RUNS = 7.6, 1.0
+"""Bits a byte; below that a plane is coded, and runs of equal bytes are looked for."""
+_Bytes = NDArray[np.uint8]
+
+
+def deflate_chunk(data: memoryview, item: int, whole: int, level: int) -> bytes | None:
+    """The stream of a chunk of `whole` bytes, zeros after the data; None if it would be no smaller than the data.
+
+    item: bytes of an element. level: 1 to 9. A chunk that is not full always has a stream.
+    """
+    elements = np.frombuffer(data, np.uint8).reshape(-1, item)
+    planes = np.zeros((item, whole // item), np.uint8) if len(data) < whole else np.empty(elements.T.shape, np.uint8)
+    np.copyto(planes[:, : len(elements)], elements.T)
+    stream = zlib.compress(planes.data, level) if level > 1 else _deflate_by_planes(planes, len(elements))
+    return stream if len(stream) < len(data) or len(data) < whole else None
+
+
+def inflate_chunk(stream: memoryview, item: int, whole: int) -> _Bytes:
+    """The bytes of a chunk. Raises CheckpointError for what is no stream of so many."""
+    inflating = zlib.decompressobj()
+    try:
+        data = inflating.decompress(stream, whole + 1)  # a few bytes can inflate to a thousand times as many
+    except zlib.error as error:
+        raise CheckpointError(f"it cannot be inflated ({error})") from error
+    if len(data) <= whole and not inflating.eof:
+        raise CheckpointError("it cannot be inflated (it does not end where it should)")
+    if len(data) != whole:
+        raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {whole}")
+    elements = np.empty((whole // item, item), np.uint8)
+    for at, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
+        elements[:, at] = plane  # several times as fast as the whole at once
+    return elements.reshape(-1)
+
+
+def _deflate_by_planes(planes: _Bytes, count: int) -> bytes:
+    """count: elements of each plane that are data; what follows are zeros."""
+    parts, checksum = [_BEGIN], 1
+    for plane in planes:
+        bits = _entropy(plane[:count])
+        parts.append(_code_plane(plane[:count], bits) if bits < _WORTH else _store_plane(plane[:count].data))
+        if count < len(plane):
+            parts.append(_code_plane(plane[count:], 0.0))
+        checksum = zlib.adler32(plane.data, checksum)
+    return b"".join([*parts, _END, checksum.to_bytes(4, "big")])
+
+
+def _entropy(plane: _Bytes) -> float:
+    """Bits a byte, from a sample (Shannon 1948)."""
+    sample = plane[:: max(1, len(plane) // _SAMPLE)]
+    share = np.bincount(sample, minlength=256) / len(sample)
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum())
+
+
+def _code_plane(plane: _Bytes, bits: float) -> bytes:
+    """Whole blocks, which end with a byte. bits: of a byte; where they are few there are runs."""
+    how = zlib.Z_RLE if bits < _RUNS else zlib.Z_HUFFMAN_ONLY
+    coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, how)
+    return coder.compress(plane.data) + coder.flush(zlib.Z_SYNC_FLUSH)
+
+
+def _store_plane(plane: memoryview) -> bytes:
+    parts: list[bytes | memoryview] = []
+    for at in range(0, len(plane), _STORED):
+        part = plane[at : at + _STORED]
+        parts += [b"\0", len(part).to_bytes(2, "little"), (_STORED - len(part)).to_bytes(2, "little"), part]
+    return b"".join(parts)

@@ -1,0 +1,288 @@
+"""Lay out a shard file: HDF5 types of torch dtypes, and the file's structure with a place for every tensor.
+
+h5py makes the structure once, for a file without data (`make_image`), and says where each dataset belongs. So the
+bytes of tensors never pass through HDF5's conversion or locks: they are copied to their places in memory, and the
+whole image is streamed to the disk. Equal layouts make equal images. Element size and bits are those in memory:
+nothing is converted. Does not import torch at the top: `checkpoint ls` passes through here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5p, h5s, h5t
+
+from hpc_train.checkpoint.errors import CheckpointError, format_error
+from hpc_train.interfaces import TensorShard
+
+if TYPE_CHECKING:
+    import torch  # not at run time: listing checkpoints must not need torch
+
+_NUMPY = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "u1",
+    "bool": "?",
+    "complex64": "<c8",
+    "complex128": "<c16",
+    # HDF5 would take the largest values of these for infinities, so they are plain bytes; torch_dtype names them
+    "float8_e4m3fn": "u1",
+    "float8_e4m3fnuz": "u1",
+    "float8_e5m2fnuz": "u1",
+}
+_OTHER_SIZES = {"bfloat16": 2, "float8_e5m2": 1}
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in the manifest: `float32`, `bfloat16`, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype of that name. Raises ValueError if there is none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype
+
+
+@cache
+def dtype_itemsize(name: str) -> int:
+    """Return bytes per element of the dtype of that name. Raises ValueError if there is none."""
+    if name in _NUMPY:
+        return np.dtype(_NUMPY[name]).itemsize
+    return _OTHER_SIZES.get(name) or parse_dtype(name).itemsize
+
+
+def make_hdf5_type(dtype: torch.dtype) -> Any:
+    """The HDF5 type that any reader understands, of the same size in bytes.
+
+    Raises CheckpointError for a dtype that has none (quantised and sub-byte ones).
+    """
+    name = dtype_name(dtype)
+    if name == "bfloat16":
+        return _float_type(h5t.IEEE_F32LE, sign=15, exponent=(7, 8), mantissa=(0, 7), size=2, bias=127)
+    if name == "float8_e5m2":
+        return _float_type(h5t.IEEE_F16LE, sign=7, exponent=(2, 5), mantissa=(0, 2), size=1, bias=15)
+    if name not in _NUMPY:
+        raise CheckpointError(f"tensors of {dtype} cannot be stored in HDF5")
+    return h5t.py_create(np.dtype(_NUMPY[name]), logical=True)
+
+
+def _float_type(
+    base: Any, *, sign: int, exponent: tuple[int, int], mantissa: tuple[int, int], size: int, bias: int
+) -> Any:
+    """A floating-point type by its bit fields (first bit, number of bits). HDF5 checks each call: the order matters."""
+    made = base.copy()
+    made.set_fields(sign, *exponent, *mantissa)
+    made.set_precision(8 * size)
+    made.set_size(size)
+    made.set_ebias(bias)
+    return made
+
+
+T = TypeVar("T")
+ALIGNMENT = 4096
+"""Bytes; of every dataset that is at least so large. What direct I/O needs of memory, offsets and lengths."""
+_META_BLOCK = 64 << 10
+_RESERVED = re.compile(r"[%/@\x00-\x1f\x7f]|^\.$|^\.\.$")
+"""What means something in an HDF5 path, to this module or to a terminal."""
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """One dataset: a rectangle of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole logical tensor."""
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return prod(self.local_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ShardImage:
+    """Where everything is in a shard file."""
+
+    size: int
+    """Bytes of the whole file."""
+    places: tuple[int, ...]
+    """Byte at which the data of each row begins; 0 for one without elements."""
+    structure: tuple[tuple[int, bytes], ...]
+    """(begin, bytes) of all that is no tensor's data."""
+
+
+def make_row(piece: TensorShard) -> DatasetRow:
+    """What a piece looks like in a file."""
+    assert piece.local.dtype == piece.dtype, piece.name
+    assert len(piece.offset) == piece.local.dim() == len(piece.shape), piece.name
+    return DatasetRow(piece.name, tuple(piece.shape), piece.dtype, tuple(piece.offset), tuple(piece.local.shape))
+
+
+def name_datasets(tensors: Iterable[str]) -> list[str]:
+    """From the name of each row's tensor; a second rectangle of the same tensor gets `@1`, and so on.
+
+    A reserved character becomes %XX.
+    No offsets are in a name, so that the files of ranks that hold equally large shards have equal layouts.
+    """
+    names = list(tensors)
+    return [dataset_name(name, number) for name, number in zip(names, count_earlier_occurrences(names), strict=True)]
+
+
+def dataset_name(tensor: str, number: int) -> str:
+    """Of its rectangle number `number` in the file, from 0."""
+    safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), tensor) or "%"
+    return f"{safe}@{number}" if number else safe
+
+
+def count_earlier_occurrences(tensors: Iterable[str]) -> list[int]:
+    """Of every name how often it was there before."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in tensors:
+        found.append(seen.get(name, 0))
+        seen[name] = found[-1] + 1
+    return found
+
+
+def make_image(rows: Sequence[DatasetRow]) -> ShardImage:
+    """Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file."""
+    with make_anonymous_file(partial(_lay_out, rows)) as (places, content):
+        data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
+        size = os.fstat(content.fileno()).st_size
+        return ShardImage(size, tuple(places), tuple(find_gaps(content, data, size)))
+
+
+@contextmanager
+def make_anonymous_file(fill: Callable[[Path], T]) -> Iterator[tuple[T, BinaryIO]]:
+    """What `fill` says of a small file that it fills by `open_hdf5`, and its content. Errors as make_image.
+
+    It is in memory, as sparse as the model is large, and no directory has it: nothing is left of it, however the
+    process ends.
+    """
+    descriptor = os.memfd_create("hpc_train-image")
+    with os.fdopen(descriptor, "rb") as content:
+        try:
+            found = fill(Path(f"/proc/self/fd/{descriptor}"))
+        except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
+            os.ftruncate(descriptor, 1 << 50)  # the cause that it does not tell, where files may not be large
+            raise CheckpointError(format_error(error)) from error
+        yield found, content
+
+
+def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int = ALIGNMENT) -> Any:
+    """The file as all of ours are. Data of at least `threshold` bytes begins at a multiple of `interval`."""
+    return h5py.File(
+        path,
+        mode,
+        driver="stdio",  # the usual one refuses links, as all in /proc/self/fd are; the files are the same
+        libver=("v110", "v110"),  # checksummed metadata, readable by HDF5 1.10 and later
+        locking=False,
+        alignment_threshold=threshold,
+        alignment_interval=interval,
+        meta_block_size=_META_BLOCK,
+    )
+
+
+def _lay_out(rows: Sequence[DatasetRow], path: Path) -> list[int]:
+    named = zip(name_datasets(row.name for row in rows), rows, strict=True)
+    with open_hdf5(path, "w") as file:
+        writer = DatasetWriter(file)
+        return [writer.create(name, row) for name, row in named]
+
+
+class DatasetWriter:
+    """Datasets of one open file; what they have in common is made once, as thousands of small ones take long."""
+
+    def __init__(self, file: Any, late: bool = False) -> None:
+        """late: their data gets its place not now but when something is written to it."""
+        self._file = file.id
+        self._creation, self._link = _creation_properties(late)
+        self._text, self._integer = h5t.py_create(h5py.string_dtype(), logical=True), h5t.NATIVE_INT64
+        self._dtypes: dict[torch.dtype, tuple[Any, Any]] = {}
+        self._spaces: dict[tuple[int, ...], Any] = {}
+
+    def create(self, name: str, row: DatasetRow) -> int:
+        """Byte of the file at which its data begins; 0 for one that has no place, and for one without elements."""
+        return self._create(name, row, self._creation).get_offset() or 0
+
+    def create_chunked(self, name: str, row: DatasetRow, chunk: tuple[int, ...], level: int) -> Any:
+        """One in chunks of that shape, shuffled and deflated, which are to be written as they are stored."""
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_chunk(chunk)
+        creation.set_shuffle()
+        creation.set_deflate(level)
+        creation.set_fill_time(h5d.FILL_TIME_NEVER)
+        creation.set_obj_track_times(False)
+        return self._create(name, row, creation)
+
+    def _create(self, name: str, row: DatasetRow, creation: Any) -> Any:
+        kind, text = self._dtype(row.dtype)
+        dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), creation, self._link)
+        h5a.create(dataset, b"torch_dtype", self._text, self._space(())).write(text)
+        for attribute, values in ((b"global_shape", row.shape), (b"offset", row.offset)):
+            numbers = np.asarray(values, dtype=np.int64)
+            h5a.create(dataset, attribute, self._integer, self._space(numbers.shape)).write(numbers)
+        return dataset
+
+    def _dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """(its HDF5 type, its name as HDF5 writes it)."""
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = make_hdf5_type(dtype), np.array(dtype_name(dtype), dtype=h5py.string_dtype())
+        return self._dtypes[dtype]
+
+    def _space(self, shape: tuple[int, ...]) -> Any:
+        if shape not in self._spaces:
+            self._spaces[shape] = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+        return self._spaces[shape]
+
+
+def _creation_properties(late: bool) -> tuple[Any, Any]:
+    """Of a dataset and of its link."""
+    creation, link = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_LATE if late else h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # equal layouts make equal files
+    link.set_char_encoding(h5t.CSET_UTF8)
+    return creation, link
+
+
+def find_gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
+    """Everything between the tensors."""
+    found, at = [], 0
+    for begin, end in [*data, (size, size)]:
+        assert begin >= at, "HDF5 gave two datasets the same bytes"
+        if begin > at:
+            file.seek(at)
+            found.append((at, file.read(begin - at)))
+        at = end
+    return found

@@ -1,0 +1,384 @@
+"""manifest.json: what a committed step holds and where. Its presence under the final name is the commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint import provenance
+from hpc_train.checkpoint.errors import CheckpointError, UnreadableError, format_error
+from hpc_train.checkpoint.format import manifest_encoding
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
+from hpc_train.checkpoint.format.manifest_encoding import (
+    LARGEST_INTEGER,
+    DecodeBudget,
+    check_integers,
+    check_layout_bounds,
+    decode_layout,
+    encode_columns,
+    find_duplicate_name,
+)
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid
+from hpc_train.checkpoint.format.shard_layout import SingleShardTensors, StepLayout, find_single_shard_tensors
+from hpc_train.checkpoint.gc_pause import pause_gc
+from hpc_train.checkpoint.provenance import Origin, SaveTimes
+from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.regular_files import NotRegularError, is_plain_directory, read_regular
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 5
+"""Goes up when an older release could no longer read what is written."""
+VERSION_WITHOUT_SEALS = 4
+"""The last format whose tables of digests have no seals; otherwise the same."""
+_CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+"""The same text for equal content, on which the checksum is."""
+_NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
+_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
+MAX_MANIFEST_BYTES = 1 << 30
+"""Maximum bytes of a manifest."""
+_MAX_INFLATION = 2200
+"""Maximum bytes of an image per byte of its compressed file: deflate's 1032, and room between tensors."""
+_MANY_ROWS = 4096
+"""Rows of a layout above which the size of a file is checked first."""
+_PART, _DEPTH = 255, 8
+"""Maximum bytes of a component of a file's name, and maximum number of components."""
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A file as it was when it was committed."""
+
+    name: str
+    """Path within the directory of the step."""
+    bytes: int
+    digests: str
+    """`<algorithm>:<hex>` of its table of digests, which lies beside it."""
+    written_at: int | None = None
+    """The earlier step that it was written with, where it is a file of both (see links); None: this one."""
+    inflated: int | None = None
+    """Bytes of its image, where it is compressed: places in it are in that (see chunks)."""
+
+    @property
+    def image(self) -> int:
+        """Bytes of its image."""
+        return self.bytes if self.inflated is None else self.inflated
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is known of a checkpoint step without opening its shard files."""
+
+    step: int
+    sequence: int
+    """Counts the commits in a directory. It orders checkpoints: after a rollback the newest is not the highest step."""
+    world_size: int
+    holdings: StepLayout
+    files: tuple[ShardFile, ...]
+    extra: dict[str, Any]
+    finite: bool = True
+    """Neither NaN nor infinity in it, and none in the loss or the gradient since the save before."""
+    validation_loss: float | None = None
+    """At this very step; None if it was not measured, or is not finite."""
+    origin: Origin | None = None
+    """What made it, where that was told."""
+    times: SaveTimes | None = None
+    """Of its save; None for one that no training saved, and of earlier releases."""
+    version: int = FORMAT_VERSION
+    """Version of the format that it was read from."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shard files."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of those that were written with earlier steps."""
+        return sum(file.bytes for file in self.files if file.written_at is not None)
+
+    @property
+    def inflated(self) -> int | None:
+        """Bytes of all images, if there is a compressed file."""
+        compressed = any(file.inflated is not None for file in self.files)
+        return sum(file.image for file in self.files) if compressed else None
+
+    @cached_property
+    def lone(self) -> SingleShardTensors:
+        """The tensors of the holdings that are found by name alone; made once, as reshard asks many times."""
+        return find_single_shard_tensors(self.holdings)
+
+    @pause_gc()
+    def to_bytes(self, listed: dict[str, bytes] | None = None) -> bytes:
+        """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON.
+
+        listed: listing.texts of the holdings, if they are at hand.
+        """
+        body = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "sequence": self.sequence,
+            "world_size": self.world_size,
+            "finite": self.finite,
+            "validation_loss": self.validation_loss,
+            "block": BLOCK_BYTES,
+            "algorithm": BLOCK_DIGEST_ALGORITHM,
+            "files": [[file.name, file.bytes, file.digests] for file in self.files],
+            **({"written_at": [file.written_at for file in self.files]} if self.shared else {}),
+            **({"inflated": [file.inflated for file in self.files]} if self.inflated is not None else {}),
+            "extra": json.loads(json.dumps(self.extra, allow_nan=False)),  # as a reader will see it: no int keys
+            **({"origin": provenance.encode_provenance(self.origin)} if self.origin is not None else {}),
+            **({"times": provenance.encode_provenance(self.times)} if self.times is not None else {}),
+        }
+        values = {key: json.dumps(value, **_CANONICAL).encode() for key, value in body.items()}
+        values |= encode_columns(self.holdings) if listed is None else listed
+        parts = [it for key in sorted(values) for it in (b",", json.dumps(key).encode(), b":", values[key])]
+        parts[0] = b"{"
+        end = f',"checksum":"{checksum_bytes(*parts, b"}")}"}}\n'
+        return b"".join((*parts, end.encode()))
+
+
+@pause_gc()
+def parse_manifest(data: bytes, directory: Path | None = None) -> Manifest:
+    """Read a manifest and check every number in it (docs/checkpoint_format.md).
+
+    directory: of the step, whose shard files bound how much a manifest may claim. Raises CheckpointError if the text is
+    not exactly what `to_bytes` made, is of another format, or contradicts itself.
+    """
+    try:
+        return _parse_body(data, directory)
+    except KeyError as error:
+        raise CheckpointError(f"it is not a manifest (it has no {error})") from error
+    except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"it is not a manifest ({format_error(error)})") from error
+    except (RecursionError, MemoryError) as error:
+        raise CheckpointError(f"it is not a manifest ({type(error).__name__} while it was read)") from error
+
+
+def _parse_body(data: bytes, directory: Path | None) -> Manifest:
+    body = _parse_json(data)
+    version = body.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
+    if not _is_intact(data, body.pop("checksum", None), body):
+        raise CheckpointError("its content does not match its own checksum")
+    known = type(version) is int and version in (
+        *manifest_encoding.OLDER_FORMATS,
+        VERSION_WITHOUT_SEALS,
+        FORMAT_VERSION,
+    )
+    if not known or (body.get("block"), body.get("algorithm")) != (BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM):
+        raise CheckpointError(
+            f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it"
+        )
+    files = _parse_files(body["files"], body.get("written_at"), body.get("inflated"))
+    budget = DecodeBudget(len(data), lambda: _bytes_on_disk(files, directory))
+    listed = manifest_encoding.columns_of_older_manifest(body) if version in manifest_encoding.OLDER_FORMATS else body
+    holdings = decode_layout(listed, len(files), budget)
+    check_layout_bounds(holdings, files)
+    if directory is not None:
+        _check_sizes(holdings, files, directory)
+    told = provenance.parse_origin(body.get("origin")), provenance.parse_times(body.get("times"))
+    return Manifest(
+        _parse_number(body["step"]),
+        _parse_number(body["sequence"]),
+        _parse_number(body["world_size"]),
+        holdings,
+        files,
+        _parse_object(body["extra"]),
+        _parse_bool(body.get("finite", True)),
+        _parse_score(body.get("validation_loss")),
+        *told,
+        version=_parse_number(version),
+    )
+
+
+def read_manifest(path: Path, step: int) -> Manifest:
+    """The manifest in the directory of a step. Raises CheckpointError if it is missing, damaged or another step's.
+
+    UnreadableError, which is one too, if the file system fails.
+    """
+    manifest = parse_manifest(_read_bytes(path), path)
+    if manifest.step != step:
+        raise CheckpointError(f"it is the manifest of step {manifest.step}")
+    return manifest
+
+
+def read_sequence(path: Path, step: int) -> int:
+    """Of the manifest in the directory of a step, without a look at what the step holds. Raises as `read` does."""
+    data = _read_bytes(path)
+    if (told := _quick_numbers(data)) is not None and told[1] == step and told[0] <= LARGEST_INTEGER:
+        return told[0]
+    try:
+        body = _parse_json(data)
+        if not _is_intact(data, body.pop("checksum", None), body):
+            raise CheckpointError("its content does not match its own checksum")
+        if body.get("step") != step:
+            raise CheckpointError("it is not the manifest of that step")
+        return _parse_number(body.get("sequence"))
+    except (TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"it is not a manifest ({type(error).__name__})") from error
+
+
+def _quick_numbers(data: bytes) -> tuple[int, int] | None:
+    """(sequence, step), if the text is as it was written; None: it must be looked at as a whole.
+
+    Without making objects of what it says of thousands of tensors. `extra` is before it, and in strings no quote stands
+    by itself, so the last text like this is that of the manifest.
+    """
+    end = data.rfind(b',"checksum":')
+    if end < 0 or data[end:] != f',"checksum":"{checksum_bytes(data[:end] + b"}")}"}}\n'.encode():
+        return None
+    found = _NUMBERS.match(data, max(0, data.rfind(b',"sequence":')))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if not is_plain_directory(path):
+            raise CheckpointError("the step is not a directory")
+        return read_regular(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError("missing") from None
+    except NotRegularError as error:
+        raise CheckpointError(str(error.strerror)) from error
+    except MemoryError as error:
+        raise CheckpointError("it is larger than the memory") from error
+    except OSError as error:
+        raise UnreadableError(f"cannot be read: {error.strerror}") from error
+
+
+def find_incomplete_tensor(holdings: StepLayout) -> tuple[str, str] | None:
+    """(tensor, why) of the first tensor whose parts disagree or do not cover it exactly once; None if all do."""
+    if twice := find_duplicate_name(holdings.names):
+        return twice, "its pieces disagree on shape or dtype"
+    for tensor in holdings.tensors:
+        if holdings.is_in_one_part(tensor):
+            continue
+        offsets, shapes = holdings.rectangles(tensor)
+        if not forms_grid(tensor.shape, offsets, shapes):
+            rows = zip(offsets.tolist(), shapes.tolist(), strict=True)
+            parts = [Rectangle(tuple(offset), tuple(shape)) for offset, shape in rows]
+            if why := explain_coverage(tensor.rectangle, parts):
+                return tensor.name, why
+    return None
+
+
+def _parse_json(data: bytes) -> dict[str, Any]:
+    """Return the JSON object. Raises CheckpointError, and RecursionError if it is nested too deeply."""
+    try:
+        body = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_number)
+    except ValueError as error:  # also UnicodeDecodeError
+        raise CheckpointError(f"it is not JSON ({format_error(error)})") from error
+    if type(body) is not dict:
+        raise CheckpointError("it is not a JSON object")
+    return body
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _is_intact(data: bytes, checksum: object, body: dict[str, Any]) -> bool:
+    """checksum, body: what `data` says. As it was written its text can be looked at; elsewise its content."""
+    written = data[: max(0, data.rfind(b',"checksum":'))] + b"}"
+    return checksum == checksum_bytes(written) or checksum == checksum_bytes(json.dumps(body, **_CANONICAL).encode())
+
+
+def _parse_files(rows: Any, *optional: Any) -> tuple[ShardFile, ...]:
+    """optional: the columns that a manifest may lack, written_at and inflated."""
+    columns = [[None] * len(rows) if column is None else column for column in optional]
+    if any(type(column) is not list or len(column) != len(rows) for column in (rows, *columns)):
+        raise ValueError("columns of files that do not fit each other")
+    found = tuple(_parse_file(row, *rest) for row, *rest in zip(rows, *columns, strict=True))
+    if len({file.name for file in found}) < len(found):
+        raise ValueError("the same file twice")
+    return found
+
+
+def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
+    name, size, digests = row
+    name = _checked_file_name(name)
+    if type(digests) is not str or not _CHECKSUM.fullmatch(digests):
+        raise ValueError("a table of digests without a checksum")
+    since = None if written_at is None else _parse_number(written_at)
+    whole = None if inflated is None else _parse_number(inflated)
+    if whole is not None and whole > _parse_number(size) * _MAX_INFLATION + _MAX_INFLATION:
+        raise ValueError(f"a file of {size} bytes that would be {whole} bytes inflated")
+    return ShardFile(name, _parse_number(size), digests, since, whole)
+
+
+def _parse_number(value: Any) -> int:
+    check_integers([value])
+    if not 0 <= value <= LARGEST_INTEGER:
+        raise ValueError("a number that is negative or too large")
+    return int(value)
+
+
+def _parse_object(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise TypeError("extra that is no object")
+    return value
+
+
+def _parse_bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError("neither true nor false")
+    return value
+
+
+def _parse_score(value: Any) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not isfinite(value):
+        raise TypeError("a validation loss that is no finite number")
+    return float(value)
+
+
+def _checked_file_name(name: Any) -> str:
+    """Return the name of a shard file, a path below the directory of the step. Raises ValueError for any other."""
+    parts = name.split("/") if type(name) is str else [""]
+    plain = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= _PART for part in parts)
+    if not plain or len(parts) > _DEPTH or not name.isprintable() or parts[0] in (MANIFEST_FILE, "bad", "index.h5"):
+        raise ValueError(f"{str(name)[:200]!r} is not the name of a file of a step")
+    return str(name)
+
+
+def _check_sizes(holdings: StepLayout, files: Sequence[ShardFile], directory: Path) -> None:
+    """Raise CheckpointError if many rows are said to be in a file that does not have its size.
+
+    Other files are checked when they are opened; expanding so many rows takes memory.
+    """
+    for layout in holdings.layouts:
+        if len(layout.tensors) > _MANY_ROWS and len(layout.files):
+            file = files[layout.files[0]]
+            with suppress(OSError):
+                size = (directory / file.name).lstat().st_size
+                if size != file.bytes:
+                    raise CheckpointError(f"{file.name} has {size} bytes, {file.bytes} were committed")
+
+
+def _bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:
+    """Return the total bytes of the shard files that exist and have the right size."""
+    if directory is None:
+        return 0
+    found = 0
+    for file in files:
+        with suppress(OSError, ValueError):
+            size = (directory / file.name).lstat().st_size
+            found += size if size == file.bytes else 0
+    return found

@@ -1,0 +1,425 @@
+"""Encode what the files of a step hold as columns of a manifest, and check what a manifest from elsewhere says.
+
+Rows of integers become nested loops: what thousands of ranks hold follows a rule, and the manifest keeps the rule. A
+few bytes of text can ask for many numbers, so decoding has a budget (`DecodeBudget`). `check_layout_bounds` looks at
+all rows of a layout at once, before any use.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.shard_layout import (
+    EnclosingDataset,
+    Integers,
+    RowCut,
+    SharedLayout,
+    StepLayout,
+    TensorKind,
+    find_distinct,
+)
+
+if TYPE_CHECKING:
+    from hpc_train.checkpoint.format.manifest import ShardFile
+
+IntegerArray = NDArray[np.int64]
+LARGEST_INTEGER = 1 << 62
+"""Largest number in a manifest; with larger ones, the sum of two could overflow."""
+_MAX_LOOP_DEPTH = 64
+"""Maximum nesting of loops: each that really loops at least doubles the row."""
+
+
+def encode_integers(values: Sequence[int]) -> Any:
+    """What JSON can hold and `decode` gives back: `{"from": v, "loops": [[count, stride], ...]}`, outermost first.
+
+    That where the values are a sum of counters times strides; else the values themselves.
+    """
+    row = np.asarray(values, dtype=np.int64)
+    loops = _loops(row)
+    if loops is None:
+        return row.tolist()
+    return {"from": int(row[0]), "loops": [list(loop) for loop in loops]}
+
+
+def decode_integers(code: Any, most: int) -> IntegerArray:
+    """Return the values. That there are at most `most` is checked before memory is allocated for them.
+
+    Raises TypeError, KeyError, ValueError or OverflowError for what `encode` did not make.
+    """
+    number = count_encoded(code)
+    if number > most:
+        raise ValueError(f"{number} numbers where there can be {most}")
+    if type(code) is list:
+        check_integers(code)
+        return np.frombuffer(array("q", code), dtype=np.int64)  # several times as fast as asarray
+    row = np.asarray([code["from"]], dtype=np.int64)
+    for count, stride in code["loops"]:
+        row = (row[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+    return row
+
+
+def check_integers(values: Sequence[Any]) -> None:
+    """Raise TypeError unless all values are integers; true and 1.0 are not."""
+    if not set(map(type, values)) <= {int}:
+        raise TypeError("a number that is no integer")
+
+
+def count_encoded(code: Any) -> int:
+    """Return how many values `decode` would return, without decoding them. Raises as `decode`."""
+    if type(code) is list:
+        return len(code)
+    if type(code) is not dict or code.keys() != {"from", "loops"}:
+        raise TypeError("a column that is neither a list nor loops")
+    first, loops = code["from"], code["loops"]
+    check_integers([first])
+    if type(loops) is not list or len(loops) > _MAX_LOOP_DEPTH:
+        raise TypeError("loops that are none")
+    total, low, high = 1, first, first
+    for loop in loops:
+        if type(loop) is not list or len(loop) != 2:
+            raise TypeError("a loop that is no pair")
+        check_integers(loop)
+        count, stride = loop
+        if not 1 <= count <= LARGEST_INTEGER:
+            raise ValueError(f"a loop of {count} rounds")
+        total, low, high = total * count, low + min(0, (count - 1) * stride), high + max(0, (count - 1) * stride)
+    if low < -LARGEST_INTEGER or high > LARGEST_INTEGER:
+        raise OverflowError("a number that is too large")
+    return total
+
+
+def _loops(row: IntegerArray) -> list[tuple[int, int]] | None:
+    """(count, stride) of every loop, outermost first; None if there are none that make the row."""
+    if len(row) < 2:
+        return [] if len(row) else None
+    stride = int(row[1] - row[0])
+    jumps = np.flatnonzero(np.diff(row) != stride)
+    count = int(jumps[0]) + 1 if len(jumps) else len(row)
+    if count == 1 or len(row) % count:
+        return None
+    rounds = row.reshape(-1, count)
+    if not (rounds == rounds[:, :1] + np.arange(count) * stride).all():
+        return None
+    outer = _loops(rounds[:, 0])
+    return None if outer is None else [*outer, (count, stride)]
+
+
+MAX_NAME_LENGTH = 65_535
+"""Maximum characters of a tensor's name; HDF5 allows no more."""
+MAX_DIMENSIONS = 32
+"""Maximum dimensions of a tensor; HDF5 allows no more."""
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FREE = 1 << 21
+"""Numbers that loops may expand to in any manifest, however few bytes it has."""
+
+
+class DecodeBudget:
+    """Limit on the numbers in the columns of a manifest, because a few bytes of text can ask for many.
+
+    Loops say in a few bytes what takes millions of numbers, as they should for a job of thousands of ranks. But each
+    number is of a dataset that takes some hundred bytes in a shard file, so more than `_FREE` are accepted only if the
+    shard files are that large.
+    """
+
+    def __init__(self, text: int, stored: Callable[[], int]) -> None:
+        """text: bytes of the manifest. stored: returns how many bytes the shard files have on the disk."""
+        self._left, self._stored = _FREE + text, stored
+        self._asked = False
+
+    def take(self, number: int) -> None:
+        """Take `number` numbers off the budget. Raises ValueError if that is more than there can be."""
+        if number > self._left and not self._asked:
+            self._left, self._asked = self._left + self._stored() // 64, True
+        if number > self._left:
+            raise ValueError("columns of more numbers than there can be in files of that size")
+        self._left -= number
+
+    def column(self, code: Any, most: int) -> Integers:
+        """Decode a column of at most `most` numbers."""
+        if type(code) is not list:  # a list is as long in the text
+            self.take(min(count_encoded(code), most))
+        return decode_integers(code, most)
+
+
+def encode_layout(holdings: StepLayout) -> dict[str, Any]:
+    """Lists and numbers only."""
+    return {
+        "tensors": holdings.names,
+        "kinds": {"of": encode_integers(holdings.kind.tolist()), "are": holdings.kinds},
+        "layouts": [
+            {
+                "files": encode_integers(it.files.tolist()),
+                "tensors": encode_integers(it.tensors.tolist()),
+                "places": encode_integers(it.places.tolist()),
+                "cuts": {"of": encode_integers(it.cut.tolist()), "are": [_encode_cut(cut) for cut in it.cuts]},
+                **({"within": it.within} if it.within is not None else {}),
+            }
+            for it in holdings.layouts
+        ],
+    }
+
+
+def decode_layout(body: dict[str, Any], files: int, budget: DecodeBudget) -> StepLayout:
+    """Read holdings of `files` files; KeyError, TypeError, ValueError or OverflowError if not made by `to_json`."""
+    names = _parse_names(body["tensors"])
+    kinds = tuple(_parse_kind(it) for it in _parse_list(body["kinds"]["are"]))
+    kind = _parse_indices(body["kinds"]["of"], len(kinds), len(names), budget)
+    layouts = tuple(_parse_layout(it, len(names), files, budget) for it in _parse_list(body["layouts"]))
+    return StepLayout(names, kinds, kind, layouts)
+
+
+def encode_columns(holdings: StepLayout) -> dict[str, bytes]:
+    """What `to_json` gives, each value as the text of a manifest."""
+    how: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+    return {key: json.dumps(value, **how).encode() for key, value in encode_layout(holdings).items()}
+
+
+def _parse_names(names: Any) -> tuple[str, ...]:
+    if not set(map(type, _parse_list(names))) <= {str}:
+        raise TypeError("a name that is no text")
+    "".join(names).encode()  # raises ValueError for invalid text, such as half of a surrogate pair
+    if max(map(len, names), default=0) > MAX_NAME_LENGTH:
+        raise ValueError(f"a name of more than {MAX_NAME_LENGTH} characters")
+    return tuple(names)
+
+
+def _parse_kind(body: Any) -> TensorKind:
+    dtype, shape = _parse_list(body)
+    if type(dtype) is not str or not _DTYPE.fullmatch(dtype):
+        raise ValueError("a dtype that has no name")
+    return TensorKind(dtype, parse_sizes(shape))
+
+
+def parse_sizes(values: Any) -> tuple[int, ...]:
+    """Return a shape or an offset; raises if a number is negative, or so large that a volume would overflow."""
+    check_integers(_parse_list(values))
+    if len(values) > MAX_DIMENSIONS or any(not 0 <= it <= LARGEST_INTEGER for it in values):
+        raise ValueError("a shape that no tensor has")
+    return tuple(values)
+
+
+def _parse_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"{type(value).__name__} in place of a list")
+    return value
+
+
+def _parse_layout(body: dict[str, Any], tensors: int, number: int, budget: DecodeBudget) -> SharedLayout:
+    files = _parse_indices(body["files"], number, None, budget)
+    places = budget.column(body["places"], LARGEST_INTEGER)
+    cuts = tuple(_parse_cut(it, len(files), budget) for it in _parse_list(body["cuts"]["are"]))
+    of_tensor = _parse_indices(body["tensors"], tensors, len(places), budget)
+    of_cut = _parse_indices(body["cuts"]["of"], len(cuts), len(places), budget)
+    within = tuple(map(_parse_enclosing, _parse_list(body["within"]))) if "within" in body else None
+    if within is not None and len(within) != len(places):
+        raise ValueError("a layout whose columns differ in length")
+    return SharedLayout(files, of_tensor, places, cuts, of_cut, within)
+
+
+def _parse_enclosing(body: Any) -> EnclosingDataset:
+    number, shape, start = _parse_list(body)
+    return EnclosingDataset(parse_sizes([number])[0], parse_sizes(shape), parse_sizes(start))
+
+
+def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudget) -> Integers:
+    """Decode indices of `among` things. number: how many; None: as many as there are, each once."""
+    found = budget.column(code, among if number is None else number)
+    if number is not None and len(found) != number:
+        raise ValueError("columns that do not fit each other")
+    if len(found) and not 0 <= found.min() <= found.max() < among:
+        raise ValueError("a column that counts what is not there")
+    if number is None and len(np.unique(found)) < len(found):
+        raise ValueError("the same file twice in a layout")
+    return found
+
+
+def _encode_cut(cut: RowCut) -> Any:
+    return [cut.shape, [encode_integers(column.tolist()) for column in cut.offsets.T]]
+
+
+def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
+    shape, codes = _parse_list(body)
+    columns = [budget.column(code, members) for code in _parse_list(codes)]
+    if len(columns) != len(_parse_list(shape)) or any(len(column) != members for column in columns):
+        raise ValueError("offsets of another number of files")
+    offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
+    return RowCut(parse_sizes(shape), offsets)
+
+
+OLDER_FORMATS = (2, 3)
+"""Both say the same of tensors; 3 told that there were compressed files."""
+
+
+def columns_of_older_manifest(body: dict[str, Any]) -> dict[str, Any]:
+    """What listing.from_json takes. Raises KeyError, TypeError or ValueError for what is no such manifest."""
+    return {
+        "tensors": [name for name, _, _ in body["tensors"]],
+        "kinds": _distinct_columns([[dtype, shape] for _, dtype, shape in body["tensors"]]),
+        "layouts": [
+            {
+                **{key: layout[key] for key in ("files", "tensors", "places", "within") if key in layout},
+                "cuts": _distinct_columns([list(row) for row in zip(layout["shapes"], layout["offsets"], strict=True)]),
+            }
+            for layout in body["layouts"]
+        ],
+    }
+
+
+def _distinct_columns(rows: Sequence[Any]) -> dict[str, Any]:
+    """The different ones, and of each row which of them it is."""
+    texts, of = find_distinct(map(repr, rows))
+    known = dict(zip(map(repr, rows), rows, strict=True))
+    return {"of": of.tolist(), "are": [known[text] for text in texts]}
+
+
+_PAIRS, _DIMENSIONS = 4096, 32
+_DATASET = 64
+"""Minimum bytes that a dataset takes in a file, without its data."""
+_ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
+}
+
+
+def minimum_itemsize(dtype: str) -> int:
+    """Return bytes per element; 1, the minimum, for a dtype that this release does not know."""
+    return _ITEM.get(dtype, 1)
+
+
+def check_layout_bounds(holdings: StepLayout, files: Sequence[ShardFile]) -> None:
+    """Raise CheckpointError unless every rectangle is in its tensor, and every row has bytes of its files to itself.
+
+    The rectangles of a tensor must also have as many elements together as the tensor. Whether they are the same
+    elements is checked by `manifest.incomplete`, which looks at tensors one by one.
+    """
+    twice = find_duplicate_name(holdings.names)
+    if twice is not None:
+        raise CheckpointError(f"tensor {twice!r} is listed twice")
+    of_files = [it.files for it in holdings.layouts]
+    if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
+        raise CheckpointError("a file has two layouts")
+    if sum(map(len, of_files)) < len(files):
+        raise CheckpointError("a file has no layout")
+    images = np.array([file.image for file in files], dtype=np.int64)
+    elements, about = np.zeros((2, len(holdings.names)), dtype=np.int64), np.zeros(len(holdings.names))
+    volumes = np.array([_checked_volume(it.shape, minimum_itemsize(it.dtype)) for it in holdings.kinds], dtype=np.int64)
+    items = np.array([minimum_itemsize(it.dtype) for it in holdings.kinds], dtype=np.int64)
+    for layout in holdings.layouts:
+        _check_rectangles(holdings, layout)
+        _check_within(layout)
+        volume = np.array([_checked_volume(it.shape, 1) for it in layout.cuts], dtype=np.int64)[layout.cut]
+        np.add.at(elements[0], layout.tensors, volume * len(layout.files))
+        about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
+        if len(layout.files):
+            if layout.within is None and len(layout.tensors) * _DATASET > min(files[it].bytes for it in layout.files):
+                raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
+            sizes = volume * items[holdings.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
+            _check_places(holdings, layout, sizes, int(images[layout.files].min()), files)
+    elements[1] = volumes[holdings.kind]
+    # the first sum may overflow: then it differs from the second, or the float sum is far from both
+    wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
+    if wrong.any():
+        tensor = int(wrong.argmax())
+        least = min(int(elements[1, tensor]), LARGEST_INTEGER)
+        raise CheckpointError(
+            f"tensor {holdings.names[tensor]!r}: its pieces have {about[tensor]:.0f} elements together, it has {least}"
+        )
+
+
+def find_duplicate_name(names: Sequence[str]) -> str | None:
+    """Return a name that occurs more than once, if any."""
+    return None if len(set(names)) == len(names) else Counter(names).most_common(1)[0][0]
+
+
+def _checked_volume(shape: tuple[int, ...], item: int) -> int:
+    """Return the number of elements. Raises CheckpointError for more than memory can have."""
+    volume = prod(shape)
+    if volume * item > LARGEST_INTEGER:
+        raise CheckpointError(f"a tensor of shape {shape}")
+    return volume
+
+
+def _check_rectangles(holdings: StepLayout, layout: SharedLayout) -> None:
+    """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
+    whole, dimensions = _padded([it.shape for it in holdings.kinds])
+    shape, of_cut = _padded([it.shape for it in layout.cuts])
+    least, greatest = np.zeros_like(shape), np.zeros_like(shape)
+    for at, cut in enumerate(layout.cuts):
+        if cut.offsets.size:
+            least[at, : len(cut.shape)] = cut.offsets.min(axis=0)
+            greatest[at, : len(cut.shape)] = cut.offsets.max(axis=0)
+    pairs = np.array(list_kind_cut_pairs(holdings, layout), dtype=np.int64).reshape(-1, 2)
+    for first in range(0, len(pairs), _PAIRS):
+        kind, cut = pairs[first : first + _PAIRS].T
+        fits = (dimensions[kind] == of_cut[cut]) & (least[cut] >= 0).all(axis=1)
+        fits &= (greatest[cut] <= whole[kind] - shape[cut]).all(axis=1)
+        if not fits.all():
+            bad = int(fits.argmin())
+            piece, tensor = layout.cuts[cut[bad]].shape, holdings.kinds[kind[bad]].shape
+            raise CheckpointError(f"a piece of shape {piece} reaches outside of a tensor of shape {tensor}")
+
+
+def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
+    """Return the shapes as [shapes, 32], padded with zeros, and the number of dimensions of each."""
+    found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
+    for at, shape in enumerate(shapes):
+        found[at, : len(shape)] = shape
+    return found, np.array([len(it) for it in shapes], dtype=np.int64)
+
+
+def list_kind_cut_pairs(holdings: StepLayout, layout: SharedLayout) -> list[tuple[int, int]]:
+    """Return the (kind, cut) pairs of a layout, in ascending order: which kinds of tensors are cut in which ways."""
+    if not len(layout.tensors):
+        return []
+    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    number = len(holdings.kinds) * len(layout.cuts)
+    if number <= 4 * len(both):  # without sorting them
+        there = np.zeros(number, dtype=np.bool_)
+        there[both] = True
+        found = np.flatnonzero(there)
+    else:
+        found = np.unique(both)
+    return [divmod(it, len(layout.cuts)) for it in found.tolist()]
+
+
+def _check_within(layout: SharedLayout) -> None:
+    """Raise CheckpointError unless each row is within the dataset that it is a part of."""
+    if layout.within is None:
+        return
+    for within, shape in zip(layout.within, layout.shapes, strict=True):
+        fits = len(within.shape) == len(within.start) == len(shape)
+        if not fits or any(at + size > of for at, size, of in zip(within.start, shape, within.shape, strict=True)):
+            raise CheckpointError(f"a piece of shape {shape} reaches outside of a dataset of shape {within.shape}")
+
+
+def _check_places(
+    holdings: StepLayout, layout: SharedLayout, sizes: Integers, image: int, files: Sequence[ShardFile]
+) -> None:
+    """Raise CheckpointError if a row lies outside the smallest file or two share a byte; empty rows lie nowhere."""
+    rows = np.flatnonzero(sizes)
+    begin, size = layout.places[rows], sizes[rows]
+    outside = (begin < 0) | (begin > image) | (size > image - begin)
+    if outside.any():
+        row = int(rows[outside.argmax()])
+        raise CheckpointError(
+            f"tensor {holdings.names[layout.tensors[row]]!r} would be at byte {layout.places[row]} of"
+            f" {files[layout.files[0]].name}, {sizes[row]} bytes of {image}"
+        )
+    if (begin[1:] - begin[:-1] < size[:-1]).any():
+        order = np.argsort(begin, kind="stable")
+        shared = begin[order][1:] - begin[order][:-1] < size[order][:-1]
+        if shared.any():
+            at = int(shared.argmax())
+            first, second = (holdings.names[layout.tensors[rows[order[it]]]] for it in (at, at + 1))
+            raise CheckpointError(
+                f"tensors {first!r} and {second!r} have bytes of {files[layout.files[0]].name} in common"
+            )

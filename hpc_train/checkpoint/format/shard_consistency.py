@@ -1,0 +1,158 @@
+"""Check that a manifest describes a shard file as the file describes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.block_digests import DigestTable, PartTable, iterate_chunk_spans
+from hpc_train.checkpoint.format.hdf5_layout import dataset_name, name_datasets
+from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset, parse_datasets
+from hpc_train.checkpoint.format.manifest import ShardFile
+from hpc_train.checkpoint.format.manifest_encoding import list_kind_cut_pairs, minimum_itemsize
+from hpc_train.checkpoint.format.shard_layout import (
+    Integers,
+    SharedLayout,
+    StepLayout,
+    compute_seal,
+    hash_row_form,
+    seal_table,
+)
+
+ReadBytes = Callable[[int, int], bytes]
+"""Reads bytes [begin, end) of a file."""
+_UNMASKED, _MASKED = 0, 0b11
+
+
+class ExpectedDataset(NamedTuple):
+    """A dataset as the manifest describes it."""
+
+    tensor: str
+    dtype: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: int | None
+    """Byte of the image; None if the manifest does not tell, as for a dataset without elements."""
+
+
+def check_shard_file(
+    holdings: StepLayout, index: int, file: ShardFile, table: DigestTable, read: ReadBytes, thorough: bool
+) -> None:
+    """Raise CheckpointError unless a manifest describes a file as its writer did.
+
+    index: of the file in the step. thorough: check the file's own HDF5 structure even if its seal is right, which takes
+    some 50 microseconds a dataset.
+    """
+    found = ((layout, np.flatnonzero(layout.files == index)) for layout in holdings.layouts)
+    layout, members = next(((layout, members) for layout, members in found if len(members)), (None, None))
+    if layout is None or members is None:
+        return  # nothing of it is ever read
+    member = int(members[0])
+    sealed = table.seal is not None and layout.within is None
+    if sealed and table.seal != seal_table(compute_layout_seal(holdings, layout, member), table.parts):
+        raise CheckpointError("what the manifest says of it is not what was written (seal)")
+    if thorough or not sealed:
+        datasets = parse_datasets(read, file.bytes)
+        _compare(_expected(holdings, layout, member), datasets, table.parts, layout.within is None)
+
+
+def compute_layout_seal(holdings: StepLayout, layout: SharedLayout, member: int) -> bytes:
+    """Return the seal of a file as a manifest describes it. member: index of the file among those of the layout."""
+    pairs = list_kind_cut_pairs(holdings, layout)
+    codes = np.zeros(len(pairs), dtype=np.uint64)
+    for at, (kind, cut) in enumerate(pairs):
+        of, rectangle = holdings.kinds[kind], layout.cuts[cut]
+        codes[at] = hash_row_form((of.dtype, of.shape, tuple(rectangle.offsets[member].tolist()), rectangle.shape))
+    numbers = np.array([kind * len(layout.cuts) + cut for kind, cut in pairs], dtype=np.int64)
+    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    column = np.repeat(codes, len(both)) if len(codes) == 1 else codes[np.searchsorted(numbers, both)]
+    return compute_seal(_names(holdings, layout.tensors), column, layout.places)
+
+
+def _names(holdings: StepLayout, tensors: Integers) -> Sequence[str]:
+    names = holdings.names
+    if len(tensors) == len(names) and bool((tensors == np.arange(len(names))).all()):
+        return names
+    return list(map(names.__getitem__, tensors.tolist()))
+
+
+def _expected(holdings: StepLayout, layout: SharedLayout, member: int) -> dict[str, list[ExpectedDataset]]:
+    """Return what is expected of each dataset, by its name; several entries where a dataset is wanted in parts."""
+    tensors = [holdings.tensors[it] for it in layout.tensors.tolist()]
+    rows = zip(tensors, layout.shapes, layout.offsets, layout.places.tolist(), strict=True)
+    found: dict[str, list[ExpectedDataset]] = {}
+    if layout.within is None:
+        names = name_datasets(it.name for it in tensors)
+        for name, (tensor, shape, offsets, place) in zip(names, rows, strict=True):
+            at = place if prod(shape) else None
+            row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, tuple(offsets[member].tolist()), shape, at)
+            found.setdefault(name, []).append(row)
+        return found
+    for within, (tensor, shape, offsets, place) in zip(layout.within, rows, strict=True):
+        start, of = within.start, within.shape
+        strides = [prod(of[dim + 1 :]) for dim in range(len(of))]
+        first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+        if not _is_contiguous(shape, of):
+            raise CheckpointError(f"tensor {tensor.name!r}: a piece of it is not in one row of bytes of its dataset")
+        offset = tuple(at - by for at, by in zip(offsets[member].tolist(), start, strict=True))
+        begin = place - first * minimum_itemsize(tensor.dtype) if prod(shape) else None
+        row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, offset, of, begin)
+        found.setdefault(dataset_name(tensor.name, within.number), []).append(row)
+    return found
+
+
+def _is_contiguous(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Return whether a rectangle of a row-major array is one contiguous run of its bytes."""
+    dim = next((dim for dim, size in enumerate(part) if size > 1), len(part))
+    return part[dim + 1 :] == whole[dim + 1 :]
+
+
+def _compare(
+    expected: dict[str, list[ExpectedDataset]], datasets: dict[str, ParsedDataset], parts: PartTable | None, whole: bool
+) -> None:
+    """Raise CheckpointError if datasets differ from the expected ones. whole: the file must have no other datasets."""
+    if whole and len(datasets) != len(expected):
+        raise CheckpointError(f"it has {len(datasets)} datasets, the manifest says {len(expected)}")
+    for name, rows in expected.items():
+        dataset = datasets.get(_as_stored(name))
+        for row in rows:
+            if dataset is None:
+                raise CheckpointError(f"tensor {row.tensor!r}: it has no such dataset")
+            told = (row.dtype, row.whole, row.offset, row.shape)
+            if told != (dataset.dtype, dataset.whole, dataset.offset, dataset.shape):
+                raise CheckpointError(f"tensor {row.tensor!r}: its dataset is of another type, shape or offset")
+            if minimum_itemsize(row.dtype) != dataset.itemsize and minimum_itemsize(row.dtype) != 1:
+                raise CheckpointError(f"tensor {row.tensor!r}: its dataset has elements of another size")
+            if row.place is not None:
+                _check_place(row, dataset, parts)
+
+
+def _as_stored(name: str) -> str:
+    return name.encode().decode("utf-8", "surrogateescape")
+
+
+def _check_place(row: ExpectedDataset, dataset: ParsedDataset, parts: PartTable | None) -> None:
+    if row.place is None:
+        return
+    if parts is None:
+        if dataset.place != row.place:
+            raise CheckpointError(f"tensor {row.tensor!r}: its dataset is at byte {dataset.place}, not {row.place}")
+        return
+    size = prod(row.shape) * dataset.itemsize
+    spans, stored, whole = [(0, size)], [(dataset.place, size, _MASKED)], 0
+    if dataset.chunk is not None:
+        spans = list(iterate_chunk_spans(dataset.shape, dataset.itemsize, dataset.chunk, len(dataset.chunks)))
+        stored = [(it.at, it.stored, it.mask) for it in dataset.chunks]
+        whole = prod(dataset.chunk) * dataset.itemsize
+    first = int(np.searchsorted(parts["begin"], row.place))
+    found, forms = [], set()
+    for begin, length, at, kept, of, item in parts[first : first + len(spans)].tolist():
+        found.append(((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED)))
+        forms |= {(of, item)} if of else set()
+    if found != list(zip(spans, stored, strict=True)) or forms - {(whole, dataset.itemsize)}:
+        raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

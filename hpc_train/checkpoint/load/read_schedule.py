@@ -1,0 +1,297 @@
+"""Which bytes of which files a rank needs, and where they belong in memory: strips, read in whole blocks.
+
+A strip is some evenly spaced runs of bytes. A rectangle of a tensor that lies in a rectangle in a file is a few
+strips, whatever the number of dimensions; one that is contiguous in both is a single run. Thousands of them are one
+array. Adjacent small tensors share a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
+from hpc_train.checkpoint.format.rectangle import Rectangle
+from hpc_train.interfaces import TensorShard
+
+Buffer = memoryview | NDArray[np.uint8]
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+"""Runs of so few bytes are copied as numbers, whatever they mean."""
+
+
+class LoadDestinations:
+    """Of all pieces. Thousands of small ones are looked at together, as most are filled by their addresses alone."""
+
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
+        self._locals = [piece.local for piece in pieces]
+        assert not any(map(Tensor.is_conj, self._locals)), "its memory is not its values"
+        assert not any(map(Tensor.is_neg, self._locals)), "its memory is not its values"
+        whole = list(map(Tensor.is_contiguous, self._locals))
+        self._made = {index: LoadDestination(self._locals[index]) for index, it in enumerate(whole) if not it}
+        self.addresses = np.array(list(map(Tensor.data_ptr, self._locals)), dtype=np.int64)
+        """[pieces]: of their memory; 0 for those on a GPU."""
+        for index in self._made:
+            self.addresses[index] = self._made[index].address
+        self.addresses[~np.array([it.is_cpu for it in self._locals], dtype=np.bool_)] = 0
+        self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
+        """[pieces]: their bytes."""
+
+    def __getitem__(self, piece: int) -> LoadDestination:
+        if piece not in self._made:
+            self._made[piece] = LoadDestination(self._locals[piece])
+        return self._made[piece]
+
+    def finish(self) -> None:
+        """When every byte has come."""
+        for it in self._made.values():
+            it.finish()
+
+
+class LoadDestination:
+    """Where the bytes of a piece go: its own memory, or, where that is not contiguous, a copy until `finish`."""
+
+    def __init__(self, local: Tensor) -> None:
+        self._local = self._whole = local
+        if not local.is_contiguous():
+            self._whole = torch.empty_like(local, memory_format=torch.contiguous_format)
+
+    @cached_property
+    def memory(self) -> NDArray[np.uint8] | None:
+        """None on a GPU."""
+        return self._bytes.numpy() if self._whole.is_cpu else None
+
+    @property
+    def address(self) -> int:
+        """Of the memory."""
+        return self._whole.data_ptr()
+
+    @cached_property
+    def _bytes(self) -> Tensor:
+        return self._whole.detach().reshape(-1).view(torch.uint8)
+
+    def put(self, at: int, step: int, runs: NDArray[Any]) -> None:
+        """Copy runs, as `view` gives them, to bytes `at`, `at + step`, ... of the piece."""
+        count, run = len(runs), runs[:1].nbytes
+        if self.memory is not None:
+            view_runs(self.memory, at, count, step, run)[...] = runs
+            return
+        to = self._bytes.as_strided((count, run), (step, 1), self._bytes.storage_offset() + at)
+        to.copy_(torch.from_numpy(np.ascontiguousarray(runs).view(np.uint8).reshape(count, run)))
+
+    def finish(self) -> None:
+        """When every byte has come."""
+        if self._whole is not self._local:
+            self._local.detach().copy_(self._whole)
+
+
+def view_runs(buffer: Buffer, first: int, count: int, stride: int, run: int) -> NDArray[Any]:
+    """Evenly spaced runs of a buffer: [count, run] bytes, or [count] numbers where a run is as long as one."""
+    if count == 1 or run not in _BITS:
+        return np.ndarray((count, run), np.uint8, buffer, first, (stride, 1))
+    return np.ndarray((count,), _BITS[run], buffer, first, (stride,))
+
+
+CELL_BYTES = 4 << 20
+"""Bytes of the grid over every file by which strips are cut: whole blocks."""
+MAX_GAP_BYTES = BLOCK_BYTES
+"""Bytes between two runs from which on the blocks between them are not read."""
+STRIP_DTYPE = np.dtype(
+    [(name, np.int64) for name in ("file", "begin", "count", "stride", "run", "piece", "at", "step")]
+)
+"""Row i < count: `run` bytes at `begin + i * stride` of the file go to `at + i * step` of the piece's memory."""
+
+Strips = NDArray[Any]
+"""[strips] of STRIP; runs are not empty and do not overlap."""
+StripRow = tuple[int, ...]
+
+
+def make_strips(rows: Iterable[StripRow]) -> Strips:
+    """The array of such rows, in the order of the fields."""
+    return np.array(list(rows), dtype=STRIP_DTYPE)
+
+
+def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
+    """The same of single runs into the beginnings of pieces: (file, begin, run, piece) each."""
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    found = np.zeros(len(table), dtype=STRIP_DTYPE)
+    found["file"], found["begin"], found["run"], found["piece"] = table.T
+    return _single(found)
+
+
+def copy_strips(
+    file: int, place: int, saved: Rectangle, piece: int, held: Rectangle, common: Rectangle, item: int
+) -> list[StripRow]:
+    """The strips that copy `common` from the part `saved`, which begins at byte `place`, into a piece that is `held`.
+
+    common: within both. item: bytes of an element.
+    """
+    if common.shape == saved.shape == held.shape:
+        size = common.volume * item
+        return [(file, place, 1, size, size, piece, 0, size)]
+    run, stride, step = item, item, item
+    begin, at = place, 0
+    loops: list[list[int]] = []  # [count, stride, step], innermost first
+    dims = zip(common.shape, saved.shape, held.shape, common.start_in(saved), common.start_in(held), strict=True)
+    for size, of_saved, of_held, in_saved, in_held in reversed(list(dims)):
+        begin, at = begin + in_saved * stride, at + in_held * step
+        if size > 1:
+            if not loops and stride == step == run:
+                run *= size
+            elif loops and (stride, step) == (loops[-1][0] * loops[-1][1], loops[-1][0] * loops[-1][2]):
+                loops[-1][0] *= size
+            else:
+                loops.append([size, stride, step])
+        stride, step = stride * of_saved, step * of_held
+    count, pitch, skip = loops[0] if loops else (1, run, run)
+    outer = product(*([(i * s, i * t) for i in range(n)] for n, s, t in reversed(loops[1:])))
+    return [
+        (file, begin + sum(s for s, _ in turn), count, pitch, run, piece, at + sum(t for _, t in turn), skip)
+        for turn in outer
+    ]
+
+
+def strip_ends(of: Strips) -> NDArray[np.int64]:
+    """One past the last byte in the file, of each."""
+    return of["begin"] + (of["count"] - 1) * of["stride"] + of["run"]  # type: ignore[no-any-return]
+
+
+def strip_sizes(of: Strips) -> NDArray[np.int64]:
+    """Bytes that each copies."""
+    return of["count"] * of["run"]  # type: ignore[no-any-return]
+
+
+def cut_at_cells(of: Strips) -> Strips:
+    """The same bytes in strips that lie in one cell each; runs with whole blocks between them are parted."""
+    return _split_at_cells(_split_far_runs(of))
+
+
+def _split_far_runs(of: Strips) -> Strips:
+    """Runs that are so far from each other that what lies between is not to be read, as strips of their own."""
+    far = (of["count"] > 1) & (of["stride"] - of["run"] > MAX_GAP_BYTES)
+    if not far.any():
+        return of
+    found = np.repeat(of[far], of["count"][far])
+    turn = _count_up(of["count"][far])
+    found["begin"] += turn * found["stride"]
+    found["at"] += turn * found["step"]
+    return np.concatenate([of[~far], _single(found)])
+
+
+def _split_at_cells(of: Strips) -> Strips:
+    first, last = of["begin"] // CELL_BYTES, (strip_ends(of) - 1) // CELL_BYTES
+    many = first != last
+    if not many.any():
+        return of
+    number = (last - first + 1)[many]
+    it = np.repeat(of[many], number)
+    low = (np.repeat(first[many], number) + _count_up(number)) * CELL_BYTES
+    return np.concatenate([of[~many], *_clip_to_cell(it, low)])
+
+
+def _clip_to_cell(it: Strips, low: NDArray[np.int64]) -> list[Strips]:
+    """What each strip has in the cell that begins at `low`: whole runs, and the parts of the first and of the last."""
+    high = low + CELL_BYTES
+    inside = np.clip(-((it["begin"] - low) // it["stride"]), 0, it["count"])  # the first run that begins in the cell
+    within = np.clip((high - it["run"] - it["begin"]) // it["stride"] + 1, 0, it["count"])  # one past the last in it
+    beyond = np.clip(-((it["begin"] - high) // it["stride"]), 0, it["count"])  # the first that begins after it
+    some = within > inside
+    whole = it[some]
+    whole["begin"] += inside[some] * whole["stride"]
+    whole["at"] += inside[some] * whole["step"]
+    whole["count"] = (within - inside)[some]
+    into = _clip_run(it, inside - 1, low, high, (inside > 0))
+    out = _clip_run(it, beyond - 1, low, high, (beyond > inside) & (beyond > within))
+    return [whole, into, out]
+
+
+def _clip_run(
+    it: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
+) -> Strips:
+    """Of run number `run` of each strip the bytes from `low` to `high`, where there are any."""
+    start = it["begin"] + run * it["stride"]
+    begin, end = np.maximum(start, low), np.minimum(start + it["run"], high)
+    where = where & (end > begin)
+    found = it[where]
+    found["begin"] = begin[where]
+    found["at"] += (run * it["step"] + begin - start)[where]
+    found["run"] = (end - begin)[where]
+    return _single(found)
+
+
+def _single(of: Strips) -> Strips:
+    of["count"], of["stride"], of["step"] = 1, of["run"], of["run"]
+    return of
+
+
+def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+WIDE_READ_BYTES = 2 * CELL_BYTES
+"""Bytes of a read past the page cache: a few of them at a time are what a disk wants."""
+
+
+@dataclass(frozen=True)
+class BlockRead:
+    """Bytes of a file, whole blocks, and what they are for."""
+
+    file: int
+    begin: int
+    end: int
+    strips: Strips
+
+
+def sort_by_file(strips: Strips) -> Strips:
+    """Sorted by file and byte."""
+    return strips[np.lexsort((strips["begin"], strips["file"]))]
+
+
+def plan_block_reads(strips: Strips, bytes_of: Sequence[int], most: int = CELL_BYTES) -> list[BlockRead]:
+    """Reads that give every strip, file by file and in order; no block is in two of them.
+
+    strips: cut by cells, in file order. bytes_of: the size of each file. most: whole cells; a read is in one multiple
+    of it.
+    """
+    assert most % CELL_BYTES == 0, most
+    if not len(strips):
+        return []
+    begin, end, first = _groups(strips, most)
+    low, high = (
+        begin[first] // BLOCK_BYTES * BLOCK_BYTES,
+        -(-np.maximum.reduceat(end, first) // BLOCK_BYTES) * BLOCK_BYTES,
+    )
+    batches = np.split(strips, first[1:])
+    files = strips["file"][first].tolist()
+    return [
+        BlockRead(file, at, min(to, bytes_of[file]), batch)
+        for file, at, to, batch in zip(files, low.tolist(), high.tolist(), batches, strict=True)
+    ]
+
+
+def _groups(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(begin, end) of every strip, and the index of the first of every read."""
+    begin, end = strips["begin"], strip_ends(strips)
+    cell = begin // most
+    other = (np.diff(strips["file"]) != 0) | (np.diff(cell) != 0)
+    apart = np.concatenate([[0], np.cumsum(other)]) * (most + 1)  # so that the largest end is that of this cell alone
+    reach = np.maximum.accumulate(end - cell * most + apart) - apart + cell * most
+    gap = begin[1:] // BLOCK_BYTES * BLOCK_BYTES - -(-reach[:-1] // BLOCK_BYTES) * BLOCK_BYTES
+    return begin, end, np.flatnonzero(np.concatenate([[True], other | (gap >= MAX_GAP_BYTES)]))
+
+
+def list_blocks(found: Sequence[BlockRead]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(file, block) of all blocks that the reads touch, in order."""
+    number = np.array([-(-read.end // BLOCK_BYTES) - read.begin // BLOCK_BYTES for read in found], dtype=np.int64)
+    files = np.repeat(np.array([read.file for read in found], dtype=np.int64), number)
+    first = np.repeat(np.array([read.begin // BLOCK_BYTES for read in found], dtype=np.int64), number)
+    return files, first + np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)

@@ -1,0 +1,391 @@
+"""The shard files of a step as verified bytes: whole blocks, read past the page cache or out of it.
+
+What is read of a compressed file is its image as it was: the blocks are verified as they are stored, then inflated.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.block_digests import (
+    BLOCK_BYTES,
+    DigestTable,
+    PartTable,
+    digest_blocks,
+    digest_scattered_blocks,
+    digest_table_path,
+    find_first_mismatch,
+    inflate_chunk,
+    max_table_bytes,
+    parts_cover,
+    parts_within,
+    stored_parts_within,
+)
+from hpc_train.checkpoint.format.block_digests import decode_digest_table as digests_from
+from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT
+from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
+from hpc_train.checkpoint.format.shard_consistency import check_shard_file
+from hpc_train.checkpoint.load.read_schedule import Strips, strip_ends
+from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.regular_files import is_plain_directory, open_regular, read_regular
+
+CACHE_BYTES = 1 << 20
+"""Bytes that are verified while they are still in the processor's cache."""
+_MOST = 4
+"""Threads of one process that are of use."""
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+OnVerified = Callable[[int, int], object]
+"""Is called with the first, and one past the last, byte of the image of what has come."""
+
+
+class DamagedBlockError(CheckpointError):
+    """A block that is not what was committed."""
+
+    def __init__(self, name: str, at: int, tensor: str | None = None, lost: Sequence[tuple[int, int]] = ()) -> None:
+        """lost: bytes [begin, end) of the file's image, where the file is compressed."""
+        where = f": tensor {tensor!r}" if tensor else ""
+        super().__init__(f"{name}{where}: its content is not what was committed (block at byte {at})")
+        self.name, self.at, self.lost = name, at, lost or [(at, at + BLOCK_BYTES)]
+
+
+class ShardReader:
+    """Open shard files of one step. Any number of threads may read."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        files = manifest.files
+        self._directory, self._files, self._manifest = directory, files, manifest
+        self.sizes = [file.image for file in files]
+        """Bytes of the image of every file."""
+        self._open: dict[int, _Opened] = {}
+        self._lock, self._local = threading.Lock(), threading.local()
+        self.working = max(1, min(len(os.sched_getaffinity(0)), _MOST))
+        """Threads that use a processor at once."""
+        self.beside = max(1, self.working // 2)
+        """The same while others wait for the disk, which takes some of a processor too: that of this system or of its
+        host."""
+        self._working, self._beside = threading.Semaphore(self.working), threading.Semaphore(self.beside)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for it in self._open.values():
+            os.close(it.descriptor)
+
+    def read(
+        self, file: int, begin: int, size: int, memory: memoryview, then: OnVerified = lambda first, last: None
+    ) -> None:
+        """Put `size` bytes of the image, from `begin` on, at the beginning of `memory`, and verify them.
+
+        They are whole blocks: `begin` is the first byte of one, and the last ends with them or with the file. Where the
+        page cache is passed by, memory begins at a page and has room for whole pages. What lies between tensors is
+        undefined where the file is compressed. then: of one part after the other, as soon as it is verified and mostly
+        while it is in the processor's cache.
+        Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
+        """
+        it = self._opened(file)
+        if it.parts is None:
+            self._read(it, begin, size, memory, then)
+        else:
+            self._inflate(it, begin, memory[:size])
+            then(begin, begin + size)
+
+    def _inflate(self, it: _Opened, begin: int, memory: memoryview) -> None:
+        assert it.parts is not None
+        for part in _split_parts(parts_within(it.parts, begin, begin + len(memory))) if memory else []:
+            low = int(part["at"].min()) // BLOCK_BYTES * BLOCK_BYTES
+            high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK_BYTES) * BLOCK_BYTES, it.size)
+            data = self._pages("stored", high - low)
+            try:
+                self._read(it, low, high - low, data, lambda first, last: None)
+            except DamagedBlockError as damage:
+                hit = stored_parts_within(part, damage.at, damage.at + BLOCK_BYTES)
+                lost = list(zip(hit["begin"].tolist(), (hit["begin"] + hit["size"]).tolist(), strict=True))
+                raise DamagedBlockError(damage.name, damage.at, lost=lost) from None
+            with self._working:
+                for row in part.tolist():
+                    _copy_part(it, _Part(*row), data, low, memory, begin)
+
+    def _read(self, it: _Opened, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
+        """The bytes as they are stored."""
+        if it.direct and self._read_directly(it, begin, size, memory):
+            with self._beside:
+                self._look(it, begin, memory[:size], then)
+            return
+        with self._working:
+            for at in range(0, size, CACHE_BYTES):
+                part = memory[at : min(at + CACHE_BYTES, size)]
+                _read_pages(it, begin + at, part, len(part))
+                self._look(it, begin + at, part, then)
+
+    def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
+        """False, and never again, where the file system had the file opened for it and refuses it now."""
+        try:
+            _read_pages(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            it.direct = False
+            fcntl.fcntl(it.descriptor, fcntl.F_SETFL, fcntl.fcntl(it.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return False
+        return True
+
+    def fetch(self, file: int, begin: int, size: int, memory: memoryview) -> None:
+        """As `read`, of a file that is_direct, but for verifying it, which is for another thread to do."""
+        it = self._opened(file)
+        if not self._read_directly(it, begin, size, memory):
+            _read_pages(it, begin, memory[:size], size)
+
+    def verify(self, file: int, begin: int, memory: memoryview, then: OnVerified) -> None:
+        """What was fetched, whole blocks from byte `begin` on. Raises and calls `then` as `read` does."""
+        self._look(self._opened(file), begin, memory, then)
+
+    def _look(self, it: _Opened, begin: int, memory: memoryview, then: OnVerified) -> None:
+        for at in range(0, len(memory), CACHE_BYTES):
+            part = memory[at : at + CACHE_BYTES]
+            _compare_digests(it, begin + at, digest_blocks(part))
+            then(begin + at, begin + at + len(part))
+
+    def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
+        """Fill one buffer after the other from a file that is cached, and verify it. Raises as `read` does."""
+        it = self._opened(file)
+        _fill_buffers(it, begin, memory)
+        _compare_digests(it, begin, digest_scattered_blocks(memory))
+
+    def is_direct(self, file: int) -> bool:
+        """Whether the page cache is passed by, into `memory`: then it reads pages into pages."""
+        return self._opened(file).direct and self._opened(file).parts is None
+
+    def is_cached(self, file: int) -> bool:
+        """Whether it is read as it is, out of the page cache: then parts of a read cost no more than all at once."""
+        return not self._opened(file).direct and self._opened(file).parts is None
+
+    def check(self, strips: Strips) -> None:
+        """Raise CheckpointError unless the files have every byte that the strips need."""
+        begin, end = strips["begin"], strip_ends(strips)
+        sizes = np.array(self.sizes, dtype=np.int64)[strips["file"]]
+        if ((begin < 0) | (end < begin) | (end > sizes)).any():
+            raise CheckpointError("bytes would be read that are in no file")
+        compressed = [file for file, it in enumerate(self._files) if it.inflated is not None]
+        for file in np.intersect1d(strips["file"], compressed).tolist():
+            parts = self._opened(file).parts
+            mine = strips["file"] == file
+            if parts is None or not parts_cover(parts, begin[mine], end[mine]).all():
+                raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
+
+    def check_sizes(self) -> None:
+        """Raise CheckpointError unless every file has the size that was committed; OSError if a size cannot be read."""
+        for file in self._files:
+            size = (self._directory / file.name).lstat().st_size
+            if size != file.bytes:
+                raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
+
+    def check_all(self) -> None:
+        """Raise CheckpointError unless every file is there and describes itself as the manifest does."""
+        for file, it in enumerate(self._files):
+            opened = _Opened(self._directory, it)
+            try:
+                self._check(file, opened)
+            finally:
+                os.close(opened.descriptor)
+
+    def scratch(self, size: int) -> memoryview:
+        """Whole pages, of this thread; what they held is lost with the next call."""
+        return self._pages("scratch", size)
+
+    def _pages(self, name: str, size: int) -> memoryview:
+        have: mmap.mmap | None = getattr(self._local, name, None)
+        if have is None or len(have) < size:
+            have = allocate_pages(size)
+            setattr(self._local, name, have)
+        return memoryview(have)
+
+    def _opened(self, file: int) -> _Opened:
+        with self._lock:
+            if file not in self._open:
+                it = self._open[file] = _Opened(self._directory, self._files[file])
+                self._check(file, it)
+            return self._open[file]
+
+    def _check(self, file: int, it: _Opened) -> None:
+        """Raise CheckpointError unless the file describes itself as the manifest does."""
+
+        def read(begin: int, end: int) -> bytes:
+            memory = memoryview(allocate_pages(end - begin))
+            self._read(it, begin, end - begin, memory, lambda first, last: None)
+            return bytes(memory[: end - begin])
+
+        try:
+            check_shard_file(self._manifest.holdings, file, self._files[file], it.table, read, False)
+        except DamagedBlockError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{it.name}: {error}") from error
+
+
+class _Opened:
+    """One shard file with its digests."""
+
+    def __init__(self, directory: Path, known: ShardFile) -> None:
+        self.name, self.size = known.name, known.bytes
+        check_folders(directory, known.name)
+        self.table = read_digest_table(directory, known)
+        self.parts = self.table.parts
+        self.digests: list[int] = self.table.digests.tolist()
+        try:
+            self.descriptor, self.direct = _open_for_reading(directory / known.name)
+        except OSError as error:
+            raise CheckpointError(f"{known.name}: it cannot be read: {error.strerror}") from error
+        size = os.fstat(self.descriptor).st_size
+        if size != known.bytes:
+            os.close(self.descriptor)
+            raise CheckpointError(f"{known.name}: it has {size} bytes, {known.bytes} were committed")
+
+
+def _compare_digests(it: _Opened, begin: int, found: list[int]) -> None:
+    """found: the digests of blocks from byte `begin` on."""
+    first = begin // BLOCK_BYTES
+    wrong = find_first_mismatch(found, it.digests[first : first + len(found)])
+    if wrong is not None:
+        raise DamagedBlockError(it.name, (first + wrong) * BLOCK_BYTES)
+
+
+class _Part(NamedTuple):
+    """See chunks.PART."""
+
+    begin: int
+    size: int
+    at: int
+    stored: int
+    whole: int
+    item: int
+
+
+def _split_parts(parts: PartTable) -> list[PartTable]:
+    """The same in groups that lie together in the file, though in any order."""
+    if not len(parts):
+        return []
+    ordered = parts[np.argsort(parts["at"])]
+    ends = np.maximum.accumulate(ordered["at"] + ordered["stored"])
+    apart = ordered["at"][1:] // BLOCK_BYTES - -(-ends[:-1] // BLOCK_BYTES) > 0
+    return np.split(ordered, np.flatnonzero(apart) + 1)
+
+
+def _copy_part(it: _Opened, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:
+    """What `memory`, which is of the image from byte `begin` on, has of a part. data: of the file, from `low` on."""
+    stored = data[part.at - low : part.at - low + part.stored]
+    first, last = max(part.begin, begin), min(part.begin + part.size, begin + len(memory))
+    if not part.whole:
+        memory[first - begin : last - begin] = stored[first - part.begin : last - part.begin]
+        return
+    try:
+        found = inflate_chunk(stored, part.item, part.whole)
+    except CheckpointError as error:
+        raise CheckpointError(f"{it.name}: the chunk at byte {part.at}: {error}") from error
+    memory[first - begin : last - begin] = found[first - part.begin : last - part.begin].data
+
+
+def read_digest_table(directory: Path, file: ShardFile) -> DigestTable:
+    """What lies beside a shard file. Raises CheckpointError if they are not those that were committed."""
+    name, most = digest_table_path(Path(file.name)).as_posix(), max_table_bytes(file.bytes, file.inflated is not None)
+    try:
+        data = read_regular(digest_table_path(directory / file.name), most)
+    except OSError as error:
+        raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
+    if checksum_bytes(data) != file.digests:
+        raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
+    try:
+        return digests_from(data, file.bytes, file.inflated)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def check_folders(directory: Path, name: str) -> None:
+    """Raise CheckpointError if a folder between a step and its file is a link, which could lead anywhere."""
+    folder = directory
+    for part in ("", *name.split("/")[:-1]):
+        folder = folder / part
+        try:
+            if not is_plain_directory(folder):
+                raise CheckpointError(f"{name}: it lies behind {folder.name}, which is no directory")
+        except OSError as error:
+            raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
+
+
+def allocate_pages(size: int) -> mmap.mmap:
+    """Memory that direct I/O takes, in huge pages where the kernel has them."""
+    memory = mmap.mmap(-1, max(1, -(-size // ALIGNMENT)) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _read_pages(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
+    """At least `size` bytes, as direct I/O wants whole pages also where a file ends."""
+    at = 0
+    while at < size:
+        count = os.preadv(it.descriptor, [memory[at:]], begin + at)
+        if count == 0:
+            raise CheckpointError(f"{it.name}: it ends at byte {begin + at}, before what was committed")
+        if it.direct and at + count < size:
+            count -= count % ALIGNMENT
+            if count == 0:  # less than a page, as at the end of a file that was cut off meanwhile
+                raise CheckpointError(f"{it.name}: a part of what was committed cannot be read at byte {begin + at}")
+        at += count
+
+
+def _fill_buffers(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
+    """All of the buffers, one after the other."""
+    rest, at = deque(memory), begin
+    while rest:
+        count = os.preadv(it.descriptor, rest, at)
+        if count == 0:
+            raise CheckpointError(f"{it.name}: it ends at byte {at}, before what was committed")
+        at += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.popleft())
+        if count:
+            rest[0] = memoryview(rest[0])[count:]
+
+
+def _open_for_reading(path: Path) -> tuple[int, bool]:
+    """(descriptor, whether it passes the page cache by): it does where little of the file is in there."""
+    plain = open_regular(path)
+    if _is_cached(plain):
+        return plain, False
+    try:
+        direct = open_regular(path, flags=os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            os.close(plain)
+            raise
+        return plain, False
+    os.close(plain)
+    return direct, True
+
+
+def _is_cached(descriptor: int) -> bool:
+    """Whether a look at some pages finds them in memory (preadv2(2), RWF_NOWAIT)."""
+    size = os.fstat(descriptor).st_size
+    page = bytearray(1)
+    spots = [size * k // 8 for k in range(8)]
+    return sum(_is_there(descriptor, page, at) for at in spots) > len(spots) // 2
+
+
+def _is_there(descriptor: int, page: bytearray, at: int) -> bool:
+    try:
+        return os.preadv(descriptor, [page], at, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False

@@ -1,0 +1,255 @@
+"""Is a committed checkpoint what was committed? And which is the newest that is?"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.errors import CheckpointError, Problem
+from hpc_train.checkpoint.format.block_digests import (
+    BLOCK_BYTES,
+    BlockDigests,
+    PartTable,
+    digest_blocks,
+    digest_table_path,
+    find_first_mismatch,
+    stored_parts_within,
+)
+from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_problem
+from hpc_train.checkpoint.format.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardFile,
+    find_incomplete_tensor,
+    read_manifest,
+)
+from hpc_train.checkpoint.format.shard_consistency import check_shard_file
+from hpc_train.checkpoint.load.verified_reader import check_folders, read_digest_table
+from hpc_train.checkpoint.storage.step_directory import list_committed_steps, locate_step
+from hpc_train.interfaces import World
+from hpc_train.regular_files import check_regular, open_regular
+from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
+
+_log = logging.getLogger(__name__)
+_CHUNK = 1 << 20
+"""Bytes that are still in the processor's cache when they are looked at."""
+_SPAN = (256 << 20) // BLOCK_BYTES
+"""Blocks that a thread looks at in one go."""
+
+
+def verify_step(directory: Path, step: int, world: World | None = None) -> list[Problem]:
+    """Everything that is wrong with a committed step: none means that its bytes are those that were committed.
+
+    Reads all of it. With a world every rank calls it, takes its share of the files and gets the whole answer.
+    Raises UserError if the step is not there.
+    """
+    path, manifest, problems = run_on_rank_0(world, lambda: _open_step(directory, step))
+    if manifest is None:
+        return problems
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    mine = manifest.files[rank::size]
+
+    def found() -> list[Problem]:
+        return list_file_problems(path, manifest, mine) + (list_index_problems(path, manifest) if rank == 0 else [])
+
+    return problems + gather_and_decide(
+        world, found, lambda ranks: [problem for of_rank in ranks for problem in of_rank]
+    )
+
+
+def verify_in_one_process(
+    path: Path, step: int, jobs: int = 1, tell: Callable[[int], object] = lambda done: None
+) -> tuple[Manifest | None, list[Problem]]:
+    """Verify a step in one process, given its directory; the returned manifest is None if it is damaged.
+
+    jobs, tell: as in `file_problems`.
+    """
+    manifest, problems = _read_manifest(path, step)
+    if manifest is None:
+        return None, problems
+    return manifest, problems + list_file_problems(path, manifest, manifest.files, jobs, tell) + list_index_problems(
+        path, manifest
+    )
+
+
+def list_index_problems(path: Path, manifest: Manifest) -> list[Problem]:
+    """Return the problems of a step's index, if it has one; only a regular file is opened."""
+    try:
+        check_regular(path / INDEX_FILE, follow=False)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [Problem(INDEX_FILE, f"it cannot be read: {error.strerror}")]
+    found = find_index_problem(path, manifest)
+    return [found] if found else []
+
+
+def find_newest_verified(directory: Path, world: World | None = None) -> int | None:
+    """The last committed step that verifies; None if there is none. What is skipped is logged with its reason.
+
+    With a world every rank calls it and gets the same answer.
+    """
+    for step in reversed(run_on_rank_0(world, lambda: list_committed_steps(directory))):
+        problems = verify_step(directory, step, world)
+        if not problems:
+            return step
+        if world is None or world.rank == 0:
+            _log.warning("checkpoint step %d in %s is damaged and skipped: %s", step, directory, problems[0])
+    return None
+
+
+def list_file_problems(
+    path: Path,
+    manifest: Manifest,
+    files: Sequence[ShardFile],
+    jobs: int = 1,
+    tell: Callable[[int], object] = lambda done: None,
+) -> list[Problem]:
+    """What is wrong with some of the files of a step, compared with its manifest: missing, size, content.
+
+    jobs: threads, which share out large files too. tell: is called with the bytes that were looked at, by any of them.
+    """
+
+    def look(span: _BlockSpan) -> Problem | None:
+        found = _check_span(path, manifest, span)
+        tell(span.bytes)
+        return found
+
+    checked = {file.name: _list_spans(path, file) for file in files}
+    with ThreadPoolExecutor(jobs) as pool:
+        looks = [
+            (name, [found] if isinstance(found, Problem) else [pool.submit(look, span) for span in found])
+            for name, found in checked.items()
+        ]
+        results = [
+            (name, [it if isinstance(it, Problem) else it.result() for it in of_file]) for name, of_file in looks
+        ]
+    damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
+    numbers = {file.name: number for number, file in enumerate(manifest.files)}
+    for name in checked.keys() - damaged.keys():
+        if (problem := _find_contradiction(path, manifest, numbers[name])) is not None:
+            damaged[name] = problem
+    return [damaged[name] for name in checked if name in damaged]
+
+
+def _find_contradiction(path: Path, manifest: Manifest, number: int) -> Problem | None:
+    """Return how a file contradicts the manifest, if it does, although its bytes are those that were committed."""
+    file = manifest.files[number]
+    try:
+        with os.fdopen(open_regular(path / file.name), "rb", buffering=0) as opened:
+
+            def read(begin: int, end: int) -> bytes:
+                return os.pread(opened.fileno(), end - begin, begin)
+
+            check_shard_file(manifest.holdings, number, file, read_digest_table(path, file), read, thorough=True)
+    except OSError as error:
+        return Problem(file.name, f"it cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        return Problem(file.name, str(error))
+    return None
+
+
+@dataclass(frozen=True)
+class _BlockSpan:
+    """Some blocks of a file, and their digests."""
+
+    file: ShardFile
+    first: int
+    table: BlockDigests
+    parts: PartTable | None
+
+    @property
+    def bytes(self) -> int:
+        begin = self.first * BLOCK_BYTES
+        return min(begin + len(self.table) * BLOCK_BYTES, self.file.bytes) - begin
+
+
+def _open_step(directory: Path, step: int) -> tuple[Path, Manifest | None, list[Problem]]:
+    path = locate_step(directory, step)
+    return path, *_read_manifest(path, step)
+
+
+def _read_manifest(path: Path, step: int) -> tuple[Manifest | None, list[Problem]]:
+    try:
+        manifest = read_manifest(path, step)
+    except CheckpointError as error:
+        return None, [Problem(MANIFEST_FILE, str(error))]
+    wrong = find_incomplete_tensor(manifest.holdings)
+    return manifest, [Problem(MANIFEST_FILE, wrong[1], tensor=wrong[0])] if wrong else []
+
+
+def _list_spans(path: Path, file: ShardFile) -> list[_BlockSpan] | Problem:
+    """All blocks of a file; or what is wrong before any of them is looked at."""
+    try:
+        check_folders(path, file.name)
+        size = (path / file.name).lstat().st_size
+        if size != file.bytes:
+            return Problem(file.name, f"it has {size} bytes, {file.bytes} were committed")
+        table = read_digest_table(path, file)
+    except FileNotFoundError:
+        return Problem(file.name, "it is missing")
+    except CheckpointError as error:
+        return Problem(digest_table_path(Path(file.name)).as_posix(), str(error).partition(": ")[2])
+    except OSError as error:
+        return Problem(file.name, f"it cannot be read: {error.strerror}")
+    starts = range(0, len(table.digests), _SPAN)
+    return [_BlockSpan(file, first, table.digests[first : first + _SPAN], table.parts) for first in starts]
+
+
+def _check_span(path: Path, manifest: Manifest, span: _BlockSpan) -> Problem | None:
+    name = span.file.name
+    try:
+        wrong = _first_wrong_block(path / name, span.first, span.table)
+    except OSError as error:
+        return Problem(name, f"it cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        return Problem(name, str(error))
+    if wrong is None:
+        return None
+    what = "its content is not what was committed"
+    return Problem(name, what, tensor=_tensor_at(manifest, span, wrong * BLOCK_BYTES), offset=wrong * BLOCK_BYTES)
+
+
+def _first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | None:
+    """Its index in the file. first: index of the block that the table begins with."""
+    buffer = memoryview(mmap.mmap(-1, _CHUNK))
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        for begin in range(0, len(table), _CHUNK // BLOCK_BYTES):
+            expected = table[begin : begin + _CHUNK // BLOCK_BYTES].tolist()
+            count = _fill(file.fileno(), buffer[: len(expected) * BLOCK_BYTES], (first + begin) * BLOCK_BYTES)
+            if -(-count // BLOCK_BYTES) < len(expected):
+                raise CheckpointError("it became shorter while it was read")
+            wrong = find_first_mismatch(digest_blocks(buffer[:count]), expected)
+            if wrong is not None:
+                return first + begin + wrong
+    return None
+
+
+def _fill(file: int, buffer: memoryview, begin: int) -> int:
+    """As many bytes as there are, up to the length of the buffer."""
+    at = 0
+    while at < len(buffer) and (count := os.preadv(file, [buffer[at:]], begin + at)):
+        at += count
+    return at
+
+
+def _tensor_at(manifest: Manifest, span: _BlockSpan, begin: int) -> str | None:
+    """A tensor that has bytes in the block that begins there; None in what is HDF5's own."""
+    index, end = manifest.files.index(span.file), begin + BLOCK_BYTES
+    if span.parts is not None:
+        hit = stored_parts_within(span.parts, begin, end)
+        if not len(hit):
+            return None
+        begin, end = int(hit["begin"][0]), int(hit["begin"][0]) + 1
+    tensors = {tensor.name: tensor for tensor in manifest.holdings.tensors}
+    for name, parts in manifest.holdings.parts().items():
+        for part in parts:
+            last = part.place + part.rectangle.volume * tensors[name].itemsize
+            if part.file == index and part.place < end and last > begin:
+                return name
+    return None

@@ -1,0 +1,568 @@
+"""Stage the tensors of a save in host memory: an image of the shard file, kept from save to save.
+
+StagingBuffer     the memory, page-locked where there are GPUs
+StagingLayout     the place of every tensor in it, made once for all saves of the same tensors
+find_float_spans  what of it can have a NaN
+StreamingCheck    hashes the image and looks for NaN on its way to the disk, while it is in the processor's cache
+TensorCopy        copies at once, or beside the training while the tensors cannot change
+FusedStaging      copies as the file is written, for a caller who waits for the save and keeps the tensors still
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, isfinite, prod
+from operator import attrgetter
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_train._torch import copy_tensor_lists, tensor_version
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.block_digests import digest_blocks
+from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT, ShardImage
+from hpc_train.checkpoint.format.shard_layout import FileLayout
+from hpc_train.interfaces import TensorShard
+
+
+class StagingBuffer:
+    """Page-aligned memory, kept from save to save; page-locked where there are GPUs, so that their copies are fast."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def reserve(self, size: int) -> memoryview:
+        """At least `size` bytes, whole pages. Raises CheckpointError where there is no memory for it."""
+        if self._memory is None or len(self._memory) < size:
+            self.release()
+            try:
+                self._memory = _allocate_pages(max(1, -(-size // ALIGNMENT)) * ALIGNMENT)
+            except OSError as error:
+                raise CheckpointError(f"no memory for a copy of {size} bytes ({error.strerror})") from error
+        return memoryview(self._memory)
+
+    def spare(self) -> None:
+        """What is in it is no longer needed: the kernel may take the memory, and does where memory is short.
+
+        What it does not take is as fast as ever the next time, while new memory would cost several times the copy.
+        Page-locked memory cannot be taken: that is given back at once. No view of it may be in use.
+        """
+        if torch.cuda.is_available() or self._memory is None:
+            self.release()
+            return
+        try:
+            self._memory.madvise(mmap.MADV_FREE)
+        except OSError:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back. No view of it may be in use."""
+        if self._memory is not None:
+            if torch.cuda.is_available():
+                torch.cuda.cudart().cudaHostUnregister(_address(self._memory))  # type: ignore[no-untyped-call]
+            self._memory.close()
+            self._memory = None
+
+
+def _allocate_pages(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them: small pages then
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    if torch.cuda.is_available():  # page-locked: without it copies still work, at a part of the speed
+        torch.cuda.cudart().cudaHostRegister(_address(memory), size, 0)  # type: ignore[no-untyped-call]
+    return memory
+
+
+def _address(memory: mmap.mmap) -> int:
+    return np.frombuffer(memory, dtype=np.uint8).ctypes.data
+
+
+_PADDING = 4096
+
+
+@dataclass(frozen=True)
+class FloatSpan:
+    """Adjacent tensors of one dtype; `rows` are (byte, elements) of each."""
+
+    dtype: torch.dtype
+    begin: int
+    rows: list[tuple[int, int]]
+
+    @property
+    def end(self) -> int:
+        at, count = self.rows[-1]
+        return at + count * self.dtype.itemsize
+
+
+def are_spans_finite(memory: memoryview, found: Iterable[FloatSpan]) -> bool:
+    """Whether no tensor of a shard's image has a NaN or an infinity.
+
+    A mask, of nothing above zero and -inf, is none. One pass at the speed of memory: the least and the greatest element
+    are NaN if any is, and infinite if one is; neighbours of one dtype are looked at together.
+    """
+    return all(_is_span_finite(memory, span) for span in found)
+
+
+def find_float_spans(memory: memoryview, held: FileLayout) -> Iterator[FloatSpan]:
+    """What of an image can have a NaN, in the order of the file. The bytes between tensors must be there already."""
+    span: FloatSpan | None = None
+    for dtype, begin, count in _list_float_tensors(held):
+        if span is not None and span.dtype is dtype and _is_adjacent(memory, span, begin):
+            span.rows.append((begin, count))
+            continue
+        if span is not None:
+            yield span
+        span = FloatSpan(dtype, begin, [(begin, count)])
+    if span is not None:
+        yield span
+
+
+def _list_float_tensors(held: FileLayout) -> list[tuple[torch.dtype, int, int]]:
+    """(dtype, byte, elements) of every tensor that can have a NaN, in the order of the file."""
+    found = [
+        (row.dtype, place, prod(row.local_shape))
+        for row, place in zip(held.rows, held.places, strict=True)
+        if row.dtype.is_floating_point or row.dtype.is_complex
+    ]
+    return sorted((it for it in found if it[2]), key=lambda it: it[1])
+
+
+def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
+    """Nothing but a little padding lies between."""
+    gap = begin - span.end
+    whole = (begin - span.begin) % span.dtype.itemsize == 0
+    return whole and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
+
+
+def _is_span_finite(memory: memoryview, span: FloatSpan) -> bool:
+    if is_finite_or_mask(
+        view_elements(memory, span.dtype, span.begin, (span.end - span.begin) // span.dtype.itemsize), False
+    ):
+        return True
+    return all(is_finite_or_mask(view_elements(memory, span.dtype, at, count), True) for at, count in span.rows)
+
+
+def is_finite_or_mask(values: Tensor, mask: bool) -> bool:
+    """Whether there is neither NaN nor infinity among them; mask: or nothing above zero and -inf."""
+    if isfinite(float(values.sum())):  # half the work; it can overflow, and NaN and infinity are never lost in it
+        return True
+    least, greatest = (float(it) for it in values.aminmax())
+    if mask and least == -inf and greatest <= 0:
+        return True
+    return abs(least) < inf and abs(greatest) < inf  # false for NaN
+
+
+def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
+    """So many of them, from a byte of an image on, in a dtype that can be compared."""
+    import torch
+
+    values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+    if dtype.is_complex:
+        return torch.view_as_real(values)
+    return values.float() if dtype.itemsize == 1 else values
+
+
+SMALL_TENSOR_BYTES = 1 << 20
+"""Bytes of a tensor up to which it is copied whole, along with others."""
+_SHARE_BYTES = 16 << 20
+"""Bytes of one copy, about: small enough to be shared out evenly over threads."""
+ByteArray = NDArray[np.uint8]
+
+
+class TensorSlot(NamedTuple):
+    """The place of one tensor that has elements."""
+
+    piece: int
+    """Index among the pieces."""
+    begin: int
+    """Byte of the image."""
+    size: int
+    target: Tensor | None
+    """Its memory, in its own shape and type; None where the memory is not aligned for it."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.begin + self.size
+
+
+class CopyShare(NamedTuple):
+    """Many small slots, or a part of a large one."""
+
+    numbers: list[int]
+    low: int = 0
+    high: int = 0
+    """The part is bytes [low, high) of the image; 0: all of them."""
+
+
+@dataclass(frozen=True)
+class StagingLayout:
+    """Of an image in memory."""
+
+    memory: memoryview
+    image: ShardImage
+    held: FileLayout
+    slots: list[TensorSlot]
+    """In the order of the image."""
+    begins: list[int]
+    """Of the slots."""
+    spans: list[FloatSpan]
+    """What can have a NaN."""
+    all_aligned: bool = True
+    """Every slot has a target."""
+
+    @property
+    def whole(self) -> ByteArray:
+        """The memory."""
+        return np.frombuffer(self.memory, np.uint8)
+
+    def sources(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What goes to each slot. tensors: of all pieces."""
+        return [tensors[slot.piece] for slot in self.slots]
+
+    def within(self, low: int, high: int) -> range:
+        """The numbers of those that have bytes [low, high) of the image; the first may have none."""
+        return range(max(0, bisect_right(self.begins, low) - 1), bisect_left(self.begins, high))
+
+    @cached_property
+    def all_shares(self) -> list[CopyShare]:
+        """Of all of them."""
+        return list(split_copies(self, range(len(self.slots))))
+
+    def write_structure(self) -> None:
+        """All that is no tensor's data, and zeros to the end of the last page."""
+        for at, content in self.image.structure:
+            self.memory[at : at + len(content)] = content
+        end = -(-self.image.size // ALIGNMENT) * ALIGNMENT
+        self.memory[self.image.size : end] = bytes(end - self.image.size)
+
+
+def make_staging_layout(memory: memoryview, image: ShardImage, held: FileLayout) -> StagingLayout:
+    """The structure is in the memory then."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    placed = sorted((place, index) for index, place in enumerate(held.places) if held.rows[index].bytes)
+    slots = [_make_slot(whole, held, index, place) for place, index in placed]
+    all_aligned = all(slot.target is not None for slot in slots)
+    made = StagingLayout(memory, image, held, slots, [place for place, _ in placed], [], all_aligned)
+    made.write_structure()
+    made.spans.extend(find_float_spans(memory, held))
+    return made
+
+
+def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], whole: ByteArray) -> None:
+    """All of these; `sources`, of every slot, are in the processor's memory."""
+    aligned = numbers if slots.all_aligned else [it for it in numbers if slots.slots[it].target is not None]
+    if aligned:
+        targets = [slots.slots[it].target for it in aligned]
+        copy_tensor_lists(cast(list[Tensor], targets), [sources[it] for it in aligned])
+    for it in numbers if len(aligned) < len(numbers) else ():
+        slot = slots.slots[it]
+        if slot.target is None:
+            whole[slot.begin : slot.begin + slot.size] = view_bytes(sources[it])
+
+
+def copy_slot_part(slot: TensorSlot, source: ByteArray, whole: ByteArray, low: int, high: int) -> None:
+    """Of one tensor what lies within bytes [low, high) of the image. source: bytes_of its piece."""
+    start, stop = max(slot.begin, low), min(slot.begin + slot.size, high)
+    np.copyto(whole[start:stop], source[start - slot.begin : stop - slot.begin])
+
+
+def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyShare]:
+    """What is to be copied in one go, about _SHARE bytes."""
+    few: list[int] = []
+    room = _SHARE_BYTES
+    for number in numbers:
+        slot = slots.slots[number]
+        if slot.size > SMALL_TENSOR_BYTES:
+            for low in range(slot.begin, slot.begin + slot.size, _SHARE_BYTES):
+                yield CopyShare([number], low, min(low + _SHARE_BYTES, slot.begin + slot.size))
+            continue
+        if few and room < slot.size:
+            yield CopyShare(few)
+            few, room = [], _SHARE_BYTES
+        few.append(number)
+        room -= slot.size
+    if few:
+        yield CopyShare(few)
+
+
+def view_bytes(tensor: Tensor) -> ByteArray:
+    """A tensor's memory, or where that is not contiguous a copy of it, as one row of bytes."""
+    row: ByteArray = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return row
+
+
+def _make_slot(whole: Tensor, held: FileLayout, index: int, place: int) -> TensorSlot:
+    row = held.rows[index]
+    target = None
+    if place % row.dtype.itemsize == 0:
+        target = whole[place : place + row.bytes].view(row.dtype).view(row.local_shape)
+    return TensorSlot(index, place, row.bytes, target)
+
+
+CACHE_BYTES = 1 << 20
+"""Bytes that are looked at in one go: whole blocks."""
+FillImage = Callable[[int, int], object]
+
+
+class StreamingCheck:
+    """A source for `stream.write_stream`, and its digests."""
+
+    def __init__(self, slots: StagingLayout, fill: FillImage = lambda low, high: None) -> None:
+        """slots: in whole pages. fill: puts bytes [low, high) of the image into the memory, if they are not there."""
+        self._slots, self._fill = slots, fill
+        self._starts = [span.begin for span in slots.spans]
+        self._digests: dict[int, list[int]] = {}
+        self._looked: dict[int, int] = {}
+        self._in_doubt = any(span.begin % span.dtype.itemsize for span in slots.spans)
+
+    @property
+    def is_finite(self) -> bool:
+        """There was neither NaN nor infinity in all of the image; false: nobody knows."""
+        return not self._in_doubt and sum(self._looked.values()) >= self._slots.image.size
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """The bytes [begin, end) of the image, whole blocks, which one thread looks at and asks for."""
+        found: list[int] = []
+        memory, size = self._slots.memory, self._slots.image.size
+        for low in range(begin, end, CACHE_BYTES):
+            high = min(low + CACHE_BYTES, end)
+            self._fill(low, high)
+            found += digest_blocks(memory[low : min(high, size)])
+            if not self._in_doubt and not self._is_finite(low, high):
+                self._in_doubt = True
+        self._digests[begin], self._looked[begin] = found, end - begin
+        return memory[begin:end]
+
+    def digests(self, begin: int, data: memoryview) -> list[int]:
+        """Of the blocks of what was read from `begin` on; for once."""
+        return self._digests.pop(begin)
+
+    def _is_finite(self, low: int, high: int) -> bool:
+        first = max(0, bisect_right(self._starts, low) - 1)
+        return all(self._part(span, low, high) for span in self._slots.spans[first : bisect_left(self._starts, high)])
+
+    def _part(self, span: FloatSpan, low: int, high: int) -> bool:
+        start, size = max(span.begin, low), min(span.end, high) - max(span.begin, low)
+        values = view_elements(self._slots.memory, span.dtype, start, size // span.dtype.itemsize) if size > 0 else None
+        return values is None or is_finite_or_mask(values, False)
+
+
+class _PlacedTensor(NamedTuple):
+    """A tensor that is to be copied."""
+
+    name: str
+    tensor: Tensor
+    slot: TensorSlot
+    version: int
+    """As it is now."""
+
+
+def start_copy(slots: StagingLayout, pieces: Sequence[TensorShard], threads: int, overlap: bool = False) -> TensorCopy:
+    """Copy the structure and every tensor to its place, but what is still if they are to overlap: that comes later.
+
+    Copies from a GPU are queued, here and now, and nobody waits: of what is still on a stream beside that of the
+    training, of the rest in the training's own, so that what it does next comes after them.
+    """
+    slots.write_structure()
+    sources = slots.sources([piece.local for piece in pieces])
+    later = [_place_tensor(slot, pieces) for slot in slots.slots if overlap and pieces[slot.piece].still]
+    if not later and all(map(attrgetter("is_cpu"), sources)):
+        _copy_on_host(slots, slots.all_shares, sources, threads)
+        return TensorCopy(slots.whole, [], [], None)
+    still = {it.slot.piece for it in later}
+    now = [number for number, slot in enumerate(slots.slots) if slot.piece not in still]
+    _copy_on_host(slots, list(split_copies(slots, [it for it in now if sources[it].is_cpu])), sources, threads)
+    from_gpu = [_place_tensor(slots.slots[it], pieces) for it in now if not sources[it].is_cpu]
+    return TensorCopy(slots.whole, later, later, _queue_gpu_copies(slots.whole, from_gpu, later))
+
+
+@dataclass
+class TensorCopy:
+    """A copy that was begun. The thread of the save completes it, that of the training waits for it."""
+
+    _whole: ByteArray | None
+    _later: list[_PlacedTensor]
+    """Not copied yet."""
+    _seen: list[_PlacedTensor]
+    """That may not change before the training has waited."""
+    _queued: _GpuCopies | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _copied: threading.Event = field(default_factory=threading.Event)
+    _left: threading.Event = field(default_factory=threading.Event)
+    """The training has been here since, and may have changed the pieces."""
+    _waiting_since: float | None = None
+    changed: str | None = None
+    """A piece that was not still, once the training has waited."""
+    stall: float = 0.0
+    """Seconds for which the training waited for the copy after it was begun."""
+
+    def __post_init__(self) -> None:
+        if not self._later:
+            self._end()
+            self._left.set()
+
+    def complete(self) -> None:
+        """Copy what is left; then all is in the image. In the thread of the save, any number of times."""
+        try:
+            if not self._copied.is_set() and self._whole is not None:
+                _copy_later(self._whole, [it for it in self._later if it.tensor.is_cpu])
+        finally:
+            self._end()
+        if self._queued is not None:
+            self._queued.event.synchronize()
+        self._whole, self._later = None, []  # the memory of the image is the arena's again
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._waiting_since is not None:
+                self.stall += time.monotonic() - self._waiting_since
+            self._waiting_since = None
+            self._copied.set()
+
+    def wait(self) -> float:
+        """Return when the pieces may change, after so many seconds; what a GPU copies, its stream will wait for.
+
+        In the thread of the training, on the stream that will change them.
+        """
+        if self._left.is_set():
+            return 0.0
+        started = time.monotonic()
+        with self._lock:
+            self._waiting_since = None if self._copied.is_set() else started
+        self._copied.wait()
+        if self._queued is not None:
+            self._queued.event.wait(torch.cuda.current_stream(self._queued.device))
+        self.changed = next((it.name for it in self._seen if tensor_version(it.tensor) != it.version), None)
+        self._seen = []
+        self._left.set()
+        return time.monotonic() - started
+
+    def confirm(self) -> None:
+        """Return when it is certain that all pieces were still. In the thread of the save, before it commits.
+
+        Raises CheckpointError if one was changed by an operation that torch knows of.
+        """
+        self._left.wait()
+        if self.changed is not None:
+            raise CheckpointError(f"tensor {self.changed!r} was changed by a forward or a backward while it was copied")
+
+
+class _GpuCopies(NamedTuple):
+    """Copies from a GPU."""
+
+    device: torch.device
+    event: torch.cuda.Event
+    """Behind the last of them."""
+
+
+def _queue_gpu_copies(
+    whole: ByteArray, now: Sequence[_PlacedTensor], later: Sequence[_PlacedTensor]
+) -> _GpuCopies | None:
+    """Start them. None: there are none."""
+    device = next((tensor.device for _, tensor, *_ in (*now, *later) if tensor.is_cuda), None)
+    if device is None:
+        return None
+    with torch.cuda.device(device):
+        _from_gpu(whole, now)
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            _from_gpu(whole, later)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+            return _GpuCopies(device, event)
+
+
+def _from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
+    """Onto the current stream. It also has the memory of what had to be made contiguous."""
+    for _, tensor, slot, _ in placed:
+        if tensor.is_cuda:
+            source = tensor.contiguous().reshape(-1).view(torch.uint8)
+            torch.from_numpy(whole[slot.begin : slot.begin + slot.size]).copy_(source, non_blocking=True)
+
+
+def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence[Tensor], threads: int) -> None:
+    """What is in the processor's memory."""
+    whole = slots.whole
+    large = {number: view_bytes(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
+
+    def copy_share(share: CopyShare) -> None:
+        numbers, low, high = share
+        if high:
+            copy_slot_part(slots.slots[numbers[0]], large[numbers[0]], whole, low, high)
+        else:
+            copy_to_slots(slots, numbers, sources, whole)
+
+    if threads == 1 or len(work) == 1:
+        for share in work:
+            copy_share(share)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(copy_share, work))
+
+
+def _copy_later(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
+    for _, tensor, slot, _ in placed:
+        copy_slot_part(slot, view_bytes(tensor), whole, slot.begin, slot.begin + slot.size)
+
+
+def _place_tensor(slot: TensorSlot, pieces: Sequence[TensorShard]) -> _PlacedTensor:
+    piece = pieces[slot.piece]
+    return _PlacedTensor(piece.name, piece.local.detach(), slot, tensor_version(piece.local))
+
+
+class FusedStaging:
+    """What `looking` takes."""
+
+    def __init__(self, slots: StagingLayout, tensors: Sequence[Tensor]) -> None:
+        """tensors: of the pieces, all in the processor's memory and contiguous."""
+        slots.write_structure()
+        self.looking = StreamingCheck(slots, self._fill)
+        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
+        self._bytes: dict[int, ByteArray] = {}
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """The caller waits no longer, and the pieces may change: what is not yet written must not be."""
+        self._given_up = True
+
+    def confirm(self) -> None:
+        """Return when it is certain that all pieces were still. Raises CheckpointError if they may not have been."""
+        if self._given_up:
+            raise CheckpointError("it took too long, and nobody waits for it any more")
+
+    def _fill(self, low: int, high: int) -> None:
+        self.confirm()
+        here = self._slots.within(low, high)
+        if here and self._slots.slots[here[0]].begin < low:
+            self._fill_part(here[0], low, high)
+            here = here[1:]
+        if here and self._slots.slots[here[-1]].end > high:
+            self._fill_part(here[-1], low, high)
+            here = here[:-1]
+        copy_to_slots(self._slots, here, self._sources, self._whole)
+
+    def _fill_part(self, number: int, low: int, high: int) -> None:
+        slot = self._slots.slots[number]
+        if slot.end <= low:
+            return
+        if number not in self._bytes:
+            self._bytes[number] = view_bytes(self._sources[number])
+        copy_slot_part(slot, self._bytes[number], self._whole, low, high)
+
+
+def can_fuse_staging(tensors: Sequence[Tensor]) -> bool:
+    """Whether parts of them can be taken as bytes."""
+    return all(map(attrgetter("is_cpu"), tensors)) and all(map(Tensor.is_contiguous, tensors))

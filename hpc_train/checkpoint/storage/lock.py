@@ -1,0 +1,332 @@
+"""One job at a time writes checkpoints in a directory: the second is refused, and a dead one's lock is taken over.
+
+No clock is compared: those of nodes and file servers differ, and go back. Whether an owner on this machine lives, the
+kernel tells; whether an earlier attempt of a Slurm job is over, its restart count; and of any other the heartbeat, a
+number in the file that its owner changes again and again, which a newcomer watches for a while. A new owner renames the
+temporary directories of former owners, so that none of them can commit any more.
+Readers take no lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.storage.file_system import make_directory, open_descriptor, write_at_offset
+from hpc_train.checkpoint.storage.retention import withdraw_unfinished
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.regular_files import NotRegularError, read_regular
+from hpc_train.runtime.consensus import run_on_rank_0
+from hpc_train.runtime.processes import identify_machine, read_start_time
+
+LOCK_FILE = "lock"
+HEARTBEAT_SECONDS = 10.0
+"""Seconds between heartbeats. Six without one: the owner is dead."""
+_BEATS_TO_WATCH = 6
+_TRIES = 20
+_MOST_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """A process, told from all others at any time."""
+
+    host: str
+    machine: str
+    """This boot of the machine, and the process-id namespace: process ids mean something only within."""
+    process: int
+    started: str
+    """When the process started, in ticks since the boot: its number may be another's now."""
+    job: str | None
+    """Slurm's."""
+    attempt: int
+    """How often Slurm has restarted the job."""
+    token: str
+
+    def __str__(self) -> str:
+        job = f"Slurm job {self.job} (attempt {self.attempt}), " if self.job else ""
+        return f"{job}process {self.process} on {self.host}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A lock file as it was at one look; the owner is None if it cannot be read."""
+
+    owner: LockOwner | None
+    text: str
+
+    def is_by(self, other: _Found) -> bool:
+        return self.owner == other.owner and (self.owner is not None or self.text == other.text)
+
+
+@dataclass
+class Lock:
+    """A lock that this process has, until `release`; its heart beats in a thread."""
+
+    path: Path
+    owner: LockOwner
+    beat: float
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raise CheckpointError if somebody has taken the lock: whoever finds that out must write no more."""
+        try:
+            found = _read_lock(self.path)
+        except NotRegularError as error:
+            raise CheckpointError(f"this run no longer has the lock {self.path}: {error.strerror}") from error
+        if found is None or found.owner != self.owner:
+            who = f"{found.owner} has taken it over" if found and found.owner else "it was removed"
+            raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
+
+    def release(self) -> None:
+        """Give it back, if it is still ours."""
+        self._stop.set()
+        with suppress(OSError):
+            found = _read_lock(self.path)
+            if found is not None and found.owner == self.owner:
+                _remove(self.path, found, self.owner)  # not just its name: it may be somebody else's by now
+
+    def start_beating(self) -> None:
+        """Until `release`, or the end of the process."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True).start()
+
+    def _beat(self, descriptor: int) -> None:
+        """Into the file that was opened, wherever it is now: a lock that replaced it is not touched."""
+        count = 0
+        while not self._stop.wait(self.beat):
+            count += 1
+            with suppress(OSError):  # one beat is lost; if all are, `check` tells
+                write_at_offset(descriptor, memoryview(_line(count)), len(_first_line(self.owner)))
+                os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def hold_lock(directory: Path, world: World, beat: float = HEARTBEAT_SECONDS) -> Iterator[Lock | None]:
+    """Hold the lock of a directory of checkpoints, on rank 0 (None on the others); every rank enters.
+
+    Raises UserError, on all ranks, while another job writes there.
+    """
+    mine: list[Lock] = []
+    run_on_rank_0(world, lambda: mine.append(take_lock(directory, beat=beat)))
+    try:
+        yield mine[0] if mine else None
+    finally:
+        for lock in mine:
+            lock.release()
+
+
+def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float = HEARTBEAT_SECONDS) -> Lock:
+    """Take the lock of a directory, which is made if it is missing. May watch a stale-looking lock for 6 beats.
+
+    Raises UserError, one line, if another job has it or if nothing can be written there; CheckpointError if the file
+    system fails.
+    """
+    lock = Lock(directory / LOCK_FILE, describe_this_process(env), beat)
+    try:
+        make_directory(directory)
+        _take_or_refuse(lock.path, lock.owner, beat)
+        lock.start_beating()
+        # A former owner that was only asleep may have looked at its lock already and be about to commit.
+        withdraw_unfinished(directory)
+    except OSError as error:
+        lock.release()
+        if isinstance(error, NotRegularError):
+            raise UserError(f"{lock.path}: {error.strerror}; remove it, if no job writes there") from error
+        if error.errno in _NOT_OURS:
+            raise UserError(
+                f"checkpoint.dir={directory}: {error.strerror}; choose a directory that can be written"
+            ) from error
+        raise CheckpointError(f"the lock {lock.path} could not be taken: {error.strerror}") from error
+    return lock
+
+
+def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError if a job of this machine is certainly writing there; a quick look before anything is started."""
+    with suppress(OSError):
+        found = _read_lock(directory / LOCK_FILE)
+        if found and _is_dead(found, describe_this_process(env)) is False:
+            raise _refusal(directory / LOCK_FILE, found)
+
+
+def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
+    """What this process writes into a lock."""
+    restarts = env.get("SLURM_RESTART_COUNT", "0")
+    return LockOwner(
+        socket.gethostname(),
+        identify_machine(),
+        os.getpid(),
+        read_start_time(os.getpid()) or "",
+        env.get("SLURM_JOB_ID"),
+        int(restarts) if restarts.isdecimal() else 0,
+        secrets.token_hex(8),
+    )
+
+
+def _take_or_refuse(path: Path, me: LockOwner, beat: float) -> None:
+    for _ in range(_TRIES):
+        if _create(path, me):
+            _tidy(path.parent)
+            return
+        found = _read_lock(path)
+        if found is None:
+            continue
+        dead = _is_dead(found, me)
+        if dead is None:
+            dead = _is_silent(path, found, beat)
+        if not dead:
+            raise _refusal(path, found)
+        _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, found.owner)
+        _remove(path, found, me)
+    raise UserError(f"{path}: several jobs want it at once; let one of them write there")
+
+
+def _refusal(path: Path, found: _Found) -> UserError:
+    return UserError(
+        f"checkpoint.dir={path.parent}: {found.owner or 'another job'} is writing checkpoints there; wait for its end,"
+        " cancel it, or use another run_dir"
+    )
+
+
+def _create(path: Path, me: LockOwner) -> bool:
+    """A lock with its content, at once; whether there was none. By a hard link, else by an exclusive creation."""
+    text, private = encode_lock(me), path.with_name(f".{LOCK_FILE}-{me.token}")
+    try:
+        _write(private, text)
+        os.link(private, path)
+    except FileExistsError:
+        return _is_linked(private)  # a network may repeat the request that has worked
+    except FileNotFoundError:
+        return False  # taken for a leftover
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_exclusively(path, text)
+    finally:
+        with suppress(OSError):
+            private.unlink()
+    return True
+
+
+def _tidy(directory: Path) -> None:
+    """Remove what died on its way to a lock left; whoever is on that way now begins again."""
+    with suppress(OSError):
+        for leftover in directory.glob(f".{LOCK_FILE}-*"):
+            leftover.unlink(missing_ok=True)
+
+
+def _create_exclusively(path: Path, text: bytes) -> bool:
+    try:
+        _write(path, text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(path: Path, text: bytes) -> None:
+    with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        write_at_offset(descriptor, memoryview(text), 0)
+        os.fsync(descriptor)
+
+
+def _is_linked(private: Path) -> bool:
+    with suppress(OSError):
+        return private.stat().st_nlink == 2
+    return False
+
+
+def _remove(path: Path, found: _Found, me: LockOwner) -> None:
+    """Take away the lock that was found dead; one that has come since is left, or put back."""
+    aside = path.with_name(f".{LOCK_FILE}-{me.token}-old")
+    with _one_remover(path.parent), suppress(FileNotFoundError):
+        now = _read_lock(path)
+        if now is None or not now.is_by(found):
+            return
+        path.rename(aside)
+        now = _read_lock(aside)
+        if now and not now.is_by(found):
+            with suppress(OSError):  # its owner finds out before it commits anything
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_remover(directory: Path) -> Iterator[None]:
+    """One remover at a time, where the file system has flock; elsewhere whoever loses a lock finds out at `check`."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_dead(found: _Found, me: LockOwner) -> bool | None:
+    """Whether the owner of a lock is gone; None where only its heartbeat can tell."""
+    owner = found.owner
+    if owner is None:
+        return None
+    if owner.machine == me.machine and owner.host == me.host:
+        return read_start_time(owner.process) != owner.started
+    if owner.job is not None and owner.job == me.job and owner.attempt < me.attempt:
+        return True
+    return None
+
+
+def _is_silent(path: Path, found: _Found, beat: float) -> bool:
+    """Watch a lock: whether its heart does not beat."""
+    _log.info(
+        "checkpoint: %s has the lock %s; up to %g s to see whether it lives", found.owner, path, _BEATS_TO_WATCH * beat
+    )
+    until = time.monotonic() + _BEATS_TO_WATCH * beat
+    while time.monotonic() < until:
+        time.sleep(beat / 4)
+        now = _read_lock(path)
+        if now is None or not now.is_by(found):
+            return True  # nobody has it, or somebody new: the next round looks at that
+        if now.text != found.text:
+            return False
+    return True
+
+
+def _read_lock(path: Path) -> _Found | None:
+    """The lock there is; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
+    try:
+        text = read_regular(path, _MOST_BYTES, follow=True).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    try:
+        return _Found(LockOwner(**json.loads(text.partition("\n")[0])), text)
+    except (ValueError, TypeError, RecursionError):
+        return _Found(None, text)
+
+
+def encode_lock(owner: LockOwner) -> bytes:
+    """Of a lock whose heart has not beaten yet: who has it, and in the second line the number of beats."""
+    return _first_line(owner) + _line(0)
+
+
+def _first_line(owner: LockOwner) -> bytes:
+    return json.dumps(asdict(owner)).encode() + b"\n"
+
+
+def _line(count: int) -> bytes:
+    return b"%020d\n" % count

@@ -1,0 +1,441 @@
+"""Choose, set and read layouts of files on Lustre, by the command `lfs` or the attribute `lustre.lov`.
+
+The command may be missing, hang, or say anything; the attribute is a layout as the client in the kernel takes and
+gives it: struct lov_user_md_v1, little-endian: magic, pattern (u32 each), object id (16 bytes), stripe size (u32),
+stripe count, stripe offset (u16 each); v3 adds the name of the pool (16 bytes). Each object follows in 24 bytes: its
+id (16), generation and OST index (u32 each). What goes wrong here is never worth a failed save: callers warn once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from hpc_train.config.train import LustreConfig
+
+MIB = 1 << 20
+STRIPE_UNIT = 64 << 10
+"""A stripe size is a multiple of it."""
+MAX_STRIPE_BYTES = (1 << 32) - STRIPE_UNIT
+"""Of a stripe, in bytes."""
+ALL_OSTS = -1
+"""As a stripe count: every OST."""
+MAX_STRIPES = 8
+"""Stripes that the policy gives a file: more servers than one node keeps busy gain nothing, and each is one more to
+fail."""
+_PER_OST = 64 << 30
+"""Bytes of one file that an OST is given, as long as there are others."""
+_FILLED = 4
+"""Rounds of stripes that a file must have to be worth striping."""
+
+
+@dataclass(frozen=True)
+class StripeComponent:
+    """A stretch of a file, or all of it, and how it is striped."""
+
+    end: int | None = None
+    """One past its last byte; None: to the end of the file. It begins where the one before ends."""
+    count: int = 1
+    """OSTs; ALL for every one; 0 on the metadata server."""
+    size: int | None = None
+    """Bytes of a stripe, a multiple of UNIT; None: as the file system has it."""
+    pool: str | None = None
+    on_mdt: bool = False
+    """Data on the metadata server (DoM, Lustre 2.11): a small file is there with its inode, in one request."""
+
+
+StripeLayout = tuple[StripeComponent, ...]
+"""One component: a plain layout. Several: a progressive one (PFL, Lustre 2.10)."""
+
+
+def choose_shard_layout(largest: int, files: int, osts: int | None, wishes: LustreConfig) -> StripeLayout:
+    """For a directory of shard files, all written at once, each by one process.
+
+    largest: bytes of the largest file. osts: None where they could not be counted.
+
+    With at least as many files as OSTs every file lies on one, and none waits for another's locks. Fewer files share
+    the OSTs out, but a file gets no more than it fills, nor than MOST. A very large one is spread in any case, lest it
+    fill one OST up.
+    """
+    size = wishes.stripe_size_mib * MIB
+    if wishes.stripe_count is not None:
+        return (StripeComponent(count=wishes.stripe_count, size=size, pool=wishes.pool),)
+    share = max(1, (osts or 1) // max(files, 1))
+    filled = max(1, largest // (_FILLED * size))
+    at_least = -(-largest // _PER_OST)
+    count = max(1, min(share, filled, MAX_STRIPES), min(at_least, osts or MAX_STRIPES))
+    return (StripeComponent(count=count, size=size, pool=wishes.pool),)
+
+
+def list_step_layouts(wishes: LustreConfig) -> list[StripeLayout]:
+    """For the directory of a step, where small files and perhaps an index lie: the best first, then what older servers
+    take instead."""
+    small = StripeComponent(end=MIB, count=0, on_mdt=True)
+    middle = StripeComponent(end=256 * MIB, count=1, size=MIB, pool=wishes.pool)
+    rest = StripeComponent(count=4, size=MIB, pool=wishes.pool)
+    plain = StripeComponent(count=1, size=MIB, pool=wishes.pool)
+    return [(small, middle, rest), (middle, rest), (plain,)] if wishes.progressive else [(plain,)]
+
+
+def format_setstripe_arguments(layout: StripeLayout) -> list[str]:
+    """What `lfs setstripe` is told, without the path."""
+    if len(layout) == 1 and layout[0].end is None:
+        return _component_arguments(layout[0])
+    return [word for it in layout for word in ("-E", _format_size_argument(it.end), *_component_arguments(it))]
+
+
+def stripe_round_bytes(layout: StripeLayout, osts: int | None) -> int:
+    """Bytes after which a file comes back to its first OST, in its last component."""
+    last = layout[-1]
+    count = (osts or 1) if last.count == ALL_OSTS else max(last.count, 1)
+    return count * (last.size or MIB)
+
+
+def describe_stripes(layout: Sequence[StripeComponent]) -> str:
+    """`4 x 16 MiB`, or `to 1 MiB: on the MDT, to 256 MiB: 1 x 1 MiB, then: 4 x 1 MiB`."""
+    if len(layout) == 1 and layout[0].end is None:
+        return _describe_component(layout[0])
+    parts = [
+        f"to {_format_bytes(it.end)}: {_describe_component(it)}"
+        if it.end is not None
+        else f"then: {_describe_component(it)}"
+        for it in layout
+    ]
+    return ", ".join(parts)
+
+
+def _component_arguments(it: StripeComponent) -> list[str]:
+    if it.on_mdt:
+        return ["-L", "mdt"]
+    size = ["-S", _format_size_argument(it.size)] if it.size is not None else []
+    pool = ["-p", it.pool] if it.pool is not None else []
+    return ["-c", str(it.count), *size, *pool]
+
+
+def _format_size_argument(number: int | None) -> str:
+    """In a form that no release takes for KiB, as some do with small plain numbers."""
+    if number is None:
+        return "-1"
+    assert number % 1024 == 0, number
+    return f"{number // MIB}M" if number % MIB == 0 else f"{number // 1024}K"
+
+
+def _describe_component(it: StripeComponent) -> str:
+    if it.on_mdt:
+        return "on the MDT"
+    count = "all OSTs" if it.count == ALL_OSTS else str(it.count)
+    size = f" x {_format_bytes(it.size)}" if it.size is not None else ""
+    return f"{count}{size}" + (f" of pool {it.pool}" if it.pool else "")
+
+
+def _format_bytes(number: int | None) -> str:
+    if number is None:
+        return "the end"
+    unit, name = next((u, n) for u, n in ((1 << 30, "GiB"), (MIB, "MiB"), (1024, "KiB"), (1, "B")) if number % u == 0)
+    return f"{number // unit} {name}"
+
+
+_PAIR = re.compile(r"([A-Za-z_.]+):\s*(\{|\S*)")
+_ROW = re.compile(r"\s*(\d+)\s+\d+\s+0x[0-9a-f]+\s+(?:0x[0-9a-f]+|\d+)\s*\*?\s*")
+"""obdidx, objid twice, group, and a mark at the OST that was asked for."""
+_OST = re.compile(r"l_ost_idx:\s*(\d+)")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_FIELDS = {
+    "lmm_stripe_count": "count",
+    "lmm_stripe_size": "size",
+    "lmm_stripe_offset": "offset",
+    "lmm_pattern": "pattern",
+    "lmm_pool": "pool",
+    "stripe_count": "count",
+    "stripe_size": "size",
+    "stripe_offset": "offset",
+    "pattern": "pattern",
+    "pool": "pool",
+    "lcme_flags": "flags",
+    "lcme_extent.e_end": "end",
+}
+_MDT = ("mdt", "2")
+
+
+@dataclass(frozen=True)
+class PlacedComponent:
+    """A component and where it is."""
+
+    component: StripeComponent
+    osts: tuple[int, ...] = ()
+    """Indices of the OSTs it has objects on, in the order of the stripes; none before its first byte is written."""
+    first: int | None = None
+    """The OST that it begins on; None: any."""
+    overstriped: bool = False
+    """An OST may have several of its stripes (Lustre 2.13)."""
+    released: bool = False
+    """The data is on tape or elsewhere (HSM)."""
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileStriping:
+    """The layout of a file, or what new files of a directory get."""
+
+    parts: tuple[PlacedComponent, ...]
+
+    @property
+    def layout(self) -> StripeLayout:
+        """Without what was made of it."""
+        return tuple(part.component for part in self.parts)
+
+
+@dataclass
+class _Found:
+    """The texts of one component, as they were printed."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    osts: list[int] = field(default_factory=list)
+
+
+def parse_getstripe(text: str, path: str = "") -> FileStriping:
+    """The layout of the one path that was asked for. Raises ValueError, in one line, for what is none.
+
+    path: as it was given to the command, which most dialects print first; it may look like anything.
+    """
+    found = _components(text.removeprefix(f"{path}\n").splitlines())
+    if not found or not all("count" in it.texts for it in found):
+        raise ValueError("it printed no layout")
+    return FileStriping(tuple(_parse_placed(it) for it in found))
+
+
+def _components(lines: list[str]) -> list[_Found]:
+    found = [_Found()]
+    for line in lines:
+        row, ost = _ROW.fullmatch(line), _OST.search(line)
+        if row or ost:
+            found[-1].osts.append(int((row or ost)[1]))  # type: ignore[index]
+            continue
+        for name, value in _pairs(line):
+            if name == "lcme_id" and (found[-1].texts or found[-1].osts):
+                found.append(_Found())
+            if name in _FIELDS:
+                found[-1].texts[_FIELDS[name]] = value
+    return [it for it in found if it.texts]
+
+
+def _pairs(line: str) -> Iterator[tuple[str, str]]:
+    """Names and values of a line; most have one pair, that of a directory has them all."""
+    for match in _PAIR.finditer(line):
+        yield match[1], match[2]
+
+
+def _parse_placed(it: _Found) -> PlacedComponent:
+    texts = it.texts
+    pattern = set(texts.get("pattern", "raid0").split(","))
+    on_mdt = bool(pattern & set(_MDT))
+    component = StripeComponent(
+        end=None if texts.get("end", "EOF") == "EOF" else _number(texts["end"]),
+        count=_number(texts["count"]),
+        size=(_number(texts.get("size", "0")) or None) if not on_mdt else None,
+        pool=texts.get("pool") or None,
+        on_mdt=on_mdt,
+    )
+    first = _number(texts["offset"]) if "offset" in texts else -1
+    flags = tuple(flag for flag in texts.get("flags", "").split(",") if flag not in ("", "0", "N/A"))
+    placed = PlacedComponent(component, tuple(it.osts), first if first >= 0 else None, flags=flags)
+    return replace(placed, overstriped="overstriped" in pattern, released="released" in pattern)
+
+
+def _number(text: str) -> int:
+    """Plain, or with a unit (`1M`), or signed; -1 also as it looks in 16 or 32 unsigned bits."""
+    match = re.fullmatch(r"(-?\d+)([KMGT]?)", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number")
+    value = int(match[1]) * _UNITS[match[2]]
+    return -1 if value in (0xFFFF, 0xFFFFFFFF) else value
+
+
+LFS_TIMEOUT = 20.0
+"""After which it is taken to hang, as it does while a server is away."""
+ALREADY_STRIPED = 17
+"""EEXIST: a file that has a layout keeps it."""
+LOV_ROOTS = (Path("/sys/fs/lustre/lov"), Path("/proc/fs/lustre/lov"))
+"""Where the client in the kernel shows what it is connected to, in newer releases and in older ones."""
+_OST_LINE = re.compile(r"\[OST:\d+\]")
+_LONGEST = 200
+
+
+class LfsError(Exception):
+    """What went wrong, in one line."""
+
+    def __init__(self, text: str, code: int | None = None, missing: bool = False) -> None:
+        super().__init__(text)
+        self.code = code
+        """Exit code; None if it did not end by itself."""
+        self.missing = missing
+        """There is no such command."""
+
+
+@dataclass(frozen=True)
+class LfsAnswer:
+    """What a run that ended with 0 wrote."""
+
+    out: str
+    warning: str
+    """One line; empty if there was none."""
+
+
+def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
+    """Run `lfs`. Raises LfsError.
+
+    Its output goes to files, not pipes, and a hanging one is killed but not waited for: a process that waits for a
+    server takes no signal, and neither may its children, who would hold a pipe open.
+    """
+    command = shutil.which("lfs")
+    if command is None:
+        raise LfsError("the command lfs is not on PATH", missing=True)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                [command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LfsError(f"lfs cannot be run: {error.strerror}") from error
+        code = _code(process, arguments[0], seconds)
+        said, complained = (_text(file) for file in (out, err))
+    line = _one_line(complained)
+    if code:
+        raise LfsError(f"lfs {arguments[0]}: exit {code}: {line or _one_line(said) or 'no reason given'}", code)
+    return LfsAnswer(said, line)
+
+
+def set_stripe_layout(path: Path, layout: StripeLayout, seconds: float = LFS_TIMEOUT) -> str:
+    """Set the layout of a new file, or what new files of a directory get; returns a warning, or nothing.
+
+    Raises LfsError; its code is ALREADY_STRIPED for a file that has a layout, be it empty.
+    """
+    return run_lfs(["setstripe", *format_setstripe_arguments(layout), str(path.absolute())], seconds).warning
+
+
+def get_stripe_layout(path: Path, seconds: float = LFS_TIMEOUT) -> FileStriping:
+    """The layout of a file, or what new files of a directory get. Raises LfsError, also for output that is none."""
+    flags = ["-d"] if path.is_dir() else []
+    try:
+        return parse_getstripe(run_lfs(["getstripe", *flags, str(path.absolute())], seconds).out, str(path.absolute()))
+    except ValueError as error:
+        raise LfsError(f"lfs getstripe: {error}") from error
+
+
+def count_osts(path: Path, source: str = "", pool: str | None = None, seconds: float = LFS_TIMEOUT) -> int | None:
+    """OSTs that files there may be put on; None if nobody says.
+
+    source: of the mount, `<servers>:/<name>`; it tells this file system from others where only the kernel is asked.
+    """
+    try:
+        listed = run_lfs(["df", *(["-p", pool] if pool else []), str(path.absolute())], seconds).out
+    except LfsError:
+        return None if pool else _known_to_kernel(source.rpartition("/")[2])
+    found = sum(1 for line in listed.splitlines() if _OST_LINE.search(line))
+    return found or None
+
+
+def _known_to_kernel(name: str) -> int | None:
+    """lov.<name>-*.numobd, as `lctl get_param` reads it."""
+    for root in LOV_ROOTS:
+        for path in sorted(root.glob(f"{name}-*/numobd")) if name else ():
+            with suppress(OSError, ValueError):
+                return int(path.read_text()) or None
+    return None
+
+
+def _code(process: subprocess.Popen[bytes], what: str, seconds: float) -> int:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        raise LfsError(f"lfs {what}: no answer in {seconds:g} s") from None
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(1 << 24).decode(errors="replace")
+
+
+def _one_line(text: str) -> str:
+    """Printable, short, without the prefix that every line of it has."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    line = " ".join(plain.split()).removeprefix("lfs setstripe: ").removeprefix("error: ")
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+LOV_ATTRIBUTE = "lustre.lov"
+_V1, _V3, _COMPOSITE = 0x0BD10BD0, 0x0BD30BD0, 0x0BD60BD0
+_HEADER = struct.Struct("<II16sIHH")
+_POOL = struct.Struct("<16s")
+_OBJECT = struct.Struct("<16sII")
+_RAID0 = 1
+_ANY = 0xFFFF
+_LONGEST_POOL = 15
+
+
+def set_lov_attribute(path: Path, layout: StripeLayout, name: str = LOV_ATTRIBUTE) -> None:
+    """Set what new files of a directory get. Raises OSError, and ValueError for a layout that needs `lfs`.
+
+    For directories only: on a file that has a layout the kernel ignores it and says nothing.
+    """
+    os.setxattr(path, name, pack_lov(layout))
+
+
+def get_lov_attribute(path: Path, name: str = LOV_ATTRIBUTE) -> FileStriping:
+    """The layout of a file or a directory. Raises OSError, and ValueError for one that needs `lfs`."""
+    return unpack_lov(os.getxattr(path, name))
+
+
+def pack_lov(layout: StripeLayout) -> bytes:
+    """A plain layout; of several components ValueError."""
+    it = layout[0]
+    if len(layout) > 1 or it.on_mdt or it.end is not None:
+        raise ValueError("a layout of several components is set by lfs only")
+    count = _ANY if it.count == ALL_OSTS else it.count
+    head = _HEADER.pack(_V3 if it.pool else _V1, _RAID0, bytes(16), it.size or 0, count, _ANY)
+    if not it.pool:
+        return head
+    pool = it.pool.rpartition(".")[2].encode()
+    if len(pool) > _LONGEST_POOL:
+        raise ValueError(f"pool {it.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
+    return head + _POOL.pack(pool)
+
+
+def unpack_lov(data: bytes) -> FileStriping:
+    """Raises ValueError for what is no plain layout."""
+    if len(data) < _HEADER.size:
+        raise ValueError(f"{len(data)} bytes are no layout")
+    magic, pattern, _, size, count, first = _HEADER.unpack_from(data)
+    if magic == _COMPOSITE:
+        raise ValueError("a layout of several components is read by lfs only")
+    if magic not in (_V1, _V3) or pattern != _RAID0:
+        raise ValueError(f"magic 0x{magic:08X}, pattern {pattern}: no layout that is known here")
+    at = _HEADER.size
+    pool = None
+    if magic == _V3:
+        if len(data) < at + _POOL.size:
+            raise ValueError("a layout that ends in the name of its pool")
+        pool = _POOL.unpack_from(data, at)[0].partition(b"\0")[0].decode(errors="replace") or None
+        at += _POOL.size
+    osts = tuple(index for _, _, index in _OBJECT.iter_unpack(data[at : at + (len(data) - at) // 24 * 24]))
+    component = StripeComponent(count=ALL_OSTS if count == _ANY else count, size=size or None, pool=pool)
+    return FileStriping((PlacedComponent(component, osts, None if first == _ANY else first),))

@@ -1,0 +1,87 @@
+"""`hpc-train attach RUN`: a shell or a command inside of a running job, on the node of one of its ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpc_train.errors import UserError
+from hpc_train.launch.slurm.slurm_cli import JobRecord, client_environment, run_client
+from hpc_train.launch.state.attempts import read_rank_entries
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import RunFacts, gather_facts
+from hpc_train.launch.state.run_lookup import find_points, require_single
+from hpc_train.launch.state.state_names import State, from_slurm_state
+
+
+def attach_command(run: str, words: Sequence[str], rank: int | None, node: str | None, dry_run: bool) -> int:
+    """Become srun inside of the job; dry_run: print its command line. Returns only then.
+
+    Raises UserError, one line, for a run that does not run, or has no such rank or node.
+    """
+    point = require_single(find_points(run, run_client), run)
+    facts = gather_facts([point], run_client)[0]
+    record = _running_job(facts, run)
+    where = _node(node, record) if node else node_of_rank(point.run / "logs" / str(_attempt(facts)), rank, record)
+    shell = [os.environ.get("SHELL") or "/bin/bash", "-l"]
+    command = make_srun_command(record, where, list(words) or shell, sys.stdin.isatty() or dry_run)
+    if dry_run:
+        print(shlex.join(command))
+        return 0
+    _exec_command(command)
+
+
+def make_srun_command(record: JobRecord, node: str, words: Sequence[str], terminal: bool) -> list[str]:
+    """The call of srun. --overlap: the ranks have all of the job's resources, and this step shares them."""
+    options = [f"--jobid={record.raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    return ["srun", *options, *(["--pty"] if terminal else []), *words]
+
+
+def _exec_command(command: Sequence[str]) -> NoReturn:
+    try:
+        os.execvpe(command[0], list(command), client_environment())
+    except FileNotFoundError:
+        raise UserError("srun is not on the PATH: attach from a node of the cluster") from None
+
+
+def _running_job(facts: RunFacts, run: str) -> JobRecord:
+    status = decide_state(facts)
+    if status.state is not State.RUNNING:
+        why = f" ({status.reason})" if status.reason else ""
+        raise UserError(f"{run}: is {status.state}{why}; only a running job can be attached to")
+    record = next((it for it in facts.records if from_slurm_state(it.state) is State.RUNNING), None)
+    if record is None:
+        begun = facts.newest.begun if facts.newest else None
+        where = f" as process {begun.process} of {begun.host}" if begun else ""
+        raise UserError(f"{run}: runs without Slurm{where}; there is no job to attach to")
+    return record
+
+
+def _attempt(facts: RunFacts) -> int:
+    return facts.newest.number if facts.newest else 0
+
+
+def _node(name: str, record: JobRecord) -> str:
+    if name in record.nodes:
+        return name
+    raise UserError(f"--node {name}: job {record.job_id} has {', '.join(record.nodes)}")
+
+
+def node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
+    """Slurm's name of the node of a rank (None: of rank 0, or the job's first node before there are ranks)."""
+    found = {entry["rank"]: entry for entry in read_rank_entries(folder)}
+    if rank is not None and rank not in found:
+        there = f"there are ranks 0 to {max(found)}" if found else "its ranks have not joined yet"
+        raise UserError(f"--rank {rank}: {there}; --node takes one of {', '.join(record.nodes)}")
+    entry = found.get(rank or 0)
+    if entry is None:
+        return record.nodes[0]
+    host = str(entry.get("host", ""))
+    for name in (host, host.partition(".")[0]):
+        if name in record.nodes:
+            return name
+    return record.nodes[int(entry["node"])]  # a host that calls itself otherwise than Slurm does

@@ -1,0 +1,379 @@
+"""`hpc-train checkpoint ls` and `inspect`: the steps of a directory, and what one of them holds.
+
+Both read manifests only, unless --verify asks for every byte. inspect also shows where a step came from
+(provenance) and where it lies (file system, stripes).
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from stat import S_ISDIR
+from typing import Any
+
+from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, count_mappings, write_index
+from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
+from hpc_train.checkpoint.format.shard_layout import SavedPart, SavedTensor
+from hpc_train.checkpoint.provenance import encode_provenance
+from hpc_train.checkpoint.storage.file_system import detect_file_system
+from hpc_train.checkpoint.storage.lustre import LfsError, describe_stripes, get_stripe_layout
+from hpc_train.checkpoint.storage.step_directory import (
+    WEIGHTS_FOLDER,
+    explain_bad_step,
+    find_steps,
+    holds_weights_only,
+    list_committed_steps,
+    try_read_manifest,
+)
+from hpc_train.cli.checkpoint.selection import (
+    CheckpointTarget,
+    Leftover,
+    OpenStep,
+    find_leftovers,
+    find_target,
+    open_one_step,
+)
+from hpc_train.cli.output import format_bytes, print_fields, print_json, print_table, progress_bar
+from hpc_train.regular_files import read_text
+
+_KINDS = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """A line of the listing."""
+
+    step: int
+    committed: bool
+    verified: bool | None
+    """None: nobody looked."""
+    bytes: int
+    path: str
+    state: str
+    """sound, damaged, committed; of leftovers unfinished, replaced, being deleted."""
+    weights_only: bool | None = None
+    """None where the manifest cannot be read."""
+    bad: str | None = None
+    """Why checkpoint.resume=auto passes it over, though it may be sound."""
+    shared: int = 0
+    """Of `bytes`, those of files that were written with earlier steps."""
+    saved_at: float | None = None
+    """Seconds since the epoch by the clock of the node that saved it: for people, the order is that of the commits."""
+    attempt: int | None = None
+    """Of the run."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract of `ls --json`, and the state."""
+        return dict(vars(self))
+
+
+def ls_command(where: str, with_verify: bool, json: bool) -> int:
+    """Print the steps in the order of their commits, then what is left of others; returns 0."""
+    listed = entries(find_target(where), with_verify)
+    if json:
+        print_json([entry.to_json() for entry in listed])
+        return 0
+    columns = ("step", "state", "size", "holds", "path")
+    rows = [(it.step, it.state, _size(it), _holds(it), it.path) for it in listed]
+    print_table(columns, rows, numbers=("step", "size"))
+    return 0
+
+
+def entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
+    """Of the directory, or of the one step that was named."""
+    steps = list_committed_steps(place.directory) if place.step is None else [place.step]
+    paths = find_steps(place.directory)
+    listed = [_committed(place.directory, paths[step], step, with_verify) for step in steps]
+    if place.step is not None:
+        return listed
+    weights = place.directory / WEIGHTS_FOLDER
+    listed += [_committed(weights, path, step, with_verify) for step, path in sorted(find_steps(weights).items())]
+    return listed + [_leftover(it) for folder in (place.directory, weights) for it in find_leftovers(folder)]
+
+
+def bytes_of(path: Path) -> int:
+    """Of all files in a directory; of those that are still there when it is their turn."""
+    total = 0
+    for entry in path.rglob("*"):
+        try:
+            found = entry.lstat()
+            total += found.st_size if not S_ISDIR(found.st_mode) else 0
+        except OSError:
+            continue
+    return total
+
+
+def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> ListedStep:
+    manifest = try_read_manifest(path, step)
+    verified = _verifies(directory, step) if with_verify else None
+    states = {None: "committed", True: "sound", False: "damaged"}
+    state = states[verified] if manifest is not None else "damaged"
+    holds = holds_weights_only(manifest.extra) if manifest is not None else None
+    count = manifest.size if manifest is not None else bytes_of(path)
+    shared = manifest.shared if manifest is not None else 0
+    times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
+    when = (times.at if times is not None else None, origin.attempt if origin is not None else None)
+    return ListedStep(
+        step, True, verified, count, str(path), state, holds, explain_bad_step(path, manifest), shared, *when
+    )
+
+
+def _verifies(directory: Path, step: int) -> bool:
+    from hpc_train.checkpoint.load.verify import (
+        verify_step,  # imports torch; listing without it takes a tenth of the time
+    )
+
+    return not verify_step(directory, step)
+
+
+def _leftover(it: Leftover) -> ListedStep:
+    return ListedStep(it.step, False, None, bytes_of(it.path), str(it.path), _KINDS[it.kind])
+
+
+def _size(entry: ListedStep) -> str:
+    return format_bytes(entry.bytes) + (f" ({format_bytes(entry.shared)} shared)" if entry.shared else "")
+
+
+def _holds(entry: ListedStep) -> str:
+    holds = {None: "", True: "weights", False: "everything"}[entry.weights_only]
+    return f"{holds} ({entry.bad})" if entry.bad else holds
+
+
+PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
+"""Of a save, one after the other (see origin.Times)."""
+
+
+def provenance_fields(manifest: Manifest) -> dict[str, Any]:
+    """`origin` and `times` of its manifest; None for what an earlier release, or no training, has written."""
+    origin, times = manifest.origin, manifest.times
+    return {
+        "origin": None if origin is None else encode_provenance(origin),
+        "times": None if times is None else encode_provenance(times),
+    }
+
+
+def describe_provenance(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines of those, for a person."""
+    origin, times = facts["origin"] or {}, facts["times"]
+    lines = []
+    if times is not None:
+        spent = [f"{part} {times[part]:.2f}" for part in PROVENANCE_PARTS if part in times]
+        lines.append(
+            ("saved", format_time(times["at"]) + (f", attempt {origin['attempt']}" if "attempt" in origin else ""))
+        )
+        stall, slowest = f"{times['stall']:.2f} of it waited for by the training", times["slowest_rank"]
+        lines.append(("seconds", f"{', '.join(spent)} (slowest rank: {slowest}); {stall}"))
+    if origin:
+        lines.append(("code", f"hpc_train {origin['version']}, sha256 {origin['code']}"))
+    lines += [(what, f"sha256 {origin[what]}") for what in ("config", "model") if what in origin]
+    return lines
+
+
+def format_time(time: object) -> str:
+    """Seconds since the epoch as local time; nothing for what is no time."""
+    try:
+        return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}" if isinstance(time, (int, float)) else ""
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def storage_fields(step: Path, files: Sequence[str]) -> dict[str, Any]:
+    """kind, mount, free and, on Lustre, the stripes of the directory and of the first file, in words; else None."""
+    system = detect_file_system(step)
+    lustre = system.kind == "lustre"
+    return {
+        "file_system": system.kind,
+        "mount": f"{system.source} on {system.mount}",
+        "free": format_bytes(system.free_bytes),
+        "stripes_of_directory": _stripes(step / "shards") if lustre else None,
+        "stripes_of_first_file": _stripes(step / files[0]) if lustre and files else None,
+    }
+
+
+def _stripes(path: Path) -> str:
+    """Never the reason that a command fails."""
+    try:
+        striped = get_stripe_layout(path)
+    except (LfsError, OSError, ValueError) as error:
+        return f"not known: {error}"
+    osts = sorted({ost for part in striped.parts for ost in part.osts})
+    return describe_stripes(striped.layout) + (f", on OSTs {', '.join(map(str, osts))}" if osts else "")
+
+
+_VALUES = "values: hpc-train checkpoint verify, then load or export"
+_SECONDS = ("seconds", "stall", *PROVENANCE_PARTS)
+_TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Of the command."""
+
+    tensors: bool = False
+    index: bool = False
+
+
+def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
+    """Print what a step holds, after writing its index where that is asked for; returns 0."""
+    step = open_one_step(where)
+    if options.index:
+        _write_index(step, json)
+    facts = facts_of(step)
+    facts["timeline"] = timeline(find_target(where).run, step.manifest.step)
+    if options.tensors:
+        facts["tensors"] = tensors_of(step)
+    if json:
+        print_json(facts)
+        return 0
+    _print(facts)
+    return 0
+
+
+def facts_of(step: OpenStep) -> dict[str, Any]:
+    """What `inspect --json` prints, without the list of tensors and the timeline."""
+    manifest = step.manifest
+    return {
+        "step": manifest.step,
+        "path": str(step.path),
+        "sequence": manifest.sequence,
+        "world_size": manifest.world_size,
+        "weights_only": holds_weights_only(manifest.extra),
+        "bad": explain_bad_step(step.path, manifest),
+        **provenance_fields(manifest),
+        "bytes": manifest.size,
+        "shared": manifest.shared,
+        "inflated": manifest.inflated,
+        "elements_bytes": sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors),
+        "tensor_count": len(manifest.holdings.tensors),
+        "layouts": len(manifest.holdings.layouts),
+        "mappings": count_mappings(manifest),
+        "index": (step.path / INDEX_FILE).exists(),
+        "storage": storage_fields(step.path, [file.name for file in manifest.files]),
+        "files": [_file(it) for it in manifest.files],
+        "extra": manifest.extra,
+    }
+
+
+def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
+    """Every logical tensor, in the order in which the first file has them."""
+    parts = step.manifest.holdings.parts()
+    return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.holdings.tensors]
+
+
+def timeline(run: Path, step: int) -> list[dict[str, Any]]:
+    """What events.jsonl of a run says of its attempts and saves up to the last save of this step."""
+    told = [event for event in _events(run / "events.jsonl") if event.get("event") in _TOLD]
+    of_step = [at for at, event in enumerate(told) if (event["event"], event.get("step")) == ("checkpoint", step)]
+    return told[: of_step[-1] + 1] if of_step else told
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = read_text(path, errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = json_module.loads(line)
+        except ValueError:  # the last one, of a process that died
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _tensor(tensor: SavedTensor, parts: list[SavedPart]) -> dict[str, Any]:
+    cuts = [len({part.rectangle.offset[dim] for part in parts}) for dim in range(len(tensor.shape))] if parts else []
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.rectangle.volume * tensor.itemsize,
+        "files": len({part.file for part in parts}),
+        "parts": len(parts),
+        "cuts": cuts,
+    }
+
+
+def _write_index(step: OpenStep, quiet: bool) -> None:
+    with progress_bar("tensors", len(step.manifest.holdings.tensors), quiet, of_bytes=False) as tell:
+        write_index(step.path, step.manifest, tell)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    storage = facts["storage"]
+    print_fields(
+        [
+            ("path", facts["path"]),
+            ("step", f"{facts['step']}{' (weights only)' if facts['weights_only'] else ''}"),
+            *([("bad", facts["bad"])] if facts["bad"] else []),
+            *describe_provenance(facts),
+            ("size", f"{format_bytes(facts['bytes'])} in {_files(facts)}, saved by {facts['world_size']} ranks"),
+            *_shared(facts),
+            *_compressed(facts),
+            (
+                "tensors",
+                f"{facts['tensor_count']:,} of {format_bytes(facts['elements_bytes'])}, {facts['layouts']} layouts",
+            ),
+            ("index", f"{INDEX_FILE} lists the tensors; {_VALUES}" if facts["index"] else "none; --index writes it"),
+            *((name.replace("_", " "), value) for name, value in storage.items() if value is not None),
+            *(("extra." + name, json_module.dumps(value)) for name, value in facts["extra"].items()),
+        ]
+    )
+    if facts["timeline"]:
+        print()
+        print_table(("time", "attempt", "event", "step", *_SECONDS), [_event(it) for it in facts["timeline"]])
+    if "tensors" in facts:
+        print()
+        rows = [
+            (it["name"], it["dtype"], _by(it["shape"]), format_bytes(it["bytes"]), it["files"], _by(it["cuts"]))
+            for it in facts["tensors"]
+        ]
+        print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
+
+
+def _file(file: ShardFile) -> dict[str, Any]:
+    return {
+        "file": file.name,
+        "bytes": file.bytes,
+        "inflated": file.inflated,
+        "ranks": writers_of(file.name),
+        "written_at": file.written_at,
+    }
+
+
+def writers_of(name: str) -> int:
+    """Return how many ranks wrote the file of that name, or were to write it (some may have had nothing)."""
+    found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
+    return int(found[2]) - int(found[1]) + 1 if found else 1
+
+
+def _files(facts: dict[str, Any]) -> str:
+    """`8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
+    ranks, files = sorted({it["ranks"] for it in facts["files"]}), f"{len(facts['files'])} files"
+    if not ranks or ranks[-1] == 1:
+        return files
+    return f"{files} of {ranks[-1]} ranks each" if len(ranks) == 1 else f"{files} of {ranks[0]} to {ranks[-1]} ranks"
+
+
+def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    steps = sorted({it["written_at"] for it in facts["files"] if it["written_at"] is not None})
+    named = ", ".join(map(str, steps))
+    return [("shared", f"{format_bytes(facts['shared'])} of it, written with step {named}")] if steps else []
+
+
+def _compressed(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    whole, stored = facts["inflated"], facts["bytes"]
+    return [("compressed", f"from {format_bytes(whole)}, which saves {1 - stored / whole:.1%}")] if whole else []
+
+
+def _event(event: dict[str, Any]) -> tuple[object, ...]:
+    seconds = [f"{event[key]:.2f}" if isinstance(event.get(key), float) else "" for key in _SECONDS]
+    return format_time(event.get("time")), event.get("attempt", ""), event["event"], event.get("step", ""), *seconds
+
+
+def _by(numbers: list[int]) -> str:
+    return " x ".join(map(str, numbers)) or "scalar"

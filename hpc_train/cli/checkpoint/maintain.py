@@ -1,0 +1,100 @@
+"""`hpc-train checkpoint prune` and `mark`: remove steps that are not kept, and mark a step bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.storage.retention import KeepRules, is_dead_leftover, list_prunable_steps
+from hpc_train.checkpoint.storage.retention import prune_steps as prune_now
+from hpc_train.checkpoint.storage.step_directory import (
+    explain_bad_step,
+    find_steps,
+    list_committed_steps,
+    locate_step,
+    mark_bad,
+    unmark_bad,
+)
+from hpc_train.cli.checkpoint.selection import CheckpointTarget, find_leftovers, find_target
+from hpc_train.cli.output import escape_unprintable, print_json
+from hpc_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """Of the command; see checkpoint.keep, keep_every and keep_best."""
+
+    keep: int
+    every: int
+    best: int
+    dry_run: bool
+
+
+def prune_command(where: str, options: PruneOptions, json: bool) -> int:
+    """Keep the newest good steps; print what was removed, or would be; returns 0, or 1 if something would not go."""
+    place = find_target(where)
+    if place.step is not None:
+        raise UserError(f"{where}: is one step; give the directory of checkpoints that is to keep {options.keep}")
+    directory, also = place.directory, KeepRules(options.every, options.best)
+    steps, wanted = list_committed_steps(directory), list_prunable_steps(directory, options.keep, also)
+    dead = [it.path for it in find_leftovers(directory) if it.kind == "old" or is_dead_leftover(it.path)]
+    if not options.dry_run:
+        prune_now(directory, options.keep, also)
+    left = set() if options.dry_run else set(find_steps(directory))
+    removed = [step for step in wanted if step not in left]
+    gone = [path.name for path in dead if options.dry_run or not path.exists()]
+    kept = [step for step in steps if step not in removed]
+    if json:
+        print_json({"removed": removed, "kept": kept, "leftovers": gone, "dry_run": options.dry_run})
+    else:
+        verb = "would remove" if options.dry_run else "removed"
+        print(f"{verb} {', '.join([*(f'step {it}' for it in removed), *gone]) or 'nothing'}")
+        print(f"kept {', '.join(f'step {it}' for it in kept) or 'nothing'}")
+    return int(bool(set(wanted) - set(removed)))
+
+
+NO_REASON = "no reason given"
+
+
+def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> int:
+    """Mark a step bad, for the reason `bad`, or take its mark away (None); print what holds of it now; returns 0."""
+    place = _meant(where, step)
+    assert place.step is not None
+    path = locate_step(place.directory, place.step)
+    if bad is None:
+        unmark_bad(place.directory, place.step)
+    else:
+        mark_bad(place.directory, place.step, " ".join(bad.split()) or NO_REASON)
+    why = _poison(path, place.step)
+    if json:
+        print_json({"step": place.step, "path": str(path), "bad": why})
+    elif why is None:
+        print(escape_unprintable(f"{path}: is good: checkpoint.resume=auto takes it"))
+    else:
+        print(escape_unprintable(f"{path}: {why}: checkpoint.resume=auto passes it over"))
+    return 0
+
+
+def _meant(where: str, step: int | None) -> CheckpointTarget:
+    """One step, that was named: nobody marks the newest by mistake."""
+    if where.isdecimal() and step is None and not Path(where).exists():
+        where, step = ".", int(where)
+    place = find_target(where)
+    if place.step is None and step is None:
+        raise UserError(f"{where}: say which step of it: --step N, or the path of a step-<n>")
+    if place.step is not None and step not in (None, place.step):
+        raise UserError(f"{where}: is one step already; leave --step out, or give the directory of several")
+    if place.step is None and step is not None:
+        locate_step(place.directory, step)
+        return CheckpointTarget(place.directory, step)
+    return place
+
+
+def _poison(path: Path, step: int) -> str | None:
+    """Also of a damaged one, which can be marked as any other."""
+    try:
+        return explain_bad_step(path, read_manifest(path, step))
+    except CheckpointError:
+        return explain_bad_step(path, None)

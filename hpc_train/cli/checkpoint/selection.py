@@ -1,0 +1,109 @@
+"""Which checkpoints a command is about, from the path that was given."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, find_steps, list_committed_steps, parse_step
+from hpc_train.errors import UserError
+
+_UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
+
+
+@dataclass(frozen=True)
+class CheckpointTarget:
+    """A directory of checkpoints, and the step of it that was named."""
+
+    directory: Path
+    step: int | None = None
+
+    @property
+    def run(self) -> Path:
+        """The run directory that these checkpoints would be of."""
+        inside = self.directory.parent if self.directory.name == WEIGHTS_FOLDER else self.directory
+        return inside.parent if inside.name == "checkpoints" else inside
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a process that died left, or one that is at work now has not finished."""
+
+    path: Path
+    step: int
+    kind: str
+    """tmp: not committed; trash: on its way out; old: replaced."""
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    """A committed step whose manifest is sound."""
+
+    directory: Path
+    path: Path
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"checkpoint step {self.manifest.step} in {self.directory}"
+
+
+def find_target(text: str) -> CheckpointTarget:
+    """Raises UserError if the path is not there or holds no checkpoint; a leftover counts as one."""
+    path = Path(text).expanduser().absolute()
+    if not text or not path.is_dir():
+        named = text or "''"
+        raise UserError(f"{named}: no such directory; give that of a run, of its checkpoints or of one step")
+    for it in (path, path.resolve()):  # a link to a step may have any name
+        step = parse_step(it)
+        if step is not None and find_steps(it.parent).get(step) == it:
+            return CheckpointTarget(it.parent, step)
+    places = (path, path / "checkpoints")
+    for place in (*places, *(it / WEIGHTS_FOLDER for it in places)):
+        if find_steps(place) or find_leftovers(place):
+            return CheckpointTarget(place)
+    raise UserError(
+        f"{text}: there is no checkpoint in it; give the directory of a run, of its checkpoints or a step-<n>"
+    )
+
+
+def find_leftovers(directory: Path) -> list[Leftover]:
+    """In the order of their names."""
+    if not directory.is_dir():
+        return []
+    steps = find_steps(directory)
+    leftover = []
+    for path in sorted(directory.iterdir()):
+        match, step = _UNCOMMITTED.fullmatch(path.name), parse_step(path)
+        if match:
+            leftover.append(Leftover(path, int(match[1]), match[2]))
+        elif step is not None and steps.get(step, path) != path and not path.is_symlink() and path.is_dir():
+            leftover.append(Leftover(path, step, "old"))
+    return leftover
+
+
+def open_one_step(text: str) -> OpenStep:
+    """The step that a path names, or the newest one in it. Raises UserError, CheckpointError if it is damaged."""
+    place = find_target(text)
+    return open_step(place.directory, newest_step(place) if place.step is None else place.step)
+
+
+def newest_step(place: CheckpointTarget) -> int:
+    """The last step that was committed."""
+    steps = list_committed_steps(place.directory)
+    if not steps:
+        raise UserError(f"{place.directory}: nothing is committed in it, there are only leftovers of unfinished saves")
+    return steps[-1]
+
+
+def open_step(directory: Path, step: int) -> OpenStep:
+    """Raises CheckpointError if its manifest is damaged."""
+    path = find_steps(directory)[step]
+    try:
+        return OpenStep(directory, path, read_manifest(path, step))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST_FILE}: {error}") from error

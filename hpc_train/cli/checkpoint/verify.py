@@ -1,0 +1,91 @@
+"""`hpc-train checkpoint verify`: is what was committed still there, bit for bit?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint.errors import CheckpointError, Problem
+from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
+from hpc_train.checkpoint.load.verify import verify_in_one_process
+from hpc_train.checkpoint.storage.step_directory import find_steps, list_committed_steps, locate_step
+from hpc_train.cli.checkpoint.selection import find_target, newest_step
+from hpc_train.cli.output import escape_unprintable, format_bytes, print_json, progress_bar
+from hpc_train.errors import UserError
+
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Of one step."""
+
+    step: int
+    tensors: int
+    bytes: int
+    problems: list[Problem]
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract of `verify --json`."""
+        problems = [asdict(problem) for problem in self.problems]
+        return {
+            "step": self.step,
+            "ok": not problems,
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "problems": problems,
+        }
+
+
+def verify_command(where: str, step: int | None, every: bool, jobs: int | None, json: bool) -> int:
+    """Print what is wrong; returns 1 if anything is, else 0."""
+    place = find_target(where)
+    if place.step is not None and (every or step not in (None, place.step)):
+        raise UserError(f"{where}: is one step already; --step and --all are for a directory of several")
+    if step is not None:
+        locate_step(place.directory, step)
+    step = place.step if step is None else step
+    chosen = list_committed_steps(place.directory) if every else [newest_step(place) if step is None else step]
+    verdicts = [
+        _verify_step(place.directory, it, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for it in chosen
+    ]
+    if json:
+        answers = [verdict.to_json() for verdict in verdicts]
+        print_json(answers if every else answers[0])
+    return int(any(verdict.problems for verdict in verdicts))
+
+
+def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> VerifyResult:
+    """Everything of one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
+    manifest, problems = verify_in_one_process(path, step, jobs, tell)
+    if manifest is None:
+        return VerifyResult(step, 0, 0, problems)
+    return VerifyResult(step, len(manifest.holdings.names), manifest.size, problems)
+
+
+def _verify_step(directory: Path, step: int, jobs: int, quiet: bool) -> VerifyResult:
+    path = find_steps(directory)[step]
+    with progress_bar(f"step {step}", _manifest_bytes(path, step), quiet) as tell:
+        verdict = verify_step(path, step, jobs, tell)
+    if not quiet:
+        _print_result(path, verdict)
+    return verdict
+
+
+def _manifest_bytes(path: Path, step: int) -> int:
+    try:
+        manifest: Manifest = read_manifest(path, step)
+    except CheckpointError:
+        return 0
+    return manifest.size
+
+
+def _print_result(path: Path, verdict: VerifyResult) -> None:
+    if not verdict.problems:
+        print(f"{escape_unprintable(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
+    for problem in verdict.problems:
+        print(escape_unprintable(f"{path}: damaged: {problem}"), file=sys.stderr)

@@ -1,0 +1,190 @@
+"""`hpc-train completion`: tab completion, as scripts for the shells and the candidates that they ask for.
+
+The scripts call `hpc-train completion query`. The candidates come from the parser, the schema and the names of
+the files in conf/: composing a configuration, as Hydra's own completion does, would take too long for a key
+press.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields, is_dataclass
+from itertools import pairwise
+from typing import Any, get_origin, get_type_hints
+
+_BASH = r"""_hpc_train() {
+    local line="${COMP_LINE:0:COMP_POINT}" current before="" candidate
+    local -a words
+    read -ra words <<<"$line"
+    [[ "$line" == *[[:space:]] ]] && words+=("")
+    current="${words[${#words[@]}-1]}"
+    # Readline takes `key=value` for two words, and replaces the second only.
+    [[ "$COMP_WORDBREAKS" == *=* ]] && before="${current%"${current##*=}"}"
+    COMPREPLY=()
+    while IFS= read -r candidate; do
+        COMPREPLY+=("${candidate#"$before"}")
+    done < <("${words[0]/#\~/$HOME}" completion query -- "${words[@]:1}" 2>/dev/null)
+    # A key goes on with a value or with the next key: no space after it.
+    case "${COMPREPLY[*]-}" in *= | *.) compopt -o nospace 2>/dev/null ;; esac
+}
+complete -o bashdefault -o default -F _hpc_train hpc-train
+"""
+_ZSH = r"""#compdef hpc-train
+_hpc_train() {
+    local -a candidates keys values
+    local command="${words[1]/#\~/$HOME}"
+    candidates=("${(@f)$("$command" completion query -- "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)}")
+    keys=("${(@M)candidates:#*[=.]}")
+    values=("${(@)candidates:#*[=.]}")
+    values=("${(@)values:#}")
+    if (( ! $#keys && ! $#values )); then
+        compset -P '*='
+        _files
+        return
+    fi
+    (( $#keys )) && compadd -S '' -- "${keys[@]}"
+    (( $#values )) && compadd -- "${values[@]}"
+}
+if [[ "${funcstack[1]-}" == _hpc_train ]]; then
+    _hpc_train "$@"
+else
+    (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+    compdef _hpc_train hpc-train
+fi
+"""
+_FISH = r"""function __hpc_train
+    set -l words (commandline --cut-at-cursor --tokenize --current-process)
+    set -l current (commandline --cut-at-cursor --current-token)
+    set -l found (command hpc-train completion query -- $words[2..-1] "$current" 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\n' $found
+    else
+        set -l key (string match --regex '^.*=' -- "$current")
+        __fish_complete_path (string replace --regex '^.*=' '' -- "$current") | string replace --regex '^' "$key"
+    end
+end
+complete --command hpc-train --no-files --arguments '(__hpc_train)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_BOOLEANS = ("true", "false")
+
+
+def completion_script(shell: str) -> str:
+    """What to evaluate in `bash`, `zsh` or `fish` to have completion there."""
+    return _SCRIPTS[shell]
+
+
+def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Candidates for the last of `words` (those after `hpc-train`; the last may be empty), each the whole word.
+
+    Nothing where only the shell can know, such as the name of a file.
+    """
+    *before, current = words or [""]
+    parser, before = _innermost_parser(parser, before)
+    actions = parser._actions
+    if current.startswith("-"):
+        return _candidates_with_prefix(current, (flag for action in actions for flag in action.option_strings))
+    if before and (waiting := _takes_value(actions, before[-1])):
+        return _candidates_with_prefix(current, map(str, waiting.choices or ()))
+    positional = [action for action in actions if not action.option_strings]
+    if any(action.dest == "overrides" for action in positional):
+        return complete_override(current, before)
+    return _candidates_with_prefix(current, (str(choice) for action in positional for choice in action.choices or ()))
+
+
+def _innermost_parser(parser: argparse.ArgumentParser, before: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of the innermost sub-command in `before`, and the words after it."""
+    for index, word in enumerate(before):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                return _innermost_parser(action.choices[word], before[index + 1 :])
+    return parser, before
+
+
+def _takes_value(actions: Sequence[argparse.Action], flag: str) -> argparse.Action | None:
+    return next((action for action in actions if flag in action.option_strings and action.nargs != 0), None)
+
+
+def _candidates_with_prefix(current: str, candidates: Iterator[str] | map[str]) -> list[str]:
+    return sorted({candidate for candidate in candidates if candidate.startswith(current)})
+
+
+def complete_override(current: str, before: Sequence[str]) -> list[str]:
+    """Candidates for the override `current`, given the words before it: a key up to its next dot, or its values."""
+    from hpc_train.config.groups import GROUPS, option_files
+
+    sign = current[: len(current) - len(current.lstrip("+~"))]
+    key, equals, _ = current.removeprefix(sign).partition("=")
+    config_dir = _config_dir(before)
+    if not equals:
+        return _candidates_with_prefix(current, (f"{sign}{name}" for name in _keys(key, before, config_dir)))
+    if key in GROUPS:
+        return _candidates_with_prefix(current, (f"{key}={name}" for name in option_files(key, config_dir)))
+    return _candidates_with_prefix(current, (f"{sign}{key}={value}" for value in _values(key, before, config_dir)))
+
+
+def _config_dir(before: Sequence[str]) -> str | None:
+    given = [following for word, following in pairwise(before) if word == "--config-dir"]
+    given += [word.partition("=")[2] for word in before if word.startswith("--config-dir=")]
+    return given[-1] if given else None
+
+
+def _keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[str]:
+    """Keys that begin as `key` does, one level further: `optim.` has more below it, `optim.lr=` takes a value."""
+    from hpc_train.config.groups import GROUPS
+
+    parent, dot, _ = key.rpartition(".")
+    node = _schema_at(parent, before, config_dir) if dot else _run_config()
+    if not dot:
+        yield from (f"{group}=" for group in GROUPS)
+    for item in fields(node) if node else ():
+        deeper = is_dataclass(_type(node, item)) or get_origin(_type(node, item)) is dict
+        yield f"{parent}{dot}{item.name}{'.' if deeper else '='}"
+
+
+def _values(key: str, before: Sequence[str], config_dir: str | None) -> tuple[str, ...]:
+    """Values of a key that are all known: choices, true and false."""
+    parent, _, name = key.rpartition(".")
+    node = _schema_at(parent, before, config_dir) if parent else _run_config()
+    item = next((item for item in fields(node) if item.name == name), None) if node else None
+    if node is None or item is None:
+        return ()
+    limits = item.metadata.get("range")
+    if limits is not None and limits.choices:
+        return tuple(limits.choices)
+    return _BOOLEANS if _type(node, item) is bool else ()
+
+
+def _run_config() -> type:
+    from hpc_train.config.run import RunConfig
+
+    return RunConfig
+
+
+def _schema_at(path: str, before: Sequence[str], config_dir: str | None) -> Any:
+    """The dataclass at a dotted path of the run that the words before describe; None if there is none."""
+    node: Any = _run_config()
+    for depth, name in enumerate(path.split(".")):
+        item = next((item for item in fields(node) if item.name == name), None)
+        if item is None:
+            return None
+        node = (_chosen(name, before, config_dir) if depth == 0 else None) or _type(node, item)
+        if not is_dataclass(node):
+            return None
+    return node
+
+
+def _type(node: Any, item: Field[Any]) -> Any:
+    return get_type_hints(node)[item.name]
+
+
+def _chosen(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
+    """The type of the option that a group has on this line, where options of the group differ in type."""
+    from hpc_train.config.groups import SCHEMAS, default_options, option_type
+
+    if group not in SCHEMAS:
+        return None
+    said = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
+    option = said[-1] if said else default_options()[group]
+    return option_type(group, option, config_dir)

@@ -1,0 +1,39 @@
+"""`hpc-train doctor`: what works here, what does not, and what to do; alone on a machine, or as a rank of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+
+from hpc_train.config.compose import compose
+from hpc_train.doctor.findings import Finding, findings_exit_code, findings_json, format_findings
+from hpc_train.doctor.machine import check_machine
+from hpc_train.runtime.identity import identify_process
+
+
+def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bool) -> int:
+    """Look at everything and print it; 0 where nothing is broken, else 1. In a job rank 0 prints for all.
+
+    Raises UserError for a configuration that cannot be composed, or an environment that makes no sense.
+    """
+    config = compose(overrides, config_dir)
+    me = identify_process(os.environ)
+    if me is None or me.processes == 1:
+        findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
+        print_findings(findings, as_text)
+        return findings_exit_code(findings)
+    from hpc_train.doctor.job import check_job  # needs torch.distributed
+
+    found, code = check_job(config, me, os.environ)
+    if found is not None:
+        print_findings(found, as_text)
+    return code
+
+
+def print_findings(findings: Sequence[Finding], as_text: bool) -> None:
+    """On standard output."""
+    print(
+        "\n".join(format_findings(findings)) if as_text else json.dumps(findings_json(findings), indent=1), flush=True
+    )

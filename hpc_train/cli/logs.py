@@ -1,0 +1,274 @@
+"""`hpc-train logs RUN`: what a rank printed, in which attempt; the first error; and the log as it grows."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_train.cli.status import read_statuses
+from hpc_train.errors import UserError
+from hpc_train.launch.failures import FirstError, find_first_error
+from hpc_train.launch.slurm.slurm_cli import Backoff, run_client
+from hpc_train.launch.state.attempts import RESULT_MARKER, rank_of_task, read_attempts, read_tail_text, task_of_rank
+from hpc_train.launch.state.run_lookup import RunPoint, find_points, require_single
+from hpc_train.launch.state.state_names import State
+from hpc_train.regular_files import open_to_read
+from hpc_train.terminal import one_line
+
+_POLL_SECONDS = 0.2
+_ERROR_LINES = 20
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class LogSelection:
+    """Which log, and how much of it."""
+
+    rank: int | None = None
+    attempt: int | None = None
+    tail: int | None = None
+    """Lines; None: all."""
+
+
+def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool) -> int:
+    """Print a log; returns the exit code. Raises UserError, one line, for what is not there (yet)."""
+    points = find_points(run, run_client)
+    if error_only and len(points) > 1:
+        return _print_failed_points(points)
+    point = require_single(points, run)
+    if error_only:
+        return _print_first_error(point, choice)
+    if follow:
+        return _follow_run(point, choice, lambda: read_statuses([point])[0].state)
+    attempt = _chosen_attempt(point.run, choice)
+    with _open(_rank_log(point, attempt, choice)) as file:
+        _print_end(file, choice.tail)
+    return 0
+
+
+def _print_failed_points(points: Sequence[RunPoint]) -> int:
+    """Of a sweep: a line for each point that failed."""
+    failed = [
+        row for row in read_statuses(points) if row.state.ended and row.state not in (State.DONE, State.CANCELLED)
+    ]
+    for row in failed:
+        print(f"{row.point}: {row.state}{f': {row.reason}' if row.reason else ''}")
+    if not failed:
+        print(f"no point of {len(points)} has failed")
+    return 0
+
+
+def _attempts(run: Path) -> list[int]:
+    return [attempt.number for attempt in read_attempts(run)]
+
+
+def _chosen_attempt(run: Path, choice: LogSelection) -> int:
+    there = _attempts(run)
+    if not there:
+        raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")
+    if choice.attempt is None:
+        return there[-1]
+    if choice.attempt not in there:
+        raise UserError(f"--attempt {choice.attempt}: there is {', '.join(map(str, there))}")
+    return choice.attempt
+
+
+def _rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
+    """The log of the chosen rank; that of the batch script where no rank came to print anything.
+
+    Raises UserError if the attempt has no such rank.
+    """
+    folder = point.run / "logs" / str(attempt)
+    path = folder / f"task-{task_of_rank(folder, choice.rank or 0)}.log"
+    if path.exists():
+        return path
+    tasks = sorted(int(log.stem.removeprefix("task-")) for log in folder.glob("task-*.log"))
+    if tasks:
+        raise UserError(f"--rank {choice.rank or 0}: attempt {attempt} has ranks 0 to {tasks[-1]}")
+    for other in (_batch_log(point, attempt), folder / "srun.log"):
+        if other is not None and other.exists():
+            return other
+    raise UserError(f"{folder}: no rank has printed anything (yet)")
+
+
+def _batch_log(point: RunPoint, attempt: int) -> Path | None:
+    begun = next((it.begun for it in read_attempts(point.run) if it.number == attempt), None)
+    return point.job_logs / f"job-{begun.job_id}.log" if begun and begun.job_id else None
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a log. Raises UserError for a pipe, a device, or what cannot be read."""
+    try:
+        return open_to_read(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; it is no log of a rank") from error
+
+
+def _print_end(file: BinaryIO, lines: int | None) -> None:
+    """Print the last lines of a file, which are found from its end; all of it for None."""
+    file.seek(0 if lines is None else _begin_of_last(file, lines))
+    _print_rest(file)
+
+
+def _begin_of_last(file: BinaryIO, lines: int) -> int:
+    """Return the offset at which the last lines of a file begin."""
+    end = at = file.seek(0, 2)
+    if not lines:
+        return end
+    left = lines
+    while at > 0:
+        step = min(_BLOCK_BYTES, at)
+        at -= step
+        file.seek(at)
+        block = file.read(step)
+        if at + step == end and block.endswith(b"\n"):
+            left += 1  # that of the last line itself
+        if (count := block.count(b"\n")) >= left:
+            for _ in range(left):
+                block = block[: block.rindex(b"\n")]
+            return at + len(block) + 1
+        left -= count
+    return 0
+
+
+def _print_rest(file: BinaryIO) -> None:
+    """Print a file from where it is, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while block := file.read(_BLOCK_BYTES):
+        sys.stdout.write(decoder.decode(block))
+    sys.stdout.write(decoder.decode(b"", final=True))
+    sys.stdout.flush()
+
+
+def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
+    """The newest attempt that failed counts, unless one was chosen."""
+    run = point.run
+    attempts = [_chosen_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
+    for attempt in attempts:
+        folder = run / "logs" / str(attempt)
+        error = find_first_error(folder)
+        if error is not None and (choice.attempt is not None or not _attempt_is_done(run, attempt)):
+            sys.stdout.write(_format_first_error(error, folder, attempt, choice.tail))
+            sys.stdout.flush()
+            return 0
+    looked = f"attempt {choice.attempt}" if choice.attempt is not None else f"{len(attempts)} attempts"
+    print(f"no rank failed in {looked} of {run}{_batch_script_reason(point, attempts)}")
+    return 0
+
+
+def _batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
+    """What the batch script says of the newest of these attempts that ended, and where its own words are."""
+    ended = [it for it in read_attempts(point.run) if it.number in attempts and it.result]
+    result = ended[-1].result if ended else None
+    if result is None or not result.why:
+        return ""
+    log = _batch_log(point, ended[-1].number)
+    where = f"; its log: {log}" if log is not None and log.exists() else ""
+    return f"; attempt ended with exit code {result.exit_code}: {result.why}{where}"
+
+
+def _attempt_is_done(run: Path, attempt: int) -> bool:
+    return any(it.number == attempt and it.result is not None and it.result.done for it in read_attempts(run))
+
+
+def _format_first_error(error: FirstError, folder: Path, attempt: int, tail: int | None) -> str:
+    """Who, the last lines that it printed before, and its traceback."""
+    log = folder / f"task-{error.task}.log"
+    rank = rank_of_task(folder, error.task)
+    where = f" on {error.host}" if error.host else ""
+    lines = read_tail_text(log).splitlines()
+    if error.traceback and "Traceback (most recent call last):" in lines:
+        lines = lines[: lines.index("Traceback (most recent call last):")]
+    lines = lines[-(_ERROR_LINES if tail is None else tail) :] if tail != 0 else []
+    parts = [f"attempt {attempt}, rank {rank} (task {error.task}){where}: {log}", *lines, error.text]
+    return "\n".join(parts) + "\n"
+
+
+def _follow_run(point: RunPoint, choice: LogSelection, state: Callable[[], State]) -> int:
+    """Print what is there and what comes, over requeues, until the run has ended."""
+    run, ended = point.run, _RunEnded(state)
+    shown = 0
+    for attempt in _new_attempts(run, choice, ended):
+        path = _wait_for_log(point, attempt, choice, ended)
+        if path is not None:
+            if shown:
+                print(f"==> attempt {attempt}: {path} <==", flush=True)
+            shown += 1
+            _follow_file(path, choice.tail, partial(_attempt_has_ended, run, attempt, ended))
+    return 0
+
+
+class _RunEnded:
+    """Whether the run has come to its end; Slurm is asked politely."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state, self._backoff = state, Backoff()
+        self._last: State | None = None
+        self._due = 0.0
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._due and not self.already:
+            now = self._state()
+            self._due = time.monotonic() + self._backoff.seconds(now != self._last)
+            self._last = now
+        return self.already
+
+    @property
+    def already(self) -> bool:
+        return self._last is not None and self._last.ended
+
+
+def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) -> Iterator[int]:
+    """The chosen attempt, or the newest and all that come after it."""
+    if choice.attempt is not None:
+        yield _chosen_attempt(run, choice)
+        return
+    seen = -1
+    while True:
+        over = ended()  # before looking, so that what began meanwhile is not missed
+        there = [number for number in _attempts(run) if number > seen]
+        if there:
+            seen = there[0] if seen >= 0 else there[-1]
+            yield seen
+        elif over:
+            return
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_log(point: RunPoint, attempt: int, choice: LogSelection, ended: Callable[[], bool]) -> Path | None:
+    """The log of an attempt as soon as there is one; None if it ends without."""
+    run, folder = point.run, point.run / "logs" / str(attempt)
+    while not _attempt_has_ended(run, attempt, ended):
+        path = folder / f"task-{task_of_rank(folder, choice.rank or 0)}.log"
+        if path.exists():
+            return path
+        time.sleep(_POLL_SECONDS)
+    try:
+        return _rank_log(point, attempt, choice)
+    except UserError as error:
+        print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
+        return None
+
+
+def _attempt_has_ended(run: Path, attempt: int, ended: Callable[[], bool]) -> bool:
+    """Whether an attempt has left its result, or a later one has begun, or the run has ended without."""
+    logs = run / "logs"
+    return (logs / str(attempt) / RESULT_MARKER).exists() or (logs / str(attempt + 1)).is_dir() or ended()
+
+
+def _follow_file(path: Path, tail: int | None, over: Callable[[], bool]) -> None:
+    with _open(path) as file:
+        _print_end(file, tail)
+        while True:
+            last = over()  # before reading, so that its last words are read
+            _print_rest(file)
+            if last:
+                return
+            time.sleep(_POLL_SECONDS)

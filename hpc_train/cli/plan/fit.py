@@ -1,0 +1,68 @@
+"""`hpc-train plan fit RUNS.csv`: fit the constants that the package ships, and measure how well such a fit predicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.planner import constants as stored
+from hpc_train.planner.calibration.fit import FOLDS, training_runs
+from hpc_train.planner.calibration.fit_report import (
+    CALIBRATION_CHOICES,
+    CALIBRATION_RUNS,
+    FitOptions,
+    FitReport,
+    fit_report,
+)
+from hpc_train.planner.calibration.run_table import read_runs
+from hpc_train.planner.calibration.validate import ErrorStatistics
+from hpc_train.planner.constants import constant_values
+
+
+def fit_command(options: FitOptions) -> int:
+    """Fit to the training split, report, and write the constants where asked."""
+    runs = [run for path in options.runs for run in read_runs(Path(path)).runs]
+    if not training_runs(runs):
+        raise UserError("plan fit: no run that can be modelled; `hpc-train plan validate` says why each is refused")
+    found = fit_report(runs, options)
+    if options.output:
+        stored.write_constants(Path(options.output), found.constants, **_provenance(options, found))
+    if options.json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        _print_fit(found)
+    return 0
+
+
+def _provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
+    return {
+        "data": [Path(path).name for path in options.runs],
+        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is no multiple of {FOLDS}",
+        "trained": asdict(found.trained),
+        "held_out": asdict(found.held_out),
+    }
+
+
+def _print_fit(found: FitReport) -> None:
+    print("constants:")
+    for name, value in constant_values(found.constants).items():
+        print(f"  {name:18s} {value:.4g}")
+    print(f"training groups: {_format_errors(found.trained)}")
+    print(f"held-out groups: {_format_errors(found.held_out)}")
+    tables = {
+        "cross-validation over groups": found.folds,
+        "each cluster left out once": found.clusters,
+        f"the same, calibrated with {CALIBRATION_RUNS} runs (mean over "
+        f"{CALIBRATION_CHOICES} choices)": found.calibrated,
+    }
+    for title, table in tables.items():
+        if table:
+            print(f"{title}:")
+        for name, it in table.items():
+            print(f"  {name:12s} {_format_errors(it)}")
+
+
+def _format_errors(it: ErrorStatistics) -> str:
+    return f"{it.n:4d} runs, MAPE {it.mape:6.1%}, median {it.median:6.1%}, bias {it.bias:+6.1%}"

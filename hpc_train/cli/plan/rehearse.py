@@ -1,0 +1,43 @@
+"""`hpc-train plan rehearse`: can every rank build the layout, is it consistent, and what does a rank hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from hpc_train.config.compose import compose
+from hpc_train.launch.freeze import check_model_and_data
+from hpc_train.models.shape import check_shape
+from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.planner.auto import choose_parallel
+
+EXIT_NOT_BUILDABLE = 1
+"""Exit code for a layout that is inconsistent, needs more than the plan says, or does not fit."""
+
+
+def rehearse_command(
+    overrides: Sequence[str], config_dir: str | None, as_json: bool, ranks: str = "sample", processes: int | None = None
+) -> int:
+    """Rehearse the run, print what was found, and return the exit code.
+
+    ranks, processes: see rehearsal.run.rehearse. Raises UserError for a run that cannot be built.
+    """
+    config = compose(overrides, config_dir)
+    check_shape(config.model)
+    if config.parallel.auto:
+        decision = choose_parallel(config)
+        config = decision.config
+        if not as_json:
+            print(decision.line)
+    check_model_and_data(config)
+    from hpc_train.planner.rehearsal.rehearse import rehearse_run
+    from hpc_train.planner.rehearsal.result import format_rehearsal
+    from hpc_train.planner.rehearsal.result import rehearsal_to_json as to_json
+
+    found = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks, processes)
+    if as_json:
+        print(json.dumps(to_json(found)))
+    else:
+        for line in format_rehearsal(found):
+            print(line)
+    return 0 if found.ok else EXIT_NOT_BUILDABLE

@@ -1,0 +1,117 @@
+"""`hpc-train plan validate RUNS.csv`: the planner's predictions against measured runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.errors import UserError
+from hpc_train.planner import constants as stored
+from hpc_train.planner.calibration.run_table import read_runs
+from hpc_train.planner.calibration.validate import ErrorStatistics, PredictedRun, Validation, validate_predictions
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """Of the command."""
+
+    runs: str
+    json: bool = False
+    plot: str | None = None
+    rows: bool = False
+    constants: str | None = None
+    calibrate: int = 0
+
+
+def validate_command(options: ValidateOptions) -> int:
+    """Print the errors; the exit code is 0 whatever they are."""
+    if options.calibrate < 0:
+        raise UserError(f"--calibrate {options.calibrate}: give a number of runs, such as 3, or 0 for none")
+    constants = stored.read_constants(Path(options.constants)) if options.constants else stored.default_constants()
+    found = validate_predictions(read_runs(Path(options.runs)), constants, options.calibrate)
+    if options.json:
+        print(json.dumps(validation_json(found, options.rows), indent=1))
+    else:
+        _print_validation(found, options.rows)
+    if options.plot:
+        from hpc_train.planner.calibration.validate import draw_validation
+
+        draw_validation(found, Path(options.plot))
+    return 0
+
+
+def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
+    """The contract of `plan validate --json`: fractions of 1."""
+    answer: dict[str, object] = {
+        "overall": _rounded(asdict(found.overall)),
+        "families": {name: _rounded(asdict(it)) for name, it in found.families.items()},
+        "memory": _rounded(asdict(found.memory)),
+        "regret": _rounded(asdict(found.regret)),
+        "refused": [asdict(it) for it in found.refused],
+    }
+    if rows:
+        answer["rows"] = [_row_json(row) for row in found.rows]
+    return answer
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _row_json(row: PredictedRun) -> dict[str, object]:
+    measured = row.run.seconds if np.isfinite(row.run.seconds) else None
+    held = row.run.memory / 2**30 if np.isfinite(row.run.memory) else None
+    return {
+        "id": row.run.id,
+        "measured_seconds": measured,
+        "predicted_seconds": float(f"{row.seconds:.5g}"),
+        "measured_gib": held and round(held, 2),
+        "predicted_gib": round(row.memory / 2**30, 2),
+        "fits": row.fits,
+        "assumed": list(row.run.assumed),
+    }
+
+
+def _print_validation(found: Validation, rows: bool) -> None:
+    console = Console(highlight=False)
+    table = Table("family", "runs", "MAPE", "median", "bias", box=None)
+    for name, errors in [*found.families.items(), ("overall", found.overall)]:
+        table.add_row(name, *_error_cells(errors))
+    console.print("Step time, predicted over measured:")
+    console.print(table)
+    held, lost = found.memory, found.regret
+    console.print(f"Memory: {held.n} runs, MAPE {held.mape:.1%}; {held.maybe:.1%} of those that ran are a maybe.")
+    console.print(
+        f"Out of memory: {held.oom_missed} of {held.oom} were predicted to fit; {held.false_oom} that ran were not."
+    )
+    console.print(f"Regret of the pick: {lost.mean:.1%} mean over {lost.n} groups, {lost.worst:.1%} at worst.")
+    _print_refused(console, found)
+    if rows:
+        _print_rows(console, found)
+
+
+def _error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
+    return str(errors.n), f"{errors.mape:.1%}", f"{errors.median:.1%}", f"{errors.bias:+.1%}"
+
+
+def _print_refused(console: Console, found: Validation) -> None:
+    reasons: dict[str, list[str]] = {}
+    for it in found.refused:
+        reasons.setdefault(it.why, []).append(it.id)
+    for why, ids in reasons.items():
+        shown = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+        console.print(f"Refused {len(ids)}: {why} ({shown})", markup=False)
+
+
+def _print_rows(console: Console, found: Validation) -> None:
+    table = Table("run", "measured s", "predicted s", "off", "fits", box=None)
+    timed = [row for row in found.rows if np.isfinite(row.ratio)]
+    for row in sorted(timed, key=lambda it: -abs(np.log(it.ratio))):
+        off = f"{row.ratio - 1:+.1%}"
+        table.add_row(row.run.id, f"{row.run.seconds:.4g}", f"{row.seconds:.4g}", off, row.fits)
+    console.print(table)

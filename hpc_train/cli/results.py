@@ -1,0 +1,343 @@
+"""`hpc-train results RUN`: what was swept and what came of it, a row per point, as a table, JSON, CSV or a plot.
+
+The values are those of the last steps of metrics.jsonl. A plot shows the metric over one swept value, a line for
+each value of a second one, or the points by rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from hpc_train.cli.status import read_statuses
+from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.launch.slurm.slurm_cli import run_client
+from hpc_train.launch.state.progress import find_best_value, is_higher_better, read_final_values, read_steps
+from hpc_train.launch.state.run_lookup import RunPoint, find_points
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory, read_points
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Value = str | int | float | bool | None
+_DEFAULT_METRICS = ("validation_loss", "loss")
+_SHOWN_COLUMNS = ("step", "loss", "validation_loss", "tokens_per_second")
+_PIPE_WIDTH = 4096
+
+
+@dataclass(frozen=True)
+class ResultsOptions:
+    """What of the results, and how."""
+
+    metric: str | None = None
+    """None: validation_loss where there is one, else loss."""
+    best: bool = False
+    json: bool = False
+    csv: str | None = None
+    plot: str | None = None
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """One point."""
+
+    point: str
+    state: str
+    swept: dict[str, Value]
+    final: dict[str, Any]
+    """The last step's line of metrics.jsonl, and of what not every step has its last value; {} before the first."""
+    best: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """All rows, and what they are judged by."""
+
+    rows: list[PointResult]
+    metric: str
+
+    @property
+    def keys(self) -> list[str]:
+        """What was swept."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.swept))
+
+    def value(self, row: PointResult) -> float | None:
+        """The metric, of the last step that has it."""
+        found = row.final.get(self.metric)
+        return float(found) if isinstance(found, (int, float)) else None
+
+    @property
+    def winner(self) -> PointResult | None:
+        """The point with the best last value."""
+        valued = [(value, row) for row in self.rows if (value := self.value(row)) is not None]
+        if not valued:
+            return None
+        choose = max if is_higher_better(self.metric) else min
+        return choose(valued, key=lambda pair: pair[0])[1]
+
+
+def results_command(target: str, wanted: ResultsOptions) -> int:
+    """Print or write the results; returns the exit code.
+
+    Raises UserError, one line, for a metric that no point has and for a file that cannot be written.
+    """
+    points = find_points(target, run_client)
+    results = gather_results(points, wanted.metric, wanted.best)
+    if wanted.plot is not None:
+        if len(points) == 1:
+            plot_run(read_steps(points[0].run / "metrics.jsonl"), wanted.metric, points[0].name, Path(wanted.plot))
+        else:
+            plot_sweep(results, Path(wanted.plot))
+    if wanted.json:
+        print(json.dumps([_result_json(results, row, wanted.best) for row in results.rows]))
+    elif wanted.csv is not None:
+        _write_csv(results, wanted)
+    elif wanted.plot is None or sys.stdout.isatty():
+        from rich.console import Console
+
+        # Where nobody looks at a screen, a line is a line.
+        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_results_table(results, wanted.best))
+    return EXIT_DONE
+
+
+def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: bool = False) -> SweepResults:
+    """The rows of these points. best: read all steps. Raises UserError for a metric that no point has."""
+    swept = _swept_values(points)
+    finals = [read_final_values(point.run / "metrics.jsonl") for point in points]
+    metric = metric or next(
+        (name for name in _DEFAULT_METRICS if any(name in final for final in finals)), _DEFAULT_METRICS[-1]
+    )
+    if any(finals) and not any(metric in final for final in finals):
+        known = ", ".join(sorted({name for final in finals for name in final}))
+        raise UserError(f"--metric {metric}: no point has it; there are {known}")
+    return SweepResults(
+        [
+            PointResult(
+                status.point,
+                str(status.state),
+                swept.get(point.name, {}),
+                final,
+                find_best_value(point.run / "metrics.jsonl", metric) if best else None,
+            )
+            for point, status, final in zip(points, read_statuses(points), finals, strict=True)
+        ],
+        metric,
+    )
+
+
+def _swept_values(points: Sequence[RunPoint]) -> dict[str, dict[str, Value]]:
+    """Point -> swept key -> value, as it was given."""
+    sweeps: dict[Path, SweepDirectory] = {point.sweep.path: point.sweep for point in points if point.sweep}
+    return {
+        frozen.id: dict(_split_override(text) for text in frozen.overrides)
+        for sweep in sweeps.values()
+        for frozen in read_points(sweep)
+    }
+
+
+def _split_override(text: str) -> tuple[str, Value]:
+    key, _, value = text.partition("=")
+    return key.lstrip("+~"), _parse_value(value)
+
+
+def _parse_value(text: str) -> Value:
+    """A number as a number, the rest as it was written."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "null": None}.get(text, text.strip("'\""))
+
+
+def _result_json(results: SweepResults, row: PointResult, best: bool) -> dict[str, Any]:
+    extra = {"best": row.best} if best else {}
+    own = {"metric": results.metric, "value": results.value(row)}
+    return {"point": row.point, "state": row.state, "overrides": row.swept, **own, **extra, "final": row.final}
+
+
+def _write_csv(results: SweepResults, wanted: ResultsOptions) -> None:
+    if wanted.csv == "-":
+        _print_csv(results, wanted.best, sys.stdout)
+        return
+    assert wanted.csv is not None
+    try:
+        with Path(wanted.csv).open("w", newline="") as file:
+            _print_csv(results, wanted.best, file)
+    except OSError as error:
+        raise UserError(f"--csv {wanted.csv}: {error.strerror}") from error
+
+
+def _print_csv(results: SweepResults, best: bool, file: TextIO) -> None:
+    names = list(dict.fromkeys(name for row in results.rows for name in row.final))
+    writer = csv.writer(file, lineterminator="\n")
+    extra = [f"best_{results.metric}"] if best else []
+    writer.writerow(["point", "state", *results.keys, *names, *extra])
+    for row in results.rows:
+        values = [row.swept.get(key, "") for key in results.keys] + [row.final.get(name, "") for name in names]
+        writer.writerow([row.point, row.state, *values, *([row.best] if best else [])])
+
+
+def _results_table(results: SweepResults, best: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    known = {name for row in results.rows for name in row.final}
+    columns = [name for name in dict.fromkeys([*_SHOWN_COLUMNS, results.metric]) if name in known]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("point", "state", *results.keys, *columns, *([f"best {results.metric}"] if best else [])):
+        shown.add_column(name, no_wrap=True, overflow="fold")
+    winner = results.winner if len(results.rows) > 1 else None
+    for row in results.rows:
+        cells = [row.swept.get(key) for key in results.keys] + [row.final.get(name) for name in columns]
+        cells += [row.best] if best else []
+        style = "bold green" if row is winner else ""
+        shown.add_row(*(Text(text, style=style) for text in (row.point, row.state, *map(_format_cell, cells))))
+    return shown
+
+
+def _format_cell(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "-" if value is None else str(value)
+
+
+_DECADES = 10.0
+"""Values whose largest is so many times the smallest get a logarithmic axis."""
+_MOST_LINES, _MOST_BARS, _MOST_MARKED = 12, 60, 40
+_CURVES = ("loss", "validation_loss")
+"""Metrics drawn for a single run."""
+
+
+def plot_sweep(results: SweepResults, path: Path) -> None:
+    """Raises UserError, one line, without matplotlib, without any value, and for a file that cannot be written."""
+    rows = [row for row in results.rows if results.value(row) is not None]
+    if not rows:
+        raise UserError(f"--plot {path}: no point has a value of {results.metric} yet")
+    keys = varied_keys(rows, results.keys)
+    lines = len({row.swept[keys[1]] for row in rows}) if len(keys) == 2 else 1
+    as_bars = not keys or len(keys) > 2 or lines > _MOST_LINES
+    figure = _figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4))
+    axes = figure.subplots()
+    if as_bars:
+        _plot_bars(axes, results, rows, keys)
+    else:
+        _plot_lines(axes, results, rows, keys)
+    _save(figure, axes, path)
+
+
+def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, path: Path) -> None:
+    """Draw one run over its steps: the loss, plus the validation loss if it was measured, or `metric`.
+
+    steps: lines of metrics.jsonl. Raises UserError like `draw`.
+    """
+    figure = _figure(path, (6.4, 4.4))
+    axes, drawn = figure.subplots(), 0
+    for wanted in (metric,) if metric is not None else _CURVES:
+        found = [(it["step"], it[wanted]) for it in steps if _is_number(it.get(wanted)) and _is_number(it["step"])]
+        if found:
+            style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
+            axes.plot(*zip(*found, strict=True), label=wanted, **style)
+            drawn += len(found)
+    if not drawn:
+        raise UserError(f"--plot {path}: the run has no step with a value of {metric or _CURVES[0]} yet")
+    axes.set_xlabel("step")
+    axes.set_title(name, fontsize=9)
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def _figure(path: Path, size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    return Figure(figsize=size, layout="constrained")
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    axes.grid(True, alpha=0.3)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: {error}") from error
+
+
+def varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
+    """The swept keys that have more than one value, the one with the most values (numbers before words) first."""
+
+    def rank(key: str) -> tuple[bool, int]:
+        values = {row.swept.get(key) for row in rows}
+        return (not all(map(_is_number, values)), -len(values))
+
+    return sorted((key for key in keys if len({row.swept.get(key) for row in rows}) > 1), key=rank)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether equal distances on a logarithmic axis say more."""
+    return min(values) > 0 and max(values) / min(values) >= _DECADES
+
+
+def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
+    """The first key across, a line for each value of the second."""
+    across, *second = keys
+    places = _tick_positions(rows, across)
+    groups: dict[Value, list[PointResult]] = {}
+    for row in rows:
+        groups.setdefault(row.swept[second[0]] if second else None, []).append(row)
+    for value, members in sorted(groups.items(), key=lambda pair: _order(pair[0])):
+        points = sorted((places[row.swept[across]], results.value(row)) for row in members)
+        label = f"{second[0]}={value}" if second else None
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+    numbers = [value for value in places.values() if isinstance(value, (int, float))]
+    if all(_is_number(value) for value in places):
+        if spans_decades(numbers):
+            axes.set_xscale("log")
+    else:
+        axes.set_xticks(list(places.values()), [str(value) for value in places])
+    _scale(axes, results, rows)
+    axes.set_xlabel(across)
+    axes.set_ylabel(results.metric)
+    if second:
+        axes.legend(fontsize=8)
+
+
+def _tick_positions(rows: Sequence[PointResult], key: str) -> dict[Value, float]:
+    """Where each value is on the axis: numbers at themselves, words side by side."""
+    values = sorted({row.swept[key] for row in rows}, key=_order)
+    if all(map(_is_number, values)):
+        return {value: float(value) for value in values}  # type: ignore[arg-type]
+    return {value: float(index) for index, value in enumerate(values)}
+
+
+def _order(value: Value) -> tuple[bool, float, str]:
+    if _is_number(value):
+        return (False, float(value), "")  # type: ignore[arg-type]
+    return (True, 0.0, str(value))
+
+
+def _scale(axes: Any, results: SweepResults, rows: Sequence[PointResult]) -> None:
+    if spans_decades([results.value(row) or 0.0 for row in rows]):
+        axes.set_yscale("log")
+
+
+def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
+    """The best on top."""
+    ranked = sorted(rows, key=lambda row: results.value(row) or 0.0, reverse=is_higher_better(results.metric))
+    shown = ranked[:_MOST_BARS]
+    names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in shown]
+    axes.barh(range(len(shown)), [results.value(row) for row in shown])
+    axes.set_yticks(range(len(shown)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(results.metric + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(shown) else ""))
+    if spans_decades([results.value(row) or 0.0 for row in shown]):
+        axes.set_xscale("log")

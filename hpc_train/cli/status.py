@@ -1,0 +1,151 @@
+"""`hpc-train status RUN`: the state of a run or of every point of a sweep, as a table, live, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.progress import add_progress, format_age
+from hpc_train.launch.state.run_facts import gather_facts, read_files
+from hpc_train.launch.state.run_lookup import RunPoint, find_points
+from hpc_train.launch.state.state_names import RunStatus, State
+from hpc_train.terminal import escape_controls
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_COLOURS = {
+    State.RUNNING: "green",
+    State.DONE: "bold green",
+    State.PENDING: "yellow",
+    State.REQUEUED: "yellow",
+    State.UNKNOWN: "magenta",
+}
+_MAX_NODES_SHOWN = 4
+_SHOWN_WARNINGS = 10
+_PIPE_WIDTH = 4096
+_REDRAW_SECONDS = 2.0
+_REASON_COLUMN_WIDTH = 120
+"""Screen width, in columns, from which reasons are shown beside the other columns."""
+_COLUMNS = ("point", "job", "attempt", "state", "step", "loss", "last step", "nodes", "exit")
+_OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
+
+
+def read_statuses(points: Sequence[RunPoint], ask: RunClient = run_client) -> list[RunStatus]:
+    """The state of every point, with one poll of Slurm for all of them."""
+    return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, ask)]
+
+
+def status_command(run: str, as_json: bool, watch: bool) -> int:
+    """Print the state of a run, a sweep or a job; watch: again and again until all has ended. Returns the exit code."""
+    points = find_points(run, run_client)
+    if as_json:
+        print(json.dumps([status.row() for status in read_statuses(points)]))
+    elif watch:
+        _watch_status(points)
+    else:
+        from rich.console import Console
+
+        # Where nobody looks at a screen, a line is a line.
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        console.print(status_table(read_statuses(points), console.width))
+    return 0
+
+
+def _watch_status(points: Sequence[RunPoint]) -> None:
+    """Redraw the status as it changes.
+
+    Slurm is asked less and less often while nothing changes; progress is read more often.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+
+    def shown() -> Group:
+        rows = [add_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)]
+        return status_table(rows, console.width)
+
+    def ask_slurm() -> list[RunStatus]:
+        return [decide_state(facts) for facts in gather_facts(points, run_client)]
+
+    backoff, before = Backoff(), ask_slurm()
+    with Live(shown(), console=console, auto_refresh=False) as live:
+        changed = True
+        while not all(status.state.ended for status in before):
+            again = time.monotonic() + backoff.seconds(changed)
+            while (left := again - time.monotonic()) > 0:
+                time.sleep(min(_REDRAW_SECONDS, left))
+                live.update(shown(), refresh=True)
+            now = ask_slurm()
+            changed, before = now != before, now
+            live.update(shown(), refresh=True)
+
+
+def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
+    """Build a table with one line per point and, for several points, the number in each state.
+
+    Columns that are empty in every row are left out. On screens under 120 columns, reasons are lines below.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [_status_cells(row) for row in rows]
+    beside = width >= _REASON_COLUMN_WIDTH
+    names = [name for name in _COLUMNS if name not in _OPTIONAL or any(row[name] != "-" for row in cells)]
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        shown.add_column(name, no_wrap=True, overflow="fold")
+    if beside:
+        shown.add_column("reason", overflow="fold")
+    for row, texts in zip(rows, cells, strict=True):
+        styles = {"state": _COLOURS.get(row.state, "red")}
+        line = [Text(escape_controls(texts[name]), style=styles.get(name, "")) for name in names]
+        shown.add_row(*line, *([Text(escape_controls(row.reason))] if beside else []))
+    reasons = [Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not beside]
+    warnings = [Text(escape_controls(line)) for line in _warning_lines(rows)]
+    counts = Counter(row.state for row in rows)
+    summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
+    return Group(shown, *reasons, *warnings, *summary)
+
+
+def _warning_lines(rows: Sequence[RunStatus]) -> list[str]:
+    """The warnings of a single run; of several points how many each has."""
+    if len(rows) == 1:
+        found = rows[0].warnings
+        more = [f"{len(found) - _SHOWN_WARNINGS} more warnings: see --json"] if len(found) > _SHOWN_WARNINGS else []
+        return [*found[:_SHOWN_WARNINGS], *more]
+    return [f"{row.point}: {len(row.warnings)} warnings, the first: {row.warnings[0]}" for row in rows if row.warnings]
+
+
+def _status_cells(row: RunStatus) -> dict[str, str]:
+    return {
+        "point": row.point,
+        "job": row.job_id or "-",
+        "attempt": "-" if row.attempt is None else str(row.attempt),
+        "state": row.state,
+        "step": _format_step(row),
+        "loss": "-" if row.loss is None else f"{row.loss:.4f}",
+        "last step": "-" if row.seconds_since_step is None else format_age(row.seconds_since_step),
+        "nodes": _format_nodes(row.nodes),
+        "exit": "-" if row.exit_code is None else str(row.exit_code),
+    }
+
+
+def _format_step(row: RunStatus) -> str:
+    if row.step is None:
+        return "-"
+    return f"{row.step}/{row.steps}" if row.steps else str(row.step)
+
+
+def _format_nodes(names: Sequence[str]) -> str:
+    from hpc_train.cluster.hostlist import compress_hostlist
+
+    return compress_hostlist(names) if len(names) < _MAX_NODES_SHOWN else f"{compress_hostlist(names)} ({len(names)})"

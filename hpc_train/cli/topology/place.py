@@ -1,0 +1,115 @@
+"""`topology place`: from a run and an allocation to the placement, its cost, and a picture of both orders."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cli.output import print_rich
+from hpc_train.config.compose import compose
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.rules.pipeline import check_blocks
+from hpc_train.placement.allocation import find_allocation, shuffle_nodes
+from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.diagram.canvas import check_picture_path
+from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
+from hpc_train.placement.explanation import advise_allocation, name_taper_settings
+from hpc_train.placement.fabric import build_levels
+from hpc_train.placement.fabric_from_config import count_ranks_per_node, list_assumptions
+from hpc_train.placement.node_locations import NodeLocations
+from hpc_train.placement.placement_result import Placement, placement_to_json
+from hpc_train.placement.placement_view import PlacementView
+from hpc_train.placement.search import PlacementJob, make_placement_job, place_nodes
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """What the command line says beside the run."""
+
+    nodes: str | None
+    """Host list, in its order."""
+    shuffle: int | None
+    """Seed."""
+    axis: str | None
+    picture: str | None
+    json: bool
+
+
+def place_command(
+    overrides: Sequence[str], config_dir: str | None, env: Mapping[str, str], options: PlaceOptions
+) -> int:
+    """Print where ranks go. Raises UserError for what is wrong in the run, the allocation or its topology."""
+    if options.picture is not None:
+        check_picture_path(Path(options.picture))
+    config = compose(overrides, config_dir)
+    where = find_allocation(config, options.nodes, env)
+    if options.shuffle is not None:
+        where = shuffle_nodes(where, options.shuffle)
+    ranks = count_ranks_per_node(config) if len(where.nodes) == 1 else config.cluster.ranks_per_node
+    job = _placement_job(config, where, ranks)
+    found = place_nodes(job)
+    if options.picture is not None:
+        _draw_placement(job, where, found, options.axis, Path(options.picture))
+    notes = _placement_notes(config, job, where)
+    fabric = job.tapered or job.fabric
+    wanted = advise_allocation(fabric, job.sizes, job.flows, found)
+    if options.json:
+        print(json_module.dumps(_placement_json(job, where, found, notes, wanted)))
+    else:
+        print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).parts())
+    return 0
+
+
+def _placement_job(config: RunConfig, where: NodeLocations, ranks: int) -> PlacementJob:
+    """Make the job. Raises UserError for a model with fewer blocks than stages, or that an axis cannot split."""
+    world = ranks * len(where.nodes)
+    degrees, layers = resolve_degrees(config.parallel, world), getattr(config.model, "layers", None)
+    if degrees.pp > 1 and layers is not None:
+        check_blocks(config.parallel.pipeline, layers, degrees)
+    try:
+        return make_placement_job(config, where, ranks)
+    except AssertionError:  # traffic asserts what the trainer's rules check; those say it in one line
+        check_support(config, world)
+        raise
+
+
+def _draw_placement(job: PlacementJob, where: NodeLocations, found: Placement, axis: str | None, path: Path) -> None:
+    from hpc_train.placement.diagram.picture import draw_panels
+
+    fabric = job.tapered or job.fabric
+    prepared = build_cost_model(fabric, job.sizes, job.flows, len(fabric.nodes), job.backend)
+    axes = choose_axes(axis, job.sizes, job.flows, found)
+    levels = build_levels(where.nodes, where.paths, where.domains)
+    draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).panels(found), "+".join(axes), path)
+
+
+def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
+    notes = [*list_assumptions(config.cluster, where.node_gbit_s), *job.notes]
+    if where.problem is not None:
+        notes.append(f"{where.problem}; the launcher's order stays")
+    if job.unknown:
+        levels = " and ".join(job.unknown)
+        notes.append(
+            f"what the {levels} uplinks carry is not known; if you know their taper, "
+            f"give {name_taper_settings(job.unknown)}"
+        )
+    return notes
+
+
+def _placement_json(
+    job: PlacementJob, where: NodeLocations, found: Placement, notes: Sequence[str], wanted: Sequence[str]
+) -> dict[str, Any]:
+    order = [job.fabric.nodes[node] for node in found.nodes]
+    more = {
+        "nodes": order,
+        "source": where.source,
+        "unknown_tapers": list(job.unknown),
+        "notes": list(notes),
+        "advice": list(wanted),
+    }
+    return {**placement_to_json(found), **more}

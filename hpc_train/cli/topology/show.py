@@ -1,0 +1,98 @@
+"""`hpc-train topology show` and `topology read`: find the cluster, and print it as a tree or as JSON.
+
+show: this machine, the Slurm job around it, or a described cluster. read: what a file of another tool describes.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_train.cli.output import print_rich
+from hpc_train.cluster.readers.formats import MAX_FILE_BYTES, decode_text, read_topology_file, read_topology_text
+from hpc_train.cluster.spec import Cluster, Switch, cluster_to_json
+from hpc_train.cluster.tree_view import build_tree_view
+from hpc_train.config.compose import compose
+from hpc_train.errors import UserError
+from hpc_train.placement.allocation import build_described_cluster, list_job_nodes
+
+
+def show_topology_command(
+    overrides: Sequence[str], config_dir: str | None, env: Mapping[str, str], json: bool, picture: str | None
+) -> int:
+    """Print what a described cluster (cluster=<name>), the Slurm job around, or else this machine is made of."""
+    _print_cluster(_find_cluster(overrides, config_dir, env), json, picture)
+    return 0
+
+
+def read_topology_command(file: str, format: str | None, stdin: BinaryIO, json: bool, picture: str | None) -> int:
+    """Print the cluster that a file describes. Raises UserError for anything that is not a topology."""
+    cluster = (
+        read_topology_text(_read_stdin(stdin), "standard input", format)
+        if file == "-"
+        else read_topology_file(Path(file), format)
+    )
+    _print_cluster(cluster, json, picture)
+    return 0
+
+
+def _read_stdin(stdin: BinaryIO) -> str:
+    content = stdin.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"standard input: larger than {MAX_FILE_BYTES >> 20} MiB; not a topology file")
+    return decode_text(content)
+
+
+def _print_cluster(cluster: Cluster, json: bool, picture: str | None) -> None:
+    if picture is not None:
+        from hpc_train.placement.diagram.picture import draw_cluster
+
+        draw_cluster(cluster, Path(picture))
+    if json:
+        print(json_module.dumps(cluster_to_json(cluster)))
+    else:
+        print_rich(build_tree_view(cluster))
+
+
+def _find_cluster(overrides: Sequence[str], config_dir: str | None, env: Mapping[str, str]) -> Cluster:
+    config = compose(overrides, config_dir)
+    if config.cluster.topology:
+        return read_topology_file(Path(config.cluster.topology))
+    if config.cluster.node.gpus or config.cluster.nodes:
+        return build_described_cluster(config)
+    return _cluster_of_job(env) if "SLURM_JOB_ID" in env else _cluster_of_machine()
+
+
+def _cluster_of_machine() -> Cluster:
+    from hpc_train.cluster.this_machine import describe_this_node
+
+    return describe_this_node()
+
+
+def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
+    """The job's nodes and the switches above them, and the devices of the node that asks."""
+    from hpc_train.cluster.readers.slurm_topology import query_topology
+
+    here, slurm, nodes = _cluster_of_machine(), query_topology(), set(list_job_nodes(env))
+    [node] = here.nodes
+    name = env.get("SLURMD_NODENAME", node.name)
+    return Cluster(
+        kind="slurm_job",
+        nodes=(replace(node, name=name),),
+        links=tuple(replace(link, node=name) for link in here.links),
+        switches=_switches_above(slurm.switches, nodes) if slurm is not None else (),
+    )
+
+
+def _switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
+    """The switches that hold these nodes, with these nodes only."""
+    kept: dict[str, Switch] = {}
+    for switch in sorted(switches, key=lambda it: it.level):
+        held = tuple(node for node in switch.nodes if node in nodes)
+        below = tuple(name for name in switch.switches if name in kept)
+        if held or below:
+            kept[switch.name] = replace(switch, nodes=held, switches=below)
+    return tuple(kept.values())

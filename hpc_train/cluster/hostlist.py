@@ -1,0 +1,233 @@
+"""Slurm's host lists: `rack[1-2]n[001-016],login` <-> names, in Slurm's own order, duplicates kept.
+
+At the end: names in the same form for a person to read, with nothing but what can be printed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from math import prod
+
+from hpc_train.errors import UserError
+
+MAX_HOSTS = 1 << 18
+"""Names of one list; more are refused before any is made."""
+MAX_NAME_LENGTH = 255
+"""Characters of a name (RFC 1035)."""
+
+_ODD = re.compile(r"[^\t\n\r -~]")
+_SEPARATORS = re.compile(r"[\s,]+")
+_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
+_GROUP = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
+_SINGLE = re.compile(r"[0-9]{1,20}(?:,[0-9]{1,20})*")
+_NEVER = re.compile(r"[(){}\"'`<>=\\]")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,20})", re.DOTALL)
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The names of a host list.
+
+    Slurm's order: of two bracket groups the right one runs fastest; of more, the last runs fastest, then the first,
+    the second and so on. Numbers are padded to the width of the low bound. Empty items count for nothing.
+    Stricter than Slurm where Slurm guesses: `a[1-3`, `a]`, `a[1-]` and blanks inside brackets are refused.
+
+    Raises UserError, one line, for anything else, for functions such as block{b1}, which only slurmctld can
+    expand, and for more than LARGEST names.
+    """
+    _check_characters(text)
+    if "[" not in text and "]" not in text:
+        names = text.replace(",", " ").split()
+        _check_length(text, max(map(len, names), default=0), len(names))
+        return names
+    parts = [_parse_item(item, text) for item in _parse_items(text)]
+    _check_length(text, max((it.length for it in parts), default=0), sum(it.count for it in parts))
+    return [name for part in parts for name in part.names()]
+
+
+def compress_hostlist(names: Sequence[str]) -> str:
+    """A host list that expands to just these names, in this order; names hold no bracket, comma or blank.
+
+    Only neighbours are joined: `a1, a2, b1, a3` is `a[1-2],b1,a3`.
+    """
+    return ",".join(_write_run(prefix, numbers) for prefix, numbers in _find_runs(names))
+
+
+def name_switch_group(names: Iterable[str]) -> str:
+    """The one name that a set of switches is known by, whatever order a source lists them in: `leaf[1-2,7]`."""
+    return compress_hostlist(sorted(set(names), key=_natural))
+
+
+@dataclass(frozen=True)
+class _Range:
+    low: int
+    high: int
+    width: int
+
+    def numbers(self) -> list[str]:
+        return [f"{number:0{self.width}d}" for number in range(self.low, self.high + 1)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What stands between two brackets: single numbers as written, or ranges where one of them is."""
+
+    count: int
+    width: int
+    """Characters of its longest number."""
+    single: tuple[str, ...] = ()
+    ranges: tuple[_Range, ...] = ()
+
+    def numbers(self) -> Sequence[str]:
+        return self.single or [number for it in self.ranges for number in it.numbers()]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """literal, group, literal, group, ..., literal: one literal more than groups."""
+
+    literals: tuple[str, ...]
+    groups: tuple[_Group, ...]
+
+    @property
+    def count(self) -> int:
+        return prod(it.count for it in self.groups)
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.literals)) + sum(it.width for it in self.groups)
+
+    def names(self) -> Iterator[str]:
+        *outer, last = [it.numbers() for it in self.groups] or [("",)]
+        after = "".join(self.literals[len(outer) + 1 :])
+        for chosen in product(*reversed(outer)):
+            before = "".join(chain.from_iterable(zip(self.literals, [*reversed(chosen), ""], strict=False)))
+            yield from [before + number + after for number in last]
+
+
+def _check_characters(text: str) -> None:
+    if odd := _ODD.search(text):
+        raise UserError(f"host list {_shorten(text)}: {odd[0]!r} is no character of a name")
+    if never := _NEVER.search(text):
+        if never[0] in "{}":
+            what = "only slurmctld can expand {...}; give what `scontrol show hostnames` prints"
+            raise UserError(f"host list {_shorten(text)}: {what}")
+        raise UserError(f"host list {_shorten(text)}: {never[0]} is no character of a name")
+
+
+def _parse_items(text: str) -> Iterator[str]:
+    at = 0
+    while at < len(text):
+        if found := _SEPARATORS.match(text, at):
+            at = found.end()
+        elif found := _ITEM.match(text, at):
+            at = found.end()
+            yield found[0]
+        else:
+            raise UserError(f"host list {_shorten(text)}: a bracket without its partner; expected such as n[1-3,7]")
+
+
+def _parse_item(item: str, text: str) -> _Item:
+    pieces = _GROUP.split(item)
+    return _Item(tuple(pieces[0::2]), tuple(_parse_group(it, text) for it in pieces[1::2]))
+
+
+def _parse_group(piece: str, text: str) -> _Group:
+    pieces = piece.split(",")
+    if _SINGLE.fullmatch(piece):
+        return _Group(len(pieces), max(map(len, pieces)), single=tuple(pieces))
+    ranges = tuple(_parse_range(it, text) for it in pieces)
+    widest = max(max(it.width, len(str(it.high))) for it in ranges)
+    return _Group(sum(it.high - it.low + 1 for it in ranges), widest, ranges=ranges)
+
+
+def _parse_range(piece: str, text: str) -> _Range:
+    found = _RANGE.fullmatch(piece)
+    if not found:
+        raise UserError(f"host list {_shorten(text)}: [{_shorten(piece)[1:-1]}]; expected a number or LOW-HIGH")
+    low, high = int(found[1]), int(found[2] or found[1])
+    if high < low:
+        raise UserError(f"host list {_shorten(text)}: [{piece}] runs backwards; expected LOW-HIGH")
+    return _Range(low, high, len(found[1]))
+
+
+def _check_length(text: str, longest: int, count: int) -> None:
+    if count > MAX_HOSTS:
+        raise UserError(f"host list {_shorten(text)}: more than {MAX_HOSTS} names")
+    if longest > MAX_NAME_LENGTH:
+        raise UserError(f"host list {_shorten(text)}: a name of more than {MAX_NAME_LENGTH} characters")
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _find_runs(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(what stands before the number, numbers as written) of each run of names that differ in the number only."""
+    held: list[str] = []
+    before: str | None = None
+    for name in names:
+        found = _NUMBERED.fullmatch(name)
+        prefix = found[1] if found else name
+        if held and (not found or prefix != before):
+            yield before or "", held
+            held = []
+        if found:
+            held.append(found[2])
+        else:
+            yield name, []
+        before = prefix
+    if held:
+        yield before or "", held
+
+
+def _write_run(prefix: str, numbers: list[str]) -> str:
+    if len(numbers) <= 1:
+        return prefix + "".join(numbers)
+    ranges: list[tuple[str, str]] = []
+    for number in numbers:
+        low, high = ranges[-1] if ranges else ("", "")
+        if ranges and number == f"{int(high) + 1:0{len(low)}d}":
+            ranges[-1] = (low, number)
+        else:
+            ranges.append((number, number))
+    return f"{prefix}[{','.join(low if low == high else f'{low}-{high}' for low, high in ranges)}]"
+
+
+def _natural(name: str) -> tuple[tuple[str, int], ...]:
+    pieces = re.split(r"([0-9]+)", name)
+    return tuple((text, int(number or 0)) for text, number in zip(pieces[0::2], [*pieces[1::2], "0"], strict=True))
+
+
+_SPECIAL = re.compile(r"[\[\],\s]")
+
+
+def fold_names(names: Iterable[str]) -> str:
+    """Neighbours of one prefix together, as Slurm writes a host list; names that it could not have are just joined."""
+    given = list(names)
+    plain = not any(_SPECIAL.search(name) for name in given)
+    return escape_unprintable(compress_hostlist(given) if plain else ", ".join(given))
+
+
+def shorten_names(names: Sequence[str], longest: int = 100) -> str:
+    """The same, or the first and last name and how many there are, where that is longer."""
+    folded = fold_names(names)
+    return (
+        folded
+        if len(folded) <= longest
+        else f"{escape_unprintable(names[0])} ... {escape_unprintable(names[-1])} ({len(names)} nodes)"
+    )
+
+
+def escape_unprintable(text: str) -> str:
+    """One line that cannot steer a terminal, whatever names a file holds."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def pluralise_level(level: str) -> str:
+    """Of a level's name, as a heading."""
+    known = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
+    return known.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")

@@ -1,0 +1,71 @@
+"""Files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from hpc_train.cluster.hostlist import MAX_HOSTS, expand_hostlist
+from hpc_train.cluster.spec import Cluster, Node
+from hpc_train.errors import UserError
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_LIST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.,\[\]{}\- \t]*")
+_ENTRY = re.compile(
+    rf"({_NAME}(?:\[[0-9,-]+\][A-Za-z0-9_.-]*)*)(?::[0-9]+)?(?:[ \t]+[A-Za-z_-]+[ \t]*=[ \t]*\S+)*[ \t]*"
+)
+
+
+def is_hostlist(text: str) -> bool:
+    """Whether it is one line with brackets or commas, and no character that names do not have."""
+    lines = [line for _, line in _lines(text)]
+    return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(it in lines[0] for it in "[]{},")
+
+
+def read_hostlist(text: str, name: str) -> Cluster:
+    """The nodes of one host list in Slurm's order, duplicates kept; kind hostlist. UserError as `expand` raises it."""
+    nodes: list[str] = []
+    for number, line in _lines(text):
+        nodes += _expand_line(line, name, number)
+    if not nodes:
+        raise UserError(f"{name}: no name in it; expected a host list such as n[001-016]")
+    return Cluster("hostlist", tuple(Node(it) for it in nodes))
+
+
+def is_hostfile(text: str) -> bool:
+    """Whether the first line names a host, and most others do."""
+    lines = [line for _, line in _lines(text)]
+    named = sum(1 for line in lines if _ENTRY.fullmatch(line))
+    return bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not is_hostlist(text)
+
+
+def read_hostfile(text: str, name: str) -> Cluster:
+    """The nodes of a host file in its order, duplicates kept (a line a slot); kind hostfile.
+
+    Takes comments, `slots=8` and other KEY=VALUE, `host:8`, and a host list for a name. Raises UserError
+    `FILE:LINE: ...` for any other line.
+    """
+    nodes: list[str] = []
+    for number, line in _lines(text):
+        found = _ENTRY.fullmatch(line)
+        if not found:
+            raise UserError(f"{name}:{number}: {line[:60]!r}; expected HOST or HOST slots=N")
+        nodes += _expand_line(found[1], name, number)
+        if len(nodes) > MAX_HOSTS:
+            raise UserError(f"{name}:{number}: more than {MAX_HOSTS} hosts")
+    if not nodes:
+        raise UserError(f"{name}: no host in it; expected a name a line")
+    return Cluster("hostfile", tuple(Node(it) for it in nodes))
+
+
+def _expand_line(text: str, name: str, number: int) -> list[str]:
+    try:
+        return expand_hostlist(text)
+    except UserError as error:
+        raise UserError(f"{name}:{number}: {error}") from None
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, raw in enumerate(text.split("\n"), 1):
+        if line := raw.split("#", 1)[0].strip():
+            yield number, line

@@ -1,0 +1,246 @@
+"""An InfiniBand subnet as ibnetdiscover dumps it: text -> devices and cables -> names -> levels -> Cluster.
+
+The syntax is in ibnetdiscover_text.py, the names of hosts and switches in infiniband_names.py. Here: both ends of every
+cable, which must not contradict each other; how far each switch is from the hosts (leaves are level 0); the Cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Container, Iterable, Mapping
+
+from hpc_train.cluster.readers.ibnetdiscover_text import (
+    CA,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+    get_device_kind,
+    parse_ibnetdiscover,
+    parse_rate,
+)
+from hpc_train.cluster.readers.infiniband_names import format_guid, is_aggregation_node, name_hosts, name_switches
+from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk
+from hpc_train.errors import UserError
+
+
+def connect_cables(devices: dict[str, SubnetDevice], name: str) -> dict[str, SubnetDevice]:
+    """The devices with every cable known at both ends, and those too that are seen at a far end only.
+
+    A dump of a part of a subnet is legal: a far end without a record is a device of which only that cable is known.
+    Raises UserError where two lines contradict each other, and where the file ends within a switch's record.
+    """
+    everything = dict(devices)
+    missing: dict[str, tuple[int, int]] = {}
+    for device in devices.values():
+        for port, cable in list(device.cables.items()):
+            far = everything.get(cable.far) or _add_seen_device(cable, everything, name)
+            back = far.cables.get(cable.far_port)
+            if back is None:
+                if cable.far_port > far.ports:
+                    raise UserError(
+                        f"{name}:{cable.line}: port {cable.far_port} of {far.id}; expected 1 to {far.ports}"
+                    )
+                far.cables[cable.far_port] = CableEnd(device.id, port, cable.line, device.name, cable.rate)
+                if far.line is not None:
+                    missing.setdefault(far.id, (cable.far_port, cable.line))
+            elif (back.far, back.far_port) != (device.id, port):
+                raise _make_contradiction_error(device.id, port, cable, back, name)
+    _check_end(devices, missing, name)
+    return everything
+
+
+def _add_seen_device(cable: CableEnd, everything: dict[str, SubnetDevice], name: str) -> SubnetDevice:
+    kind = get_device_kind(cable.far)
+    if kind is None:
+        raise UserError(
+            f"{name}:{cable.line}: {cable.far} has no record; expected one, for its id does not tell its kind"
+        )
+    return everything.setdefault(cable.far, SubnetDevice(cable.far, kind, None, name=cable.far_name))
+
+
+def _make_contradiction_error(id: str, port: int, cable: CableEnd, back: CableEnd, name: str) -> UserError:
+    return UserError(
+        f"{name}:{cable.line}: {id}[{port}] goes to {cable.far}[{cable.far_port}], by line {back.line} that port goes "
+        f"to {back.far}[{back.far_port}]; expected both ends of a cable to agree"
+    )
+
+
+def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, int]], name: str) -> None:
+    """A switch whose record was cut lost hosts that nothing else tells of: its level would be wrong."""
+    last = max(devices.values(), key=lambda it: it.line or 0)
+    if last.kind == SWITCH and set(missing) == {last.id}:
+        port, line = missing[last.id]
+        raise UserError(
+            f"{name}:{last.line}: the file ends within {last.id}: line {line} tells of its port {port}, its record "
+            "does not; expected a whole record"
+        )
+
+
+def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[str], name: str) -> dict[str, int]:
+    """Switch -> hops to the nearest one that holds a host. hosts: adapters that are in hosts.
+
+    A switch without a record may hold hosts that the dump does not tell of, and so may the last one of a dump that
+    tells but a part of its devices: it may be cut there. A level that hangs on what such a switch may hold is refused;
+    a switch without a record on which no host is seen is left out. Switches that no host is connected to are level 0.
+    """
+    switches = {id: it for id, it in devices.items() if it.kind == SWITCH}
+    leaves = [id for id, it in switches.items() if any(cable.far in hosts for cable in it.cables.values())]
+    farthest = _compute_distances(switches, leaves)
+    nearest = _compute_distances(switches, [*leaves, *_list_uncertain_switches(devices)])
+    for id, level in nearest.items():
+        if (line := switches[id].line) is not None and farthest.get(id) != level:
+            raise UserError(
+                f"{name}:{line}: how far {id} is from a host hangs on switches that have no whole record; "
+                "expected the whole dump"
+            )
+    known = {id: farthest.get(id, 0) for id, it in switches.items() if it.line is not None}
+    return known | dict.fromkeys(leaves, 0)
+
+
+def _list_uncertain_switches(devices: Mapping[str, SubnetDevice]) -> list[str]:
+    """Switches that may have more cables than the dump tells."""
+    seen = [id for id, it in devices.items() if it.line is None]
+    last = max(devices.values(), key=lambda it: it.line or 0)
+    return [it for it in [*seen, *([last.id] if seen else [])] if devices[it].kind == SWITCH]
+
+
+def _compute_distances(switches: Mapping[str, SubnetDevice], start: Iterable[str]) -> dict[str, int]:
+    found = dict.fromkeys(start, 0)
+    queue = deque(found)
+    while queue:
+        id = queue.popleft()
+        for cable in switches[id].cables.values():
+            if cable.far in switches and cable.far not in found:
+                found[cable.far] = found[id] + 1
+                queue.append(cable.far)
+    return found
+
+
+_DUMP = re.compile(
+    r'^[ \t]*(?:(?:Switch|H?ca|Rt)\s+\d+\s*"|(?:switch|h?ca|rt|sysimg)guids?=0x|vendid=0x|# Topology file: generated)|'
+    r'^[ \t]*\[\d+\][^\n"]*"[SHR]-[0-9a-f]{16}"',
+    re.IGNORECASE | re.MULTILINE,
+)
+_OTHERS = {
+    "iblinkinfo": re.compile(r"==\([^()\n]{0,200}\)==>\s"),
+    "ibnetdiscover --list": re.compile(r"^(?:Switch|Ca|Router)\s*: 0x[0-9a-f]{16} ports ", re.MULTILINE),
+    "ibnetdiscover --ports": re.compile(r"^(?:SW|CA|RT)\s+\d+\s+\d+ 0x[0-9a-f]{16} ", re.MULTILINE),
+}
+"""Output of the same tools that does not tell a fabric, or tells it otherwise."""
+
+
+def matches_ibnetdiscover(text: str) -> bool:
+    """Whether it is a dump of ibnetdiscover, or what could be mistaken for one."""
+    return bool(_DUMP.search(text)) or any(it.search(text) for it in _OTHERS.values())
+
+
+def read_ibnetdiscover(text: str, name: str) -> Cluster:
+    """The hosts, their adapters and the switches; Nic.switches says what each adapter hangs on.
+
+    Devices are known by GUID. SHARP's aggregation nodes and routers are no hosts. Raises UserError, one line, for a
+    dump that is cut or contradicts itself.
+    """
+    for tool, pattern in _OTHERS.items():
+        if pattern.search(text) and not _DUMP.search(text):
+            raise UserError(f"{name}:1: {tool} is not read; expected what ibnetdiscover prints without options")
+    devices = connect_cables(parse_ibnetdiscover(text, name), name)
+    adapters = [it for it in devices.values() if it.kind == CA and not is_aggregation_node(it)]
+    if not adapters:
+        raise UserError(
+            f"{name}:1: no adapter of a host; expected the whole dump, which has at least the one it ran on"
+        )
+    host_of = name_hosts(adapters)
+    levels = compute_switch_levels(devices, host_of, name)
+    names = name_switches([devices[id] for id in devices if id in levels])
+    nodes = _make_nodes(adapters, host_of, names)
+    switches = tuple(_make_switches(devices, levels, names, host_of))
+    return Cluster("ibnetdiscover", nodes, (), switches, _list_notes(devices, levels))
+
+
+def _make_nodes(
+    adapters: Iterable[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
+) -> tuple[Node, ...]:
+    members: dict[str, list[SubnetDevice]] = defaultdict(list)
+    for adapter in adapters:
+        members[host_of[adapter.id][0]].append(adapter)
+    return tuple(Node(host, (), _make_nics(found, host_of, switches)) for host, found in members.items())
+
+
+def _make_nics(
+    adapters: list[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
+) -> tuple[Nic, ...]:
+    """In the order of their devices' numbers."""
+    ordered = sorted(adapters, key=lambda it: (_natural_key(host_of[it.id][1] or "~"), it.id))
+    return tuple(_make_nic(f"NIC{n}", it, host_of[it.id][1], switches) for n, it in enumerate(ordered))
+
+
+def _make_nic(id: str, adapter: SubnetDevice, device: str | None, switches: Mapping[str, str]) -> Nic:
+    rates = [parse_rate(cable.rate) for cable in adapter.cables.values()]
+    known = [rate for rate in rates if rate is not None]
+    on = dict.fromkeys(switches[it.far] for _, it in sorted(adapter.cables.items()) if it.far in switches)
+    return Nic(
+        id,
+        device,
+        guid=format_guid(adapter) if get_device_kind(adapter.id) else None,
+        active=bool(adapter.cables),
+        gbit_s=sum(known) if known and len(known) == len(rates) else None,
+        layer="infiniband",
+        switches=tuple(on),
+    )
+
+
+def _natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
+    """HCA-10 after HCA-9."""
+    return tuple((it.isdecimal(), int(it) if it.isdecimal() else 0, it) for it in re.split(r"([0-9]+)", text))
+
+
+def _make_switches(
+    devices: Mapping[str, SubnetDevice],
+    levels: Mapping[str, int],
+    names: Mapping[str, str],
+    host_of: Mapping[str, tuple[str, str | None]],
+) -> Iterable[Switch]:
+    """Lowest level first; of two switches of one level neither is below the other."""
+    for id in sorted(levels, key=levels.__getitem__):
+        far = [cable.far for _, cable in sorted(devices[id].cables.items())]
+        below = [names[it] for it in far if it in levels and levels[it] == levels[id] - 1]
+        hosts = [host_of[it][0] for it in far if it in host_of]
+        uplinks = _make_uplinks(id, devices, levels, names)
+        yield Switch(names[id], levels[id], tuple(dict.fromkeys(hosts)), tuple(dict.fromkeys(below)), uplinks)
+
+
+def _make_uplinks(
+    id: str, devices: Mapping[str, SubnetDevice], levels: Mapping[str, int], names: Mapping[str, str]
+) -> tuple[Trunk, ...]:
+    """Return the switch's cables to all switches not below it, including those without their own record."""
+    rates: dict[str, list[float | None]] = defaultdict(list)
+    for _, cable in sorted(devices[id].cables.items()):
+        far = devices[cable.far]
+        if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
+            rates[far.id].append(parse_rate(cable.rate))
+    return tuple(
+        Trunk(names.get(far) or format_guid(devices[far]), len(found), _sum_rates(found))
+        for far, found in rates.items()
+    )
+
+
+def _sum_rates(rates: list[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if len(known) == len(rates) else None
+
+
+def _list_notes(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> tuple[str, ...]:
+    """List what the tree of switches leaves out: cables between switches of one level."""
+    joined = [
+        id
+        for id, level in levels.items()
+        if sum(levels.get(cable.far) == level and cable.far != id for cable in devices[id].cables.values())
+    ]
+    if len(joined) < 3:
+        return ()
+    return (
+        f"{len(joined)} of {len(levels)} switches are cabled to others of their own level, as in a dragonfly or torus: "
+        "its groups are not read, each such switch counts as a leaf of its own; to place by groups give Slurm's "
+        "topology.conf with one switch a group",
+    )

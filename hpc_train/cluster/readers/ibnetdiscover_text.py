@@ -1,0 +1,193 @@
+"""The syntax of ibnetdiscover's dump and of ibsim's net files, which is the same: records of a device and its ports.
+
+Grammar: rdma-core, infiniband-diags/ibnetdiscover.c (out_switch, out_ca and their ports); ibsim/sim_net.c.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hpc_train.errors import UserError
+
+SWITCH, CA, ROUTER = "switch", "ca", "router"
+
+
+class CableEnd(NamedTuple):
+    """What one port line says."""
+
+    far: str
+    """Id of the device at the other end."""
+    far_port: int
+    line: int
+    far_name: str | None
+    """The other end's node description."""
+    rate: str | None
+    """Width and speed: 4xHDR."""
+
+
+@dataclass(slots=True)
+class SubnetDevice:
+    """A switch, a channel adapter or a router."""
+
+    id: str
+    """S-, H- or R- and 16 hexadecimal digits of its node GUID; in ibsim's files any string."""
+    kind: str
+    line: int | None
+    """Of its header; None for one that is seen at the far end of a cable only."""
+    ports: int = 255
+    name: str | None = None
+    """Its node description."""
+    system: str | None = None
+    """System image GUID, 16 hexadecimal digits."""
+    cables: dict[int, CableEnd] = field(default_factory=dict)
+    """By its own port."""
+
+
+def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
+    """The devices that have a record of their own, in the file's order; `name` is for messages."""
+    parser = _Parser(name)
+    for number, line in enumerate(text.split("\n"), 1):
+        parser.take(line.strip(), number)
+    if not parser.devices:
+        raise UserError(f"{name}:{number}: the file ends before any device; expected a line such as {_HEADER_EXAMPLE}")
+    record, _, comment = line.partition("#")
+    if '"' in record and '"' not in comment and parser.names_in[record[0] == "["]:
+        raise UserError(
+            f"{name}:{number}: the file ends before the name: {line[:60]!r}; expected one as in other lines"
+        )
+    return parser.devices
+
+
+def get_device_kind(id: str) -> str | None:
+    """What the letter of an id says; None for an id without a GUID."""
+    return _LETTERS[id[0]] if _GUID.fullmatch(id) else None
+
+
+_LONGEST = 1000
+"""Characters of a line; a node description has 64."""
+_LETTERS = {"S": SWITCH, "H": CA, "R": ROUTER}
+_WORDS = {"switch": SWITCH, "ca": CA, "hca": CA, "rt": ROUTER, "router": ROUTER}
+_HEADER_EXAMPLE = 'Switch 36 "S-0002c90200421234"'
+_PORT_EXAMPLE = '[1] "S-0002c90200421234"[21]'
+_GUID = re.compile(r"[SHR]-[0-9a-fA-F]{16}")
+_HEADER = re.compile(r'(switch|h?ca|rt|router)\s+(\d{1,3})\s+"([^"]+)"\s*(?:\(scp\)\s*)?(#.*)?', re.IGNORECASE)
+_PORT = re.compile(
+    r'\[(\d{1,3})\](?:\[ext \d+\])?\s*(?:\([0-9a-fA-F]+\))?\s*"([^"]+)"\s*(?:\[(\d{1,3})\])?(?:\[ext \d+\])?'
+    r"\s*(?:\([0-9a-fA-F]+\))?\s*((?:\w+=\w+\s*)*)(#.*)?"
+)
+_PORT_RATE = re.compile(r"\b\d+x[A-Z]+\d*\b")
+_PLAIN_NAME = re.compile(r"#\s*([^\"]*?)\s*(?:\b(?:enhanced|base) port\b.*|\blid\b.*|\blmc\b.*)?")
+_SYSTEM = re.compile(r"sysimgguid=0x([0-9a-fA-F]{1,16})\b")
+_ASSIGNMENT = re.compile(r"(?:vendid|devid|(?:sysimg|switch|h?ca|rt|node|port)guids?|width|speed|pdebug)\s*[=+].*")
+_GROUPING = re.compile(r"Chassis \d+.*|Non-Chassis Nodes|Hostname: .*")
+_DIAGNOSTIC = re.compile(r"(?:src/|ib\w+: |\w+\.c[:;]\d).*")
+_PROMPT = re.compile(r"\[?[\w.-]+@[\w.-]+[^\"]*[#$%>][^\"]*")
+_SIMULATOR = re.compile(r"(?:module|include|do)\b.*|@.*")
+
+
+class _Parser:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.devices: dict[str, SubnetDevice] = {}
+        self.system: str | None = None
+        self.current: SubnetDevice | None = None
+        self.names_in = {True: False, False: False}
+        """Whether port lines, and whether headers, have names here."""
+
+    def take(self, line: str, number: int) -> None:
+        if not line or line.startswith("#"):
+            return
+        if len(line) > _LONGEST:
+            raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
+        if line.startswith("[") and (port := _PORT.fullmatch(line)):
+            self._port(port, number)
+        elif header := _HEADER.fullmatch(line):
+            self._header(header, number)
+        elif system := _SYSTEM.match(line):
+            self.system = system[1].lower().zfill(16)
+        elif not self._is_aside(line):
+            raise self._wrong(line, number)
+
+    def _is_aside(self, line: str) -> bool:
+        """Headings, what a terminal adds; before the first record also anything that is part of none."""
+        if _ASSIGNMENT.fullmatch(line) or _GROUPING.fullmatch(line):
+            return True
+        if _SIMULATOR.fullmatch(line):
+            return False
+        before = not self.devices and '"' not in line
+        return before or bool(_DIAGNOSTIC.fullmatch(line) or _PROMPT.fullmatch(line))
+
+    def _wrong(self, line: str, number: int) -> UserError:
+        where = f"{self.name}:{number}: "
+        if _SIMULATOR.fullmatch(line):
+            return UserError(f"{where}{line[:60]!r} is a command of ibsim; expected a file of devices and cables only")
+        if line.startswith("["):
+            return UserError(f"{where}a port that is cut off or misspelt: {line[:60]!r}; expected {_PORT_EXAMPLE}")
+        return UserError(f"{where}not understood: {line[:60]!r}; expected {_HEADER_EXAMPLE} or {_PORT_EXAMPLE}")
+
+    def _header(self, match: re.Match[str], number: int) -> None:
+        word, ports, id, comment = match.groups()
+        kind, described = _WORDS[word.lower()], self.devices.get(id)
+        if get_device_kind(id) not in (None, kind):
+            raise UserError(f"{self.name}:{number}: {id} is called {word}; expected the kind that its letter says")
+        if described and (described.kind, described.ports) != (kind, int(ports)):
+            raise UserError(
+                f"{self.name}:{number}: {id} has {ports} ports, in line {described.line} {described.ports}; "
+                "expected as many"
+            )
+        if described is None:
+            name = self._quoted(comment, number) or self._plain(comment)
+            self.names_in[False] |= name is not None
+            described = self.devices[id] = SubnetDevice(id, kind, number, int(ports), name, self.system)
+        self.current, self.system = described, None
+
+    def _port(self, match: re.Match[str], number: int) -> None:
+        own, far, far_port, _, comment = match.groups()
+        device = self.current
+        if device is None:
+            raise UserError(
+                f"{self.name}:{number}: a port of a record that began before the file; expected {_HEADER_EXAMPLE} first"
+            )
+        if far_port is None and get_device_kind(far):
+            raise UserError(f"{self.name}:{number}: the port of {far} is missing; expected {_PORT_EXAMPLE}")
+        port = int(own)
+        if not 1 <= port <= device.ports:
+            raise UserError(f"{self.name}:{number}: port {port} of {device.id}; expected 1 to {device.ports}")
+        rate = _PORT_RATE.search(comment, comment.rfind('"') + 1) if comment else None
+        cable = CableEnd(far, int(far_port or 1), number, self._quoted(comment, number), rate[0] if rate else None)
+        self.names_in[True] |= cable.far_name is not None
+        before = device.cables.setdefault(port, cable)
+        if before[:2] != cable[:2]:
+            raise UserError(
+                f"{self.name}:{number}: {device.id}[{port}] goes to {far}[{cable.far_port}], in line {before.line} to "
+                f"{before.far}[{before.far_port}]; expected one cable a port"
+            )
+
+    def _quoted(self, comment: str | None, number: int) -> str | None:
+        """What is between the first and the last quotation mark."""
+        if not comment or (first := comment.find('"')) < 0:
+            return None
+        last = comment.rfind('"')
+        if first == last:
+            raise UserError(
+                f'{self.name}:{number}: a name that does not end: {comment[first:][:60]!r}; expected "name"'
+            )
+        return comment[first + 1 : last]
+
+    def _plain(self, comment: str | None) -> str | None:
+        """A name without quotation marks, as ibsim takes it too."""
+        match = _PLAIN_NAME.fullmatch(comment) if comment else None
+        return (match[1] or None) if match else None
+
+
+_LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+"""10^9 bit/s a lane, one direction, as the ports themselves report (FDR: 56 for four lanes)."""
+
+
+def parse_rate(rate: str | None) -> float | None:
+    """200 of 4xHDR; None of what has no name here."""
+    match = re.fullmatch(r"(\d{1,2})x(\w+)", rate or "")
+    lane = _LANE.get(match[2]) if match else None
+    return float(int(match[1]) * lane) if match and lane else None

@@ -1,0 +1,251 @@
+"""What the devices of an InfiniBand subnet are called: which adapters are in one host, and the name of each switch.
+
+Node descriptions are free text, and only some of them name a host. Adapters whose description names none are assigned
+to servers by example of the adapters that do: by system, by port number, by neighbouring GUIDs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from hpc_train.cluster.readers.ibnetdiscover_text import CA, SubnetDevice, get_device_kind
+from hpc_train.cluster.switch_tree import group_similar_sets
+
+_MOSTLY = 0.9
+"""Share of the named servers that must follow a cabling rule before it is applied to the others."""
+_BOARD = 64
+"""Largest distance between GUIDs of one board."""
+
+
+def assign_nameless_adapters(
+    adapters: Sequence[SubnetDevice], named: Mapping[str, str], number_of: Callable[[SubnetDevice], int | None]
+) -> dict[str, str]:
+    """Map each adapter without a name to its server's name, or to the server's first adapter id if it has no name.
+
+    named: host of each adapter that tells it; number_of: its GUID. Adapters with the same system image GUID belong to
+    one server. If nine of ten named servers have all their cables in ports of one number, on different leaves of a
+    unit, adapters in such ports belong to one server. Otherwise adapters belong together if their GUIDs follow one
+    another as those of named servers do, on different switches. An adapter that matches no other is a server of its
+    own.
+    """
+    nameless = [it for it in adapters if it.id not in named]
+    if not nameless:
+        return {}
+    groups = _by_system(nameless)
+    plugs = {it.id: [(cable.far, cable.far_port) for cable in it.cables.values()] for it in adapters}
+    if _same_ports(named, plugs):
+        found = _by_port(groups, named, plugs)
+    else:
+        found = _by_guid(groups, adapters, named, plugs, number_of)
+    return found | {it.id: group[0].id for group in groups for it in group if it.id not in found}
+
+
+CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
+"""Adapter -> (switch, port of the switch) for each of its cables."""
+
+
+def _by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
+    groups: dict[str, list[SubnetDevice]] = defaultdict(list)
+    for it in nameless:
+        groups[it.system or it.id].append(it)
+    return list(groups.values())
+
+
+def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = defaultdict(list)
+    for id, host in named.items():
+        members[host].append(id)
+    return members
+
+
+def _same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
+    """Whether each server's cables are in ports of one number, each on a different switch."""
+    kept = several = 0
+    for ids in _members(named).values():
+        cables = [plug for id in ids for plug in plugs.get(id, ())]
+        if len(cables) > 1:
+            several += 1
+            kept += len({port for _, port in cables}) == 1 and len({switch for switch, _ in cables}) == len(cables)
+    return several > 1 and kept >= _MOSTLY * several
+
+
+def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs) -> dict[str, str]:
+    unit = _units(named, plugs)
+    owners: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for id, host in named.items():
+        for switch, port in plugs.get(id, ()):
+            owners[unit.get(switch, -1), port].add(host)
+    used = {host: {switch for id in ids for switch, _ in plugs.get(id, ())} for host, ids in _members(named).items()}
+    found: dict[str, str] = {}
+    first: dict[tuple[int, int], str] = {}
+    for group in groups:
+        keys = {(unit[switch], port) for it in group for switch, port in plugs[it.id] if switch in unit}
+        if len(keys) == 1:
+            key = next(iter(keys))
+            own = {switch for it in group for switch, _ in plugs[it.id]}
+            hosts = {host for host in owners[key] if used[host].isdisjoint(own)}
+            if len(hosts) < 2:
+                found |= dict.fromkeys((it.id for it in group), next(iter(hosts), first.setdefault(key, group[0].id)))
+    return found
+
+
+def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
+    """Map each leaf to the number of its scalable unit, judged by the named hosts on it."""
+    on: dict[str, set[object]] = defaultdict(set)
+    for id, host in named.items():
+        for switch, _ in plugs.get(id, ()):
+            on[switch].add(host)
+    switches = list(on)
+    groups = group_similar_sets([frozenset(on[switch]) for switch in switches])
+    return {switches[member]: number for number, members in enumerate(groups) for member in members}
+
+
+def _by_guid(
+    groups: Sequence[Sequence[SubnetDevice]],
+    adapters: Sequence[SubnetDevice],
+    named: Mapping[str, str],
+    plugs: CablePlugs,
+    number_of: Callable[[SubnetDevice], int | None],
+) -> dict[str, str]:
+    """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
+    numbers = sorted((number, it.id) for it in adapters if (number := number_of(it)) is not None)
+    step = _step(numbers, named)
+    members = _members(named)
+    most = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
+    if step is None or most < 2:
+        return {}
+    host = dict(named)
+    used = {name: {switch for id in ids for switch, _ in plugs.get(id, ())} for name, ids in members.items()}
+    size = {name: len(ids) for name, ids in members.items()}
+    system = {it.id: group for group in groups for it in group}
+    at = dict(numbers)
+
+    def join(number: int, id: str, alone: bool) -> None:
+        """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
+        own = {switch for switch, _ in plugs.get(id, ())}
+        near = [host[at[it]] for it in (number - step, number + step) if it in at and at[it] in host]
+        fits = [name for name in near if size[name] < most and used[name].isdisjoint(own)]
+        if not fits and not alone:
+            return
+        name = fits[0] if fits else system[id][0].id
+        host[id] = name
+        used.setdefault(name, set()).update(own)
+        size[name] = size.get(name, 0) + 1
+
+    for order, alone in ((numbers, False), (numbers[::-1], False), (numbers, True)):
+        for number, id in order:
+            if id not in host:
+                join(number, id, alone)
+    return {id: name for id, name in host.items() if id not in named}
+
+
+def _step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
+    """Return the GUID step between neighbours in one server; None if most neighbours that far apart are strangers."""
+    same, strangers = Counter[int](), Counter[int]()
+    for (low, a), (high, b) in pairwise(numbers):
+        if high - low <= _BOARD and a in named and b in named:
+            (same if named[a] == named[b] else strangers)[high - low] += 1
+    if not same:
+        return None
+    step, count = same.most_common(1)[0]
+    return step if count >= strangers[step] else None
+
+
+_DEVICE = (
+    r"(?:hca|ca|mlx[45]|mlx[45]_(?:ib|bond|roce)|mthca|mtnic|hfi1|qib|ipath|opa|ibp?|ibs|ibm|roce\w*|rdma\w*|rocep\w*|ibp\w*|"
+    r"ibs\w*|irdma|cxgb\d|bnxt_re|efa|rxe|siw|cxi|hsn|hns|erdma|ocrdma)"
+)
+_HOST_AND_DEVICE = re.compile(rf"(?P<host>[\w.-]*?\w)[\s:/_.@-]+(?P<device>{_DEVICE}[-_]?\d[\w.:]*)\b.*", re.IGNORECASE)
+_ONLY_DEVICE = re.compile(rf"{_DEVICE}[-_]?\d\w*", re.IGNORECASE)
+_ONE_WORD = re.compile(r"[\w.-]+")
+_HOST_AND_WORD = re.compile(r"(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)\s+(?P<device>[\w.:-]+)")
+_VENDOR = re.compile(
+    r"mellanox|technolog|nvidia|voltaire|qlogic|truescale|topspin|silverstorm|infini|switch-?(?:x|ib)|connect-?(?:x|ib)|"
+    r"quantum|bluefield|\bMT\d{4,}|\bISR\d{4}|host channel|adapter",
+    re.IGNORECASE,
+)
+_NO_HOST = frozenset({"localhost", "localhost.localdomain", "(none)", "none", "unknown"})
+_MANAGED = re.compile(r"MF0;\s*(?P<name>[^:;]*[^:;\s])\s*(?::(?P<part>.*))?")
+
+
+def is_aggregation_node(device: SubnetDevice) -> bool:
+    """SHARP's processor within a switch, which shows itself as a channel adapter."""
+    return device.kind == CA and "aggregation node" in (device.name or "").lower()
+
+
+def parse_description(description: str | None) -> tuple[str, str | None] | None:
+    """("gpu01", "mlx5_4") of `gpu01 mlx5_4`; None where no host is named: `MT4129 ConnectX7 Mellanox Technologies`."""
+    text = " ".join((description or "").strip("'\" ").split())
+    if not text or _VENDOR.search(text) or _ONLY_DEVICE.fullmatch(text):
+        return None
+    match = _HOST_AND_DEVICE.fullmatch(text) or _HOST_AND_WORD.fullmatch(text)
+    if match and not _ONLY_DEVICE.fullmatch(match["host"]):
+        host, device = match["host"], match["device"]
+    elif _ONE_WORD.fullmatch(text):
+        host, device = text, None
+    else:
+        return None
+    return None if host.lower() in _NO_HOST else (host, device)
+
+
+def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
+    """Return (host, device) for each adapter.
+
+    Names come from the description, else from an adapter with the same system image GUID that has a name, else from
+    `join_nameless`. A host without any name is called by its system image GUID.
+    """
+    named = _list_named_adapters(adapters)
+    of_system: dict[str | None, set[str]] = defaultdict(set)
+    for adapter in adapters:
+        if adapter.id in named:
+            of_system[adapter.system].add(named[adapter.id][0])
+    found = dict(named)
+    for adapter in adapters:
+        if adapter.id not in named and adapter.system and len(of_system[adapter.system]) == 1:
+            found[adapter.id] = (next(iter(of_system[adapter.system])), None)
+    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in found.items()}, _number)
+    systems = {adapter.id: adapter.system or format_guid(adapter) for adapter in adapters}
+    return found | {id: (systems.get(host, host), None) for id, host in joined.items()}
+
+
+def _number(adapter: SubnetDevice) -> int | None:
+    return int(adapter.id[2:], 16) if get_device_kind(adapter.id) else None
+
+
+def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
+    """Adapters whose description names a host; a host most of whose adapters are there twice is several of one name."""
+    named = {it.id: found for it in adapters if (found := parse_description(it.name or _is_simulated(it)))}
+    twice: dict[str, list[bool]] = defaultdict(list)
+    for (host, device), count in Counter(named.values()).items():
+        twice[host].append(device is not None and count > 1)
+    return {id: found for id, found in named.items() if 2 * sum(twice[found[0]]) <= len(twice[found[0]])}
+
+
+def _is_simulated(device: SubnetDevice) -> str | None:
+    """ibsim's ids are names where they are no GUIDs."""
+    return None if get_device_kind(device.id) else device.id
+
+
+def format_guid(device: SubnetDevice) -> str:
+    """16 hexadecimal digits, lower case; for ibsim's names the name."""
+    return device.id[2:].lower() if get_device_kind(device.id) else device.id
+
+
+def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
+    """A name of each, no two alike: its own, with its place in a chassis where several share that, else the GUID."""
+    choices = {it.id: [*_own_names(it), format_guid(it), it.id] for it in switches}
+    while doubles := {name for name, count in Counter(it[0] for it in choices.values()).items() if count > 1}:
+        for names in choices.values():
+            if names[0] in doubles and len(names) > 1:
+                del names[0]
+    return {id: names[0] for id, names in choices.items()}
+
+
+def _own_names(device: SubnetDevice) -> list[str]:
+    text = " ".join((device.name or _is_simulated(device) or "").split())
+    if match := _MANAGED.fullmatch(text):
+        return [match["name"], f"{match['name']}:{match['part']}"] if match["part"] else [match["name"]]
+    return [text] if _ONE_WORD.fullmatch(text) and not _VENDOR.search(text) else []

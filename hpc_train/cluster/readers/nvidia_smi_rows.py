@@ -1,0 +1,347 @@
+"""The rows of `nvidia-smi topo -m`: where the matrix stands in a text, and the cells of each of its rows.
+
+First the text: escape codes, prompts, log prefixes, wrapped lines and legends aside. Then a row: its link cells, and
+the CPU and NUMA cells whatever separates or hides them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LINK_KIND = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9]\d?|C2C|N/A")
+"""A cell of the matrix; SOC is what old drivers called SYS."""
+_GLUED = rf"(?:{LINK_KIND.pattern})+(?!\S)"
+_NAME = r"[A-Za-z][\w.+-]*\d"
+_ROW = re.compile(rf"(?<!\S)(?:(?!N?V\d+\s){_NAME}[ \t]+(?={_GLUED})|(?:GPU|NIC)\d+(?={_GLUED}))")
+_PEERS = re.compile(r"(?<!\S)GPU\d+(?:[ \t]+(?:X|OK|CNS|GNS|TNS|NS|DR|U))*[ \t]+(?:OK|CNS|GNS|TNS|NS|DR|U)(?!\S)")
+_HEAD = re.compile(r"(?<!\S)GPU\d+(?=[ \t]*$|[ \t]+(?:[A-Za-z]\S*\d|CPU|NUMA|GPU|NIC|[A-Z]{1,3}$)|GPU\d|NIC\d|CPU)")
+_AFFINITY = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID", re.IGNORECASE)
+_MORE_NAMES = re.compile(r"[\w.+\- \t]+")
+_MORE_CELLS = re.compile(r"[A-Z\d,/\- \t]+")
+_ESCAPE = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]"
+    r"|(?:\^\[|\\x1b|\\033|\\u001b|\\e|␛)?\[\d{0,3}(?:;\d{1,3})*m"
+)
+_INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b\u200c\u200d\x00\x1b"), None) | dict.fromkeys(
+    map(ord, "\u00a0\u2003\u2002\u3000|`"), " "
+)
+MAX_WRAPPED_LINES = 12
+"""Lines that one row may have been wrapped to."""
+
+
+@dataclass(frozen=True)
+class WrappedLines:
+    """One row, or the header, as it stands in the text: one line, more where a terminal wrapped it."""
+
+    number: int
+    """Of the first line, from 1."""
+    parts: tuple[str, ...]
+    start: int
+    """Where in the first of them the row's label, or the header's first column, begins."""
+
+
+@dataclass(frozen=True)
+class TextMatrix:
+    header: WrappedLines
+    rows: tuple[WrappedLines, ...]
+    peers: bool
+    """A matrix of `topo -p2p`, which tells what GPUs may do and not how they are joined."""
+
+
+def clean_lines(text: str) -> list[str]:
+    """Lines without escape codes, invisible characters, quote and table marks; tabs are kept."""
+    plain = _ESCAPE.sub("", text).translate(_INVISIBLE)
+    return plain.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def looks_like_matrix(text: str) -> bool:
+    """Whether there is a header of GPUs with its CPU column, or with a row of link kinds below it."""
+    return any(matrix.rows or matrix.peers or _has_affinity(matrix) for matrix in find_matrices(clean_lines(text)))
+
+
+def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:
+    """Every header of GPUs and the rows below it, up to the next header."""
+    index = 0
+    while index < len(lines):
+        header = _header(lines, index)
+        if header is None:
+            index += 1
+            continue
+        end = index + len(header.parts)
+        while end < len(lines) and _header(lines, end) is None:
+            end += 1
+        below = range(index + len(header.parts), end)
+        rows = tuple(_rows(lines, below))
+        yield TextMatrix(header, rows, any(_PEERS.search(lines[it]) for it in below))
+        index = end
+
+
+def _header(lines: list[str], index: int) -> WrappedLines | None:
+    line = lines[index]
+    found = _HEAD.search(line) if "GPU" in line else None
+    if found is None or _ROW.search(line) or _PEERS.search(line):
+        return None
+    parts, first = [line], line[found.start() :].split()[:1]
+    for more in lines[index + 1 : index + MAX_WRAPPED_LINES]:
+        again = more.split()[:1] in ([], first)
+        if again or _ROW.search(more) or _PEERS.search(more) or not _MORE_NAMES.fullmatch(more):
+            break
+        parts.append(more)
+    else:
+        parts = [line]
+    return WrappedLines(index + 1, tuple(parts), found.start())
+
+
+def _rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
+    for index in below:
+        found = _ROW.search(lines[index])
+        if found is None:
+            continue
+        parts = [lines[index]]
+        while (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _continues(lines[more]):
+            parts.append(lines[more])
+        yield WrappedLines(index + 1, tuple(parts), found.start())
+
+
+def _continues(line: str) -> bool:
+    return bool(line.strip()) and not _ROW.search(line) and _MORE_CELLS.fullmatch(line) is not None
+
+
+def _has_affinity(matrix: TextMatrix) -> bool:
+    return _AFFINITY.search(" ".join(matrix.header.parts)) is not None
+
+
+def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]] | None:
+    """Device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`, a header from its first
+    GPU on. None where that is no header."""
+    found = list(_AFFINITY.finditer(text))
+    names = _names(text[: found[0].start()] if found else text)
+    kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[it.group()[0].upper()] for it in found)
+    rest = _AFFINITY.sub(" ", text[found[0].start() :]) if found else ""
+    if names is None or rest.strip() or kinds != tuple(it for it in ("cpu", "numa", "gpu_numa") if it in kinds):
+        return None
+    return names, kinds, tuple(it.start() for it in found)
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    names: list[str] = []
+    for token in text.split():
+        if re.fullmatch(r"(?:(?:GPU|NIC)\d+)+", token):
+            names += re.findall(r"(?:GPU|NIC)\d+", token)
+        elif re.fullmatch(_NAME, token) and not LINK_KIND.fullmatch(token):
+            names.append(token)
+        else:
+            return None
+    gpus = [it for it in names if re.fullmatch(r"GPU\d+", it)]
+    whole = gpus and names[: len(gpus)] == gpus and len(set(names)) == len(names)
+    return tuple(names) if whole else None
+
+
+_LIST = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
+_TAB = 8
+
+
+@dataclass(frozen=True)
+class MatrixColumns:
+    """What the header says."""
+
+    names: tuple[str, ...]
+    affinity: tuple[str, ...]
+    """Of cpu, numa, gpu_numa: those that it has."""
+    starts: tuple[int, ...] = ()
+    """Where the affinity columns start, tabs expanded, from the edge of the text; () where lines were wrapped."""
+    links: tuple[int, ...] = ()
+    """Likewise where the columns of devices start."""
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """What one row says."""
+
+    label: str
+    kinds: tuple[str, ...]
+    """Of its first columns; fewer than the header has where the row is partial."""
+    tabbed: tuple[str, ...]
+    """The cells as single tabs separate them; () where something else does."""
+    cpus: str | None
+    numa: int | str | None
+    tail: tuple[str, ...] = ()
+    """What stands behind the link cells."""
+
+
+class NotARowError(ValueError):
+    """Says what is wrong with it."""
+
+
+def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
+    """`text` from its label on, which stands at column `edge`. Raises NotARowError."""
+    label = _label(text, columns.names)
+    kinds, spans, end = _links(text, len(label), len(columns.names))
+    tail = tuple(text[end:].split())
+    _check(label, tail, columns)
+    if not label.startswith("GPU") or len(kinds) < len(columns.names):
+        return MatrixRow(label, kinds, _tabbed(text), None, None)
+    cpus, numa = _affinity(_RowLayout(text, len(label), spans, end, tail, edge), columns)
+    return MatrixRow(label, kinds, (), _cpus(label, cpus), _numa(label, numa), tail)
+
+
+def _label(text: str, names: tuple[str, ...]) -> str:
+    for name in sorted(names, key=len, reverse=True):
+        if text.startswith(name) and (text[len(name) :][:1].isspace() or LINK_KIND.match(text, len(name))):
+            return name
+    raise NotARowError(f"row {text.split()[0]} has no column in the header")
+
+
+def _links(text: str, start: int, most: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
+    """Cells may have lost what separated them (drivers do that beyond 30 NICs): a cell ends where its word does."""
+    spans: list[tuple[int, int]] = []
+    end = start
+    while len(spans) < most:
+        space = re.compile(r"\s*").match(text, end)
+        begin = space.end() if space else end
+        found = LINK_KIND.match(text, begin)
+        if found is None or not _cell_ends(text, found, len(spans) + 1 == most):
+            break
+        spans.append(found.span())
+        end = found.end()
+    return tuple(text[a:b] for a, b in spans), spans, end
+
+
+def _cell_ends(text: str, cell: re.Match[str], last: bool) -> bool:
+    end = cell.end()
+    if end == len(text) or text[end].isspace() or LINK_KIND.match(text, end):
+        return True
+    return last and text[end].isdigit() and not cell.group().startswith("NV")
+
+
+def _check(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
+    if len(tail) > len(columns.affinity):
+        raise NotARowError(f"row {label}: unexpected {tail[0]!r}; expected a link kind (X, PIX, NV4, ...)")
+    for token in tail:
+        if token != "N/A" and not (token == "-1" or _is_list(token)):
+            raise NotARowError(f"row {label}: {token!r} is neither a link kind nor a list of processors")
+
+
+def _is_list(token: str) -> bool:
+    if not _LIST.fullmatch(token) or len(token) > 4096:
+        return False
+    ranges = [it.partition("-") for it in token.split(",")]
+    return all(not dash or int(low) <= int(high) for low, dash, high in ranges)
+
+
+def _cpus(label: str, cell: str) -> str | None:
+    if cell == "-1":
+        raise NotARowError(f"row {label}: '-1' is no list of processors")
+    return None if cell in ("", "N/A") else cell
+
+
+def _numa(label: str, cell: str) -> int | str | None:
+    if cell in ("", "N/A", "-1"):
+        return None
+    if cell.isdigit() and len(cell) > 6:
+        raise NotARowError(f"row {label}: {cell!r} is no NUMA node")
+    return int(cell) if cell.isdigit() else cell
+
+
+@dataclass(frozen=True)
+class _RowLayout:
+    """A row and where its cells stand in it."""
+
+    text: str
+    label: int
+    spans: list[tuple[int, int]]
+    end: int
+    tokens: tuple[str, ...]
+    edge: int
+
+
+def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
+    """The CPU and NUMA cells, "" where the row does not tell. Inside a small cgroup the CPU cell is blank; what stands
+    alone then is told by its tab, its column, or (NUMA node or list) its shape, in this order: a long NIC name moves
+    the header's columns, and not the rows'."""
+    if len(row.tokens) == len(columns.affinity):
+        cells = dict(zip(columns.affinity, row.tokens, strict=True))
+        return cells.get("cpu", ""), cells.get("numa", "")
+    if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
+        return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
+    for told in (_by_tabs(row), _by_stops(row), _by_header(row, columns)):
+        if told is not None:
+            return told
+    return _by_shape(row.tokens, columns.affinity)
+
+
+def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
+    """A tab between any two cells: the driver's own output."""
+    edges = [row.label, *(at for span in row.spans for at in span)]
+    gaps = [row.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=False)]
+    if not all(re.fullmatch(r" *\t *", gap) for gap in gaps):
+        return None
+    return _driver_cells([it.strip() for it in row.text[row.end :].split("\t")[1:]])
+
+
+def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
+    """CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
+    cells = [*cells, "", ""]
+    if any(" " in it for it in cells) or (not any(cells[:2]) and any(it != "N/A" for it in cells if it)):
+        return None
+    return cells[0], cells[1]
+
+
+def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
+    """Every cell under its column, as one who retypes it with spaces puts them."""
+    expanded = _expanded(row)
+    if not columns.starts or expanded is None or "\t" in row.text:
+        return None
+    spans, tail = expanded
+    links = [start + row.edge for start, _ in spans]
+    under = all(at - column in (0, 1) for at, column in zip(links, columns.links, strict=True))
+    cells = {start + row.edge: token for start, token in tail}
+    if not under or not set(cells) <= set(columns.starts):
+        return None
+    told = {name: cells[at] for name, at in zip(columns.affinity, columns.starts, strict=True) if at in cells}
+    return told.get("cpu", ""), told.get("numa", "")
+
+
+def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
+    """Spaces where a terminal expanded the driver's tabs: from stop to stop, how many tabs there were."""
+    expanded = _expanded(row)
+    if expanded is None:
+        return None
+    spans, tail = expanded
+    on_stops = [start // _TAB == index and start % _TAB <= 1 for index, (start, _) in enumerate(spans, 1)]
+    if not all(on_stops) or any(start % _TAB for start, _ in tail):
+        return None
+    cells, end = [], spans[-1][1]
+    for start, token in tail:
+        cells += [""] * (start // _TAB - end // _TAB - 1) + [token]
+        end = start + len(token)
+    told = _driver_cells(cells)
+    return ("", "") if told is not None and not told[0] and not told[1].isdigit() else told
+
+
+def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
+    """Columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
+
+    def column(at: int) -> int:
+        return len(row.text[:at].expandtabs(_TAB))
+
+    spans = [(column(a), column(b)) for a, b in row.spans]
+    tail = [(column(row.end + it.start()), it.group()) for it in re.finditer(r"\S+", row.text[row.end :])]
+    return (spans, tail) if spans else None
+
+
+def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
+    """No driver is known to print the processors and not the NUMA node: what is alone is a NUMA node where it can be
+    one. A list could be either (0,3-9,11-17 is a real NUMA cell): neither is told then."""
+    if columns[-1] == "gpu_numa" and tokens[-1] == "N/A":
+        tokens, columns = tokens[:-1], columns[:-1]
+    if len(tokens) == len(columns):
+        return tokens[0], tokens[1]
+    alone = tokens[0] if len(tokens) == 1 and len(columns) == 2 else ""
+    return "", alone if alone.isdigit() else ""
+
+
+def _tabbed(text: str) -> tuple[str, ...]:
+    return tuple(it.strip() for it in text.split("\t")[1:]) if "\t" in text else ()

@@ -1,0 +1,248 @@
+"""Slurm's topology: topology.conf, and what `scontrol show topology` prints; tree, block, ring and torus3d.
+
+Both have lines of `Key=Value`. scontrol lists under a switch the nodes of the switches below it too, topology.conf only
+its own. Slurm itself is asked once, by one process of a job, never by every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hpc_train.cluster.readers.slurm_records import (
+    KeyValueRecord,
+    ListedUnit,
+    RecordGrammar,
+    build_cluster,
+    check_defined,
+    check_disjoint,
+    collect_units,
+    parse_link_speed,
+    parse_records,
+    sort_bottom_up,
+)
+from hpc_train.cluster.spec import Cluster
+from hpc_train.errors import UserError
+
+_SCONTROL_GRAMMAR = RecordGrammar(
+    kinds={
+        "switchname": "slurm_tree",
+        "blockname": "slurm_block",
+        "aggregatedblock": "slurm_block",
+        "ringname": "slurm_ring",
+        "torusname": "slurm_torus3d",
+    },
+    keys={
+        "slurm_tree": frozenset({"switchname", "level", "linkspeed", "nodes", "switches"}),
+        "slurm_block": frozenset({"blockname", "aggregatedblock", "blockindex", "nodes", "blocksize"}),
+        "slurm_ring": frozenset({"ringname", "nodes", "ringsize"}),
+        "slurm_torus3d": frozenset({"torusname", "dims", "nodes", "placementdims", "anchors"}),
+    },
+)
+_SHOWN = re.compile(
+    r"^[ \t]*(?:AggregatedBlock=|TorusName=|SwitchName=\S+[ \t]+Level=|BlockName=\S+[ \t]+BlockIndex=|"
+    r"(?:BlockName|RingName)=\S+[ \t][^#\n]*\b(?:BlockSize|RingSize)=)",
+    re.MULTILINE,
+)
+
+
+def matches_scontrol(text: str) -> bool:
+    """Whether a line is as scontrol prints one (and not as topology.conf has it)."""
+    return bool(_SHOWN.search(text))
+
+
+def read_scontrol(text: str, name: str) -> Cluster:
+    """The cluster; kind slurm_tree, slurm_block, slurm_ring or slurm_torus3d.
+
+    scontrol repeats under Nodes= of a switch everything below it: here nodes stand where they hang. In an excerpt,
+    where a switch below has no line of its own, the nodes that nobody else claims hang on the switch above.
+    An AggregatedBlock is a switch whose switches are the largest blocks it is made of.
+
+    Raises UserError `FILE:LINE: ...` for a line cut short, lists that contradict each other, and everything that
+    topology.conf may not have either.
+    """
+    lines = list(parse_records(text, name, _SCONTROL_GRAMMAR))
+    listed = collect_units((it for it in map(_read_scontrol_unit, lines) if it is not None), name)
+    if not listed:
+        raise UserError(f"{name}: no switch or block; expected what `scontrol show topology` prints")
+    kind = _SCONTROL_GRAMMAR.kinds[lines[0].first]
+    nodes = [node for unit in listed.values() for node in unit.nodes]
+    if kind == "slurm_block":
+        _check_sizes(lines)
+        listed = {unit.name: unit for unit in _nested_blocks(listed)}
+    direct = _direct(listed, name)
+    if kind != "slurm_tree":
+        check_disjoint(direct, name)
+    return build_cluster(kind, direct, name, nodes)
+
+
+def _check_sizes(lines: Sequence[KeyValueRecord]) -> None:
+    """Slurm ends every line of a block with its size, or (before 24.05) none."""
+    if any("blocksize" in it.values for it in lines):
+        for it in lines:
+            it.number("blocksize")
+
+
+def _read_scontrol_unit(record: KeyValueRecord) -> ListedUnit | None:
+    nodes = record.list("nodes")
+    if record.first == "switchname":
+        return _switch(record, nodes)
+    if record.first == "torusname":
+        return _torus(record, nodes)
+    if record.first == "ringname":
+        if record.number("ringsize") != len(nodes):
+            raise record.error(f"RingSize={record.values['ringsize']} but {len(nodes)} nodes")
+        return ListedUnit(record.name(), record.line, nodes)
+    return _block(record, nodes)
+
+
+def _block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+    for key in {"blockindex", "blocksize"} & record.values.keys():
+        record.number(key)
+    name, blocks = record.values[record.first], record.list(record.first)
+    if blocks == (name,):
+        return ListedUnit(name, record.line, nodes)
+    return ListedUnit(name, record.line, nodes, blocks)
+
+
+def _switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+    level, switches = record.number("level"), record.list("switches")
+    speed = parse_link_speed(record.number("linkspeed"))
+    if bool(level) != bool(switches):
+        raise record.error(f"Level={level} {'without' if level else 'and'} Switches= (is the line cut short?)")
+    return ListedUnit(record.name(), record.line, nodes, switches, level, speed)
+
+
+def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
+    if "placementdims" in record.values:
+        return None
+    if not re.fullmatch("[0-9]{1,5}x[0-9]{1,5}x[0-9]{1,5}", record.values.get("dims", "")):
+        raise record.error("expected TorusName=NAME Dims=XxYxZ Nodes=...")
+    return ListedUnit(record.name(), record.line, nodes)
+
+
+def _nested_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
+    """Aggregated blocks with the largest blocks that they are made of, instead of all base blocks."""
+    made_of = {unit.name: frozenset(unit.switches or (unit.name,)) for unit in listed.values()}
+    largest_first = sorted(made_of, key=lambda name: -len(made_of[name]))
+    for unit in listed.values():
+        inside = (name for name in largest_first if made_of[name] < made_of[unit.name])
+        yield replace(unit, switches=_largest(unit.switches, inside, made_of)) if unit.switches else unit
+
+
+def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
+    """As few names as say all `blocks`, in their order: of what is `inside`, largest first, and what no line shows."""
+    chosen = {block: block for block in blocks}
+    taken: set[str] = set()
+    for name in inside:
+        if taken.isdisjoint(made_of[name]):
+            taken |= made_of[name]
+            chosen.update(dict.fromkeys(made_of[name], name))
+    return tuple(dict.fromkeys(chosen.values()))
+
+
+def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
+    """Each unit with only those nodes that hang on it directly."""
+    below: dict[str, set[str]] = {}
+    whole: dict[str, bool] = {}
+    direct = {}
+    for name in sort_bottom_up(listed, file):
+        unit = listed.get(name)
+        under: set[str] = set().union(*(below[child] for child in unit.switches)) if unit else set()
+        whole[name] = unit is not None and all(whole[child] for child in unit.switches)
+        if unit is not None:
+            direct[name] = _without(unit, under, whole[name], file)
+        below[name] = under.union(unit.nodes if unit else ())
+    return {name: direct[name] for name in listed}
+
+
+def _without(unit: ListedUnit, under: set[str], whole: bool, file: str) -> ListedUnit:
+    """The unit without the nodes under its switches; `whole`: all of these are in the text."""
+    if not unit.switches or not unit.nodes:
+        return unit
+    own = set(unit.nodes)
+    strange = next((node for node in under if node not in own), None)
+    if strange is not None:
+        raise UserError(f"{file}:{unit.line}: Nodes= of {unit.name} lacks node {strange}, which hangs below it")
+    rest = tuple(node for node in unit.nodes if node not in under)
+    if rest and whole:
+        what = f"{unit.name} lists node {rest[0]}, which nothing below it has"
+        raise UserError(f"{file}:{unit.line}: {what} (is the text cut short?)")
+    return replace(unit, nodes=rest)
+
+
+SCONTROL_COMMAND = ("scontrol", "show", "topology")
+SCONTROL_TIMEOUT = 10.0
+
+
+def query_topology(command: Sequence[str] = SCONTROL_COMMAND, timeout: float = SCONTROL_TIMEOUT) -> Cluster | None:
+    """The cluster as `scontrol show topology` prints it, asked once; for one process of a job, never for every rank.
+
+    None where Slurm has no topology (topology/flat prints nothing), does not answer within `timeout` seconds, or is
+    not there. Raises UserError for an answer that cannot be understood.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "SLURM_TOPO_LEN"}
+    try:
+        said = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = said.stdout.decode("utf-8", "replace")
+    if said.returncode or not matches_scontrol(text):
+        return None
+    return read_scontrol(text, " ".join(command))
+
+
+_CONF_FIRST_LINE = re.compile(
+    r"^[ \t]*(?:SwitchName|BlockName|RingName|BlockSizes)[ \t]*=", re.IGNORECASE | re.MULTILINE
+)
+_CONF_GRAMMAR = RecordGrammar(
+    kinds={
+        "switchname": "slurm_tree",
+        "blockname": "slurm_block",
+        "blocksizes": "slurm_block",
+        "ringname": "slurm_ring",
+    },
+    keys={
+        "slurm_tree": frozenset({"switchname", "switches", "nodes", "linkspeed"}),
+        "slurm_block": frozenset({"blockname", "nodes", "blocksizes"}),
+        "slurm_ring": frozenset({"ringname", "nodes"}),
+    },
+)
+
+
+def matches_topology_conf(text: str) -> bool:
+    """Whether a line begins as one of topology.conf does, and none as scontrol prints it."""
+    return bool(_CONF_FIRST_LINE.search(text)) and not matches_scontrol(text)
+
+
+def read_topology_conf(text: str, name: str) -> Cluster:
+    """The cluster; kind slurm_tree, slurm_block or slurm_ring. Keys in any case, comments, continued lines.
+
+    As Slurm does, refuses a switch with both nodes and switches, one below another that no line defines, a name that
+    is defined twice and a circle. Several roots are legal, and so is a node (or switch) on several switches. A node in
+    two blocks or rings is refused. BlockSizes= says how Slurm plans, not what hangs where: no switch comes of it.
+    """
+    lines = list(parse_records(text, name, _CONF_GRAMMAR))
+    units = collect_units((_read_conf_unit(it) for it in lines if it.first != "blocksizes"), name)
+    if not units:
+        raise UserError(f"{name}: no switch or block; expected lines such as SwitchName=leaf1 Nodes=n[1-16]")
+    check_defined(units, name)
+    kind = _CONF_GRAMMAR.kinds[lines[0].first]
+    if kind != "slurm_tree":
+        check_disjoint(units, name)
+    return build_cluster(kind, units, name)
+
+
+def _read_conf_unit(record: KeyValueRecord) -> ListedUnit:
+    nodes, switches = record.list("nodes"), record.list("switches")
+    if nodes and switches:
+        raise record.error("Nodes= and Switches= in one line; expected one of them")
+    speed = parse_link_speed(record.number("linkspeed")) if "linkspeed" in record.values else None
+    if "blocksizes" in record.values:
+        raise record.error("BlockSizes= belongs on a line of its own")
+    return ListedUnit(record.name(), record.line, nodes, switches, link_speed=speed)

@@ -1,1 +1,0 @@
-"""What Slurm says of a cluster: host lists, addresses of nodes, and its topology in every form."""

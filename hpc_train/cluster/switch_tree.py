@@ -1,0 +1,314 @@
+"""From the switches of a topology to a forest of units: switches that serve the same things are one unit.
+
+A host of a rail-optimised fabric hangs on one leaf of each rail, and a leaf on every spine of its pod. What counts for
+placement is which hosts share leaves, so leaves that serve mostly the same hosts are one unit, and so on upwards.
+Topologies also list storage and management servers: the compute nodes are told by their hardware.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+from hpc_train.cluster.hostlist import name_switch_group
+from hpc_train.cluster.spec import Cluster, Node, Switch
+
+
+@dataclass(frozen=True)
+class HostHardware:
+    """Hardware of a host, used to tell one kind of host from another."""
+
+    gpus: int
+    nics: int
+    """Number of adapters that are up, or whose state the source does not give."""
+    gbit_s: float | None
+    """Total rate of these adapters; None if any rate is unknown."""
+
+    def __str__(self) -> str:
+        rate = f", {self.gbit_s:g} Gbit/s in all" if self.gbit_s else ""
+        gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)}, " if self.gpus else ""
+        return f"{gpus}{self.nics} NIC{'s' * (self.nics != 1)}{rate}"
+
+
+def describe_hardware(node: Node) -> HostHardware:
+    """Return the node's hardware as its source describes it."""
+    up = [nic for nic in node.nics if nic.active is not False]
+    rates = [nic.gbit_s for nic in up]
+    known = [rate for rate in rates if rate is not None]
+    return HostHardware(len(node.gpus), len(up), sum(known) if known and len(known) == len(rates) else None)
+
+
+def find_compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> frozenset[str]:
+    """Return the names of the nodes on switches that have the hardware of compute nodes.
+
+    nics, nic_gbit_s: of a compute node, from the cluster's description (0: unknown). If some hosts match these exactly,
+    they are the compute nodes; otherwise the hosts with the most common hardware are (of two equally frequent kinds,
+    the one with more GPUs, then more NICs). If a source lists no hardware, all its nodes are compute nodes.
+    """
+    hanging = dict.fromkeys(node for switch in cluster.switches for node in switch.nodes)
+    kinds = {node.name: describe_hardware(node) for node in cluster.nodes if node.name in hanging}
+    bare = HostHardware(0, 0, None)
+    described = [kind for kind in set(kinds.values()) if _is_described(kind, nics, nic_gbit_s)]
+    chosen = set(described) or _find_most_frequent(kinds.get(name, bare) for name in hanging)
+    return frozenset(name for name in hanging if kinds.get(name, bare) in chosen)
+
+
+def group_by_hardware(cluster: Cluster, names: Collection[str]) -> dict[HostHardware, list[str]]:
+    """Group the named nodes by hardware."""
+    found: dict[HostHardware, list[str]] = {}
+    for node in cluster.nodes:
+        if node.name in names:
+            found.setdefault(describe_hardware(node), []).append(node.name)
+    return found
+
+
+def _is_described(kind: HostHardware, nics: int, nic_gbit_s: float) -> bool:
+    if not nics or kind.nics != nics:
+        return False
+    return not nic_gbit_s or kind.gbit_s is None or abs(kind.gbit_s - nics * nic_gbit_s) < 0.01 * nics * nic_gbit_s
+
+
+def _find_most_frequent(kinds: Iterable[HostHardware]) -> set[HostHardware]:
+    counts = Counter(kinds)
+    return {max(counts, key=lambda it: (counts[it], it.gpus, it.nics, it.gbit_s or 0.0))} if counts else set()
+
+
+@dataclass
+class SwitchUnit:
+    """One or several switches of a level and what hangs on them."""
+
+    switches: tuple[str, ...]
+    """Names, in the source's order."""
+    level: int
+    nodes: list[str] = field(default_factory=list)
+    """Nodes that hang on it and on no unit below."""
+    units: list[SwitchUnit] = field(default_factory=list)
+
+
+@dataclass
+class _Forest:
+    """What has been joined so far: the outermost unit of every node and switch, and the nodes that have none."""
+
+    of_node: dict[str, SwitchUnit] = field(default_factory=dict)
+    of_switch: dict[str, SwitchUnit] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnitUplink:
+    """Capacity out of a unit, as far as its source gives it."""
+
+    nodes: int
+    """Number of compute nodes under the unit."""
+    cables: int = 0
+    """Number of cables to outside switches that are not below it; 0 if the source lists no cables."""
+    gbit_s: float | None = None
+    """Total rate of these cables, one direction."""
+    link_speed: float = 1.0
+    """Mean of Slurm's LinkSpeed= over the unit's switches; a switch without one has Slurm's default, 1."""
+
+
+def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> list[SwitchUnit]:
+    """Return the outermost units, in the source's order. A switch with nothing below it is left out.
+
+    compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
+    """
+    counted = find_compute_nodes(cluster) if compute is None else compute
+    forest = _Forest()
+    by_level: dict[int, list[Switch]] = {}
+    for switch in cluster.switches:
+        by_level.setdefault(switch.level, []).append(switch)
+    for level in sorted(by_level):
+        _join_level(forest, by_level[level], level, counted)
+    outermost = {id(unit): unit for unit in forest.of_switch.values()}
+    return [unit for unit in outermost.values() if _list_members(unit)]
+
+
+def find_paths(cluster: Cluster, compute: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
+    """By node, in the cluster's order: the units above it, from the top to the leaf; () where nothing is.
+
+    A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
+    """
+    found: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
+    for unit, path in _walk(build_units(cluster, compute)):
+        found.update(dict.fromkeys(unit.nodes, path))
+    return found
+
+
+def find_uplinks(cluster: Cluster, compute: Collection[str] | None = None) -> dict[tuple[str, ...], UnitUplink]:
+    """Return every unit's uplink capacity, by the unit's path from the top."""
+    counted = find_compute_nodes(cluster) if compute is None else compute
+    switches = {switch.name: switch for switch in cluster.switches}
+    return {
+        path: _uplink(
+            [switches[name] for name in unit.switches], sum(node in counted for node in list_nodes_under(unit))
+        )
+        for unit, path in _walk(build_units(cluster, compute))
+    }
+
+
+def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, ...]]]:
+    """Yield every unit with its path from the top."""
+    stack: list[tuple[SwitchUnit, tuple[str, ...]]] = [(unit, (name_unit(unit),)) for unit in units]
+    while stack:
+        unit, path = stack.pop()
+        yield unit, path
+        stack += [(below, (*path, name_unit(below))) for below in unit.units]
+
+
+def _uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
+    own = {switch.name for switch in members}
+    trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
+    rates = [trunk.gbit_s for trunk in trunks if trunk.gbit_s is not None]
+    return UnitUplink(
+        nodes=nodes,
+        cables=sum(trunk.cables for trunk in trunks),
+        gbit_s=sum(rates) if rates and len(rates) == len(trunks) else None,
+        link_speed=sum(switch.link_speed or 1 for switch in members) / len(members),
+    )
+
+
+def find_scalable_units(cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+    """Nodes that share leaf switches, directly or through other nodes, in the cluster's order; one without is alone."""
+    order = {node: n for n, node in enumerate(find_paths(cluster))}
+    stack, found = list(build_units(cluster)), list[tuple[str, ...]]()
+    while stack:
+        unit = stack.pop()
+        stack += unit.units
+        found += [tuple(sorted(unit.nodes, key=order.__getitem__))] if unit.level == 0 and unit.nodes else []
+    hanging = {node for of_unit in found for node in of_unit}
+    found += [(node,) for node in order if node not in hanging]
+    return tuple(sorted(found, key=lambda of_unit: order[of_unit[0]]))
+
+
+def find_rails(cluster: Cluster) -> dict[str, tuple[str, ...]]:
+    """Leaf switch -> the names that the NICs on it have in their hosts. A leaf with one name is pure: of one rail.
+
+    NICs without a name (and switches without NICs that the source tells of) do not count.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for node in cluster.nodes:
+        for nic in node.nics:
+            for switch in nic.switches or ():
+                if nic.device is not None:
+                    found.setdefault(switch, {})[nic.device] = None
+    return {switch.name: tuple(found[switch.name]) for switch in cluster.switches if switch.name in found}
+
+
+def name_unit(unit: SwitchUnit) -> str:
+    """The switch; of several, what Slurm would write for all of them."""
+    return unit.switches[0] if len(unit.switches) == 1 else name_switch_group(unit.switches)
+
+
+def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
+    """All its nodes."""
+    stack = [unit]
+    while stack:
+        current = stack.pop()
+        yield from current.nodes
+        stack += reversed(current.units)
+
+
+def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
+    held = [dict.fromkeys(_list_held(switch, forest)) for switch in switches]
+    counted = [
+        frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held
+    ]
+    groups = group_similar_sets(counted)
+    home = _find_homes(held, groups)
+    units = [SwitchUnit(tuple(switches[number].name for number in members), level) for members in groups]
+    for of_group, (unit, members) in enumerate(zip(units, groups, strict=True)):
+        for number in members:
+            _hang_below(unit, switches[number], forest, {thing for thing in held[number] if home[thing] == of_group})
+    for unit in units:
+        _claim_members(unit, forest)
+
+
+def group_similar_sets(held: Sequence[frozenset[object]]) -> list[list[int]]:
+    """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
+    alike: dict[frozenset[object], list[int]] = {}
+    for number, things in enumerate(held):
+        alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
+    kinds = list(alike)
+    parent = list(range(len(kinds)))
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    for (a, b), shared in _count_shared(kinds).items():
+        if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
+            low, high = sorted((root(a), root(b)))
+            parent[high] = low
+    groups: dict[int, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        groups.setdefault(root(number), []).extend(alike[kind])
+    return sorted(map(sorted, groups.values()))
+
+
+_MOST_HOLDERS = 64
+"""Each thing is compared in this many different sets; beyond that only with the next one, to stay linear."""
+
+
+def _count_shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]:
+    """Map (one set, another) to the number of things they have in common, for pairs that have any."""
+    holders: dict[object, list[int]] = {}
+    for number, things in enumerate(kinds):
+        for thing in things:
+            holders.setdefault(thing, []).append(number)
+    shared: Counter[tuple[int, int]] = Counter()
+    for numbers in holders.values():
+        shared.update(combinations(numbers, 2) if len(numbers) <= _MOST_HOLDERS else pairwise(numbers))
+    return shared
+
+
+def _find_homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:
+    """Map each thing to the group with the most switches that hold it; ties: the one that holds more, or the first."""
+    cables: dict[object, Counter[int]] = {}
+    size: Counter[int] = Counter()
+    for of_group, members in enumerate(groups):
+        for number in members:
+            for thing in held[number]:
+                cables.setdefault(thing, Counter())[of_group] += 1
+                size[of_group] += 1
+    return {thing: max(counts, key=lambda it: (counts[it], size[it], -it)) for thing, counts in cables.items()}
+
+
+def _list_held(switch: Switch, forest: _Forest) -> Iterator[object]:
+    """Return what a switch holds: ids of the units below it, and names of nodes that are on no unit."""
+    for node in switch.nodes:
+        yield id(forest.of_node[node]) if node in forest.of_node else node
+    for below in switch.switches:
+        if below in forest.of_switch:
+            yield id(forest.of_switch[below])
+
+
+def _hang_below(unit: SwitchUnit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
+    """Put what the switch holds under the unit, as far as it belongs to the unit."""
+    below = [forest.of_switch[name] for name in switch.switches if name in forest.of_switch]
+    below += [forest.of_node[node] for node in switch.nodes if node in forest.of_node]
+    known = {id(it) for it in unit.units}
+    unit.units += [it for it in {id(it): it for it in below}.values() if id(it) in own and id(it) not in known]
+    new = set(unit.nodes)
+    unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node in own and node not in new]
+
+
+def _claim_members(unit: SwitchUnit, forest: _Forest) -> None:
+    """From now on it is the outermost unit of all that hangs on it."""
+    stack = [unit]
+    nodes: list[str] = []
+    switches: list[str] = []
+    while stack:
+        current = stack.pop()
+        nodes += current.nodes
+        switches += current.switches
+        stack += current.units
+    forest.of_node.update(dict.fromkeys(nodes, unit))
+    forest.of_switch.update(dict.fromkeys(switches, unit))
+
+
+def _list_members(unit: SwitchUnit) -> bool:
+    return next(list_nodes_under(unit), None) is not None

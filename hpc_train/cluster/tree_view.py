@@ -1,0 +1,223 @@
+"""A cluster as a tree that a person can read: switches, NVLink domains, and what is in a node, each kind once.
+
+The devices of a node are a few lines instead of a matrix of pairs: links by kind, NICs by the GPUs next to them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.text import Text
+from rich.tree import Tree
+
+from hpc_train.cluster.hostlist import escape_unprintable, fold_names, shorten_names
+from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
+from hpc_train.cluster.switch_tree import SwitchUnit, build_units, find_rails, find_scalable_units, list_nodes_under
+
+MAX_CHILDREN = 40
+"""Branches below one switch that are drawn; the others share one line."""
+
+
+def build_tree_view(cluster: Cluster) -> Tree:
+    """The tree to print."""
+    forest = build_units(cluster)
+    tree = Tree(_text(_summary(cluster), "bold"))
+    _add_rails(tree, cluster)
+    _add_units(tree, forest)
+    _add_domains(tree, cluster.nodes)
+    _add_nodes(tree, cluster, {node for unit in forest for node in list_nodes_under(unit)})
+    return tree
+
+
+def _summary(cluster: Cluster) -> str:
+    hanging = {name for switch in cluster.switches for name in switch.nodes}
+    nodes = len(hanging | {node.name for node in cluster.nodes})
+    gpus, nics = (sum(map(len, them)) for them in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
+    counts = [(nodes, "node"), (gpus, "GPU"), (nics, "NIC"), (len(cluster.switches), "switch")]
+    return f"{cluster.kind}: {', '.join(_count(number, word) for number, word in counts if number) or 'nothing'}"
+
+
+def _count(number: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{plural * (number != 1)}"
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(escape_unprintable(text), style=style)
+
+
+def _add_units(tree: Tree, units: Sequence[SwitchUnit]) -> None:
+    for unit in units[:MAX_CHILDREN]:
+        _add_unit(tree, unit)
+    if rest := units[MAX_CHILDREN:]:
+        count = sum(1 for unit in rest for _ in list_nodes_under(unit))
+        tree.add(_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim"))
+
+
+def _add_unit(tree: Tree, unit: SwitchUnit) -> None:
+    """A leaf and its nodes are one line; above leaves a line says how many nodes are below."""
+    line = Text.assemble((_name(unit), "cyan"))
+    if unit.nodes:
+        line.append(f": {fold_names(unit.nodes)}")
+    count = sum(1 for _ in list_nodes_under(unit))
+    line.append(f" ({_count(count, 'node')})", "dim")
+    _add_units(tree.add(line), unit.units)
+
+
+def _name(unit: SwitchUnit) -> str:
+    return fold_names(unit.switches)
+
+
+def _add_rails(tree: Tree, cluster: Cluster) -> None:
+    """Whether the fabric is one of rails, where the source tells which NIC is on which leaf."""
+    of_leaf = find_rails(cluster)
+    units = [unit for unit in find_scalable_units(cluster) if len(unit) > 1]
+    if len(units) > 1 and len(of_leaf) > len(units):
+        pure = sum(len(names) == 1 for names in of_leaf.values())
+        tree.add(_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
+
+
+def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
+    domains: dict[str, dict[str, int]] = {}
+    for node in nodes:
+        for gpu in node.gpus:
+            if gpu.clique is not None:
+                held = domains.setdefault(gpu.clique, {})
+                held[node.name] = held.get(node.name, 0) + 1
+    lines = [f"{name}: {fold_names(held)} ({_count(sum(held.values()), 'GPU')})" for name, held in domains.items()]
+    if len(lines) == 1:
+        tree.add(_text(f"NVLink domain {lines[0]}"))
+    elif lines:
+        branch = tree.add(_text(f"{len(lines)} NVLink domains"))
+        for line in [*lines[:MAX_CHILDREN], *[f"{len(lines) - MAX_CHILDREN} more"] * (len(lines) > MAX_CHILDREN)]:
+            branch.add(_text(line))
+
+
+def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
+    links: dict[str, list[Link]] = {}
+    for link in cluster.links:
+        links.setdefault(link.node, []).append(link)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for node in cluster.nodes:
+        if node.gpus or node.nics or node.name not in hanging:
+            alike.setdefault(_lines(node, links.get(node.name, ())), []).append(node.name)
+    for (first, *more), names in alike.items():
+        branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {escape_unprintable(first)}"))
+        for line in more:
+            branch.add(_text(line))
+
+
+def _lines(node: Node, links: Sequence[Link]) -> tuple[str, ...]:
+    return (summarise_node(node), *list_node_details(node, links))
+
+
+_NEAREST_FIRST = ("X", "NV", "XGMI", "C2C", "PIX", "PXB", "PHB", "NODE", "SYS")
+_ACROSS = ("NV", "XGMI", "C2C")
+"""Kinds that join GPUs without PCI Express."""
+
+
+def summarise_node(node: Node) -> str:
+    """What it has, in one line: 8 x NVIDIA H100 80GB HBM3, 8 NICs."""
+    names = Counter(gpu.name or "GPU" for gpu in node.gpus)
+    parts = [f"{count} x {name}" for name, count in names.items()]
+    nics = f"{len(node.nics)} NIC{'s' * (len(node.nics) != 1)}"
+    return ", ".join([*parts, nics] if node.nics else parts) or "no devices listed"
+
+
+def list_node_details(node: Node, links: Sequence[Link]) -> list[str]:
+    """The lines below the headline: GPU links, where GPUs are, and each NIC with the GPUs next to it."""
+    kinds = {frozenset((link.a, link.b)): link.kind for link in links}
+    return [*_gpu_links(node.gpus, kinds), *_list_places(node.gpus), *_list_nics(node, kinds)]
+
+
+def _gpu_links(gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> list[str]:
+    pairs = [(a.id, b.id) for number, a in enumerate(gpus) for b in gpus[number + 1 :]]
+    known = [(pair, kind) for pair in pairs if (kind := kinds.get(frozenset(pair))) is not None]
+    if not known:
+        return _link_counts(gpus)
+    counts = Counter(kind for _, kind in known)
+    if len(counts) == 1 and len(known) == len(pairs):
+        [kind] = counts
+        return [f"GPUs: {kind} all to all" if len(gpus) > 2 else f"GPUs: {kind} between the two"]
+    lines = [f"GPUs: {', '.join(_format_pairs(kind, counts[kind]) for kind in sorted(counts, key=_distance))}"]
+    islands = _find_islands([gpu.id for gpu in gpus], [pair for pair, kind in known if kind.startswith(_ACROSS)])
+    if 1 < len(islands) < len(gpus):
+        lines.append(f"islands: {', '.join(fold_names(island) for island in islands)}")
+    return lines
+
+
+def _link_counts(gpus: Sequence[Gpu]) -> list[str]:
+    """Where only the number of each GPU's links is known."""
+    counts: dict[int, list[str]] = {}
+    for gpu in gpus:
+        if gpu.nvlinks is not None:
+            counts.setdefault(gpu.nvlinks, []).append(gpu.id)
+    if not any(counts):
+        return []
+    if len(counts) == 1:
+        return [f"GPUs: {next(iter(counts))} links each"]
+    return [f"{fold_names(ids)}: {count} links" for count, ids in counts.items()]
+
+
+def _format_pairs(kind: str, count: int) -> str:
+    return f"{kind} {count} pair{'s' * (count != 1)}"
+
+
+def _find_islands(ids: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """GPUs that reach each other over their own links, directly or through others."""
+    island = {name: name for name in ids}
+    for a, b in pairs:
+        old, new = island[b], island[a]
+        island = {name: new if of == old else of for name, of in island.items()}
+    groups: dict[str, list[str]] = {}
+    for name in ids:
+        groups.setdefault(island[name], []).append(name)
+    return list(groups.values())
+
+
+def _list_places(gpus: Sequence[Gpu]) -> list[str]:
+    """GPUs of one NUMA node and one set of processors in one line."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for gpu in gpus:
+        facts = [f"NUMA {gpu.numa}"] * (gpu.numa is not None)
+        facts += [f"CPUs {gpu.cpus}"] * (gpu.cpus is not None)
+        if facts:
+            places.setdefault(tuple(facts), []).append(gpu.id)
+    return [f"{fold_names(ids)}: {', '.join(facts)}" for facts, ids in places.items()]
+
+
+def _list_nics(node: Node, kinds: Mapping[frozenset[str], str]) -> list[str]:
+    """NICs that differ in their name only share a line."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for nic in node.nics:
+        lines.setdefault((_find_nearest_gpus(nic, node.gpus, kinds), _nic_facts(nic)), []).append(nic.device or nic.id)
+    return [f"{fold_names(names)}{near}{facts}" for (near, facts), names in lines.items()]
+
+
+def _find_nearest_gpus(nic: Nic, gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> str:
+    known = {gpu.id: kind for gpu in gpus if (kind := kinds.get(frozenset((nic.id, gpu.id)))) is not None}
+    if not known:
+        return ""
+    best = min(known.values(), key=_distance)
+    near = [gpu for gpu, kind in known.items() if kind == best]
+    return f" {best} {'all GPUs' if len(near) == len(gpus) > 1 else fold_names(near)}"
+
+
+def _nic_facts(nic: Nic) -> str:
+    facts = [
+        f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "",
+        nic.layer or "",
+        f"NUMA {nic.numa}" * (nic.numa is not None),
+    ]
+    facts.append("down" if nic.active is False else "")
+    known = [fact for fact in facts if fact]
+    return f" ({', '.join(known)})" if known else ""
+
+
+def _distance(kind: str) -> tuple[int, int, str]:
+    """Nearest first; of two NVLink counts the larger."""
+    name, count = re.fullmatch(r"(.*?)(\d*)", kind, re.DOTALL).groups()  # type: ignore[union-attr]
+    order = _NEAREST_FIRST.index(name) if name in _NEAREST_FIRST else len(_NEAREST_FIRST)
+    return order, -int(count[:9] or 0), kind

@@ -1,0 +1,74 @@
+"""What each group of conf/ offers, by looking at the files alone: no Hydra, so that tab completion is quick."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.model import (
+    CustomModelConfig,
+    DataConfig,
+    ImageDataConfig,
+    ModelConfig,
+    TokenDataConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
+
+GROUPS = (
+    "cluster",
+    "model",
+    "data",
+    "parallel",
+    "optim",
+    "precision",
+    "checkpoint",
+    "launch",
+    "container",
+    "experiment",
+)
+"""The groups of conf/."""
+SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
+    "model": {
+        "transformer_schema": TransformerConfig,
+        "vit_schema": VisionTransformerConfig,
+        "custom_schema": CustomModelConfig,
+    },
+    "data": {"token_schema": TokenDataConfig, "image_schema": ImageDataConfig},
+}
+"""Types for the files of a group to build on, by the name that their defaults lists use."""
+
+
+def option_files(group: str, config_dir: str | None = None) -> dict[str, Traversable]:
+    """Name -> file of everything that `group=` accepts: the shipped ones, and those of config_dir."""
+    folders: list[Traversable] = [files("hpc_train.conf").joinpath(group)]
+    if config_dir is not None:
+        folders.append(Path(config_dir, group))
+    found = (file for folder in folders if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return {file.name.removesuffix(".yaml"): file for file in sorted(found, key=lambda file: file.name)}
+
+
+def option_type(group: str, option: str, config_dir: str | None = None) -> type | None:
+    """The type that an option of `model` or `data` builds on; None if its file names none."""
+    file = option_files(group, config_dir).get(option)
+    named = [name for name in _defaults(file) if isinstance(name, str)] if file else []
+    return next((SCHEMAS[group][name] for name in named if name in SCHEMAS.get(group, {})), None)
+
+
+def default_options() -> dict[str, str]:
+    """Group -> the option it has when nothing is chosen."""
+    pairs = (item for item in _defaults(files("hpc_train.conf").joinpath("config.yaml")) if isinstance(item, dict))
+    return {group: option for pair in pairs for group, option in pair.items() if group in GROUPS}
+
+
+def _defaults(file: Traversable) -> list[Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # composing says what is wrong with it
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    return defaults if isinstance(defaults, list) else []

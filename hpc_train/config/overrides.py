@@ -1,0 +1,266 @@
+"""Overrides of a command line: parse them, tell what they set, and say in one line what is wrong and what was meant.
+
+Forms of Hydra's that mean nothing for a run are refused, so are labels that choose nothing. Suggestions are the nearest
+names (difflib).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig
+
+from hpc_train.config.groups import GROUPS, default_options, option_files
+from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import SEALED_ATTRIBUTE
+from hpc_train.errors import UserError
+
+ListOptions = Callable[[str], list[str]]
+"""Group name -> names of its options."""
+_SHOWN = 3
+"""Suggestions in one line."""
+
+
+def suggest_names(word: str, choices: Iterable[str]) -> str:
+    """Did you mean X (or Y, where both are as near); where nothing is near, the choices themselves."""
+    choices = sorted(choices)
+    near = difflib.get_close_matches(word, choices, n=_SHOWN, cutoff=0.5)
+    if not near:
+        return f"there are {', '.join(choices)}" if choices else "there is none"
+    ratios = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in near}
+    return did_you_mean([name for name in sorted(near) if ratios[name] == max(ratios.values())])
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """did you mean 'a', 'b' or 'c'?"""
+    *first, last = (f"'{name}'" for name in names)
+    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
+
+
+def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], str | None]:
+    """(parsed overrides, None), or ([], what is wrong with the first that is not of a form that a run can have)."""
+    parser, parsed = OverridesParser.create(), []
+    for text in overrides:
+        try:
+            item = parser.parse_overrides([text])[0] if text.strip() else None
+        except HydraException:
+            item = None
+        if item is None:
+            return [], _explain_malformed(text)
+        if wrong := _explain_refused(item, text):
+            return [], wrong
+        parsed.append(item)
+    return parsed, None
+
+
+def _explain_malformed(text: str) -> str:
+    key, equals, _ = text.partition("=")
+    if not text.strip():
+        return f"{text!r}: an empty override; write key=value"
+    if not text.isprintable():
+        return f"{text!r}: control characters (newlines too) are refused; write it in one plain line"
+    if not equals:
+        return f"{text}: is not an override; write key=value"
+    if not key.strip("+~"):
+        return f"{text}: has no key; write key=value"
+    quoted = f"'{key}=\"...\"'"
+    return f"{text}: cannot be read; close its quotes and brackets, and put a value of special characters in {quoted}"
+
+
+def _explain_refused(item: Override, text: str) -> str | None:
+    """Forms of Hydra's that mean nothing for a run, or would change it without a word."""
+    group = item.key_or_group
+    if item.is_sweep_override():
+        quote = "give one value, or quote it if it is a text with commas"
+        return f"{text}: several values for one run; {quote}; with -m it is a sweep"
+    if not group:
+        return f"{text}: has no key; write key=value"
+    if group.replace("/", ".").split(".")[0] == "hydra":
+        return f"{text}: settings of Hydra itself have no effect here"
+    if item.package is not None:
+        return f"{text}: '@{item.package}' has no effect here; write {group}=<option>"
+    if group in GROUPS and item.is_delete():
+        return f"{text}: a group cannot be left out; choose one of its options, {group}=<option>"
+    if group in GROUPS and item.is_add():
+        return f"{text}: the group is always there; write {text.lstrip('+')}"
+    return None
+
+
+def split_groups(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]]:
+    """(choices of a group such as model=llama_1b, values such as optim.lr=0.1)."""
+    groups = [item for item in overrides if item.key_or_group in GROUPS]
+    return groups, [item for item in overrides if item not in groups]
+
+
+def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str | None:
+    """The first group choice that does not exist."""
+    for item in groups:
+        have, value = options(item.key_or_group), item.value()
+        if value is None and item.key_or_group == "experiment":
+            continue
+        if str(value) not in have:
+            return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(str(value), have)}"
+    return None
+
+
+def find_wrong_key(values: Iterable[Override], config: DictConfig) -> str | None:
+    """The first component of a key that the composed config does not have."""
+    for item in values:
+        if item.is_add():
+            continue
+        node: Any = config
+        for depth, component in enumerate(item.key_or_group.replace("/", ".").split(".")):
+            if isinstance(node, ListConfig):
+                break
+            if not isinstance(node, DictConfig):
+                parent = ".".join(item.key_or_group.split(".")[:depth])
+                return f"{item.input_line}: '{parent}' is a value and has no '{component}'"
+            if component not in map(str, node):  # which has those without a value yet, too
+                if node._metadata.object_type is dict:
+                    return f"{item.input_line}: no key '{component}' yet; write +{item.input_line} to add it"
+                return f"{item.input_line}: no key '{component}'; {_suggest_key(component, node, config)}"
+            node = node._get_node(component)
+    return None
+
+
+def _suggest_key(component: str, node: DictConfig, root: DictConfig) -> str:
+    """A key of this name elsewhere (lr is optim.lr), else one like it here."""
+    elsewhere = [key for key in _keys(root) if key.split(".")[-1] == component]
+    if elsewhere and len(elsewhere) <= _SHOWN:
+        return did_you_mean(elsewhere)
+    return suggest_names(component, map(str, node))
+
+
+def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
+    for name in map(str, node):
+        yield f"{path}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from _keys(child, f"{path}{name}.")
+
+
+def find_unknown_field(config: Any, path: str = "") -> str | None:
+    """The first attribute that is no field of its dataclass: what `+key=value` adds where nothing reads it."""
+    names = {item.name for item in fields(config)}
+    for name, value in vars(config).items():
+        if name not in names and name != SEALED_ATTRIBUTE:
+            return f"+{path}{name}: nothing reads this key; {suggest_names(name, names)}"
+        if is_dataclass(value) and (found := find_unknown_field(value, f"{path}{name}.")):
+            return found
+    return None
+
+
+MICRO_BATCH = "train.micro_batch"
+
+
+def explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
+    """Keys below `parallel`, and train.micro_batch, that an override names or a file has changed; sorted.
+
+    A degree of -1, what is left, is not given: it is for the planner to say.
+    """
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    keys = {key for key in named if key.startswith("parallel.") or key == MICRO_BATCH}
+    keys |= set(_changed(config.parallel, ParallelConfig(), "parallel."))
+    keys -= {"parallel.auto", "parallel.fixed"}
+    return sorted(key for key in keys if get_value(config, key) not in (-1, None))
+
+
+def chosen_parallel_option(overrides: Sequence[str]) -> str | None:
+    """The last option of the group `parallel` that the overrides choose."""
+    options = [value for key, _, value in (text.partition("=") for text in overrides) if key == "parallel"]
+    return options[-1] if options else None
+
+
+def get_value(config: RunConfig, key: str) -> Any:
+    """Of a dotted key; None where there is no such key."""
+    node: Any = config
+    for name in key.split("."):
+        node = getattr(node, name, None)
+    return node
+
+
+def _changed(config: Any, default: Any, path: str) -> Iterator[str]:
+    for item in fields(config):
+        value, plain = getattr(config, item.name), getattr(default, item.name)
+        if is_dataclass(value):
+            yield from _changed(value, plain, f"{path}{item.name}.")
+        elif value != plain:
+            yield f"{path}{item.name}"
+
+
+_LABELLED = ("data", "model", "cluster")
+"""Groups whose `name` and `kind` only label the option."""
+_LABELS = ("name", "kind")
+_OF_YOUR_OWN = {
+    "data": "for text of your own data=text data.sources=[FILE]",
+    "model": "for a model of your own model=custom model.module=MODULE model.name=NAME",
+    "cluster": "for a cluster of your own --config-dir DIR with a file in DIR/cluster/",
+}
+
+
+def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
+    """Raise UserError, in one line, for the first of these overrides that would mislead.
+
+    config: the configuration they compose to. A frozen run has no overrides.
+    """
+    for text in overrides:
+        key, equals, _ = text.lstrip("+").partition("=")
+        if not equals or "." not in key:
+            continue
+        _check_label(config, overrides, text, key, config_dir)
+        if key == "train.steps" and config.train.wanted_steps is not None and config.train.steps is None:
+            raise UserError(f"{text}: is no number of steps; give one, or train.epochs (the default is 200 steps)")
+
+
+def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: str, config_dir: str | None) -> None:
+    group, _, field = key.partition(".")
+    if group not in _LABELLED or field not in _LABELS:
+        return
+    if (group, field) == ("model", "name") and (_is_custom(config) or _changes_model(overrides)):
+        return
+    option = _option(group, overrides)
+    value, named = get_value(config, key), _declared_value(config, group, option, field, config_dir)
+    if named is None or value == named:
+        return
+    options = option_files(group, config_dir)
+    meant = f"write {group}={value}" if value in options else suggest_names(str(value), options)
+    raise UserError(
+        f"{text}: only labels what {group}={option} is, and chooses nothing; {meant}; {_OF_YOUR_OWN[group]}"
+    )
+
+
+def _is_custom(config: RunConfig) -> bool:
+    return isinstance(config.model, CustomModelConfig)
+
+
+def _changes_model(overrides: Sequence[str]) -> bool:
+    """Whether the overrides change the model's shape, so that it deserves another name."""
+    keys = {text.lstrip("+").partition("=")[0] for text in overrides}
+    return any(key.startswith("model.") for key in keys - {"model.name", "model.kind"})
+
+
+def _option(group: str, overrides: Sequence[str]) -> str:
+    chosen = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == group]
+    return chosen[-1] if chosen else default_options()[group]
+
+
+def _declared_value(config: RunConfig, group: str, option: str, field: str, config_dir: str | None) -> str | None:
+    """Return an option's declared type or file; None if it declares none."""
+    if field == "kind":
+        kind = type(getattr(config, group)).__dataclass_fields__.get(field)
+        return None if kind is None else str(kind.default)
+    file = option_files(group, config_dir).get(option)
+    if file is None:
+        return None
+    import yaml  # type: ignore[import-untyped]
+
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return str(content[field]) if isinstance(content, dict) and content.get(field) not in (None, "???") else None

@@ -1,0 +1,283 @@
+"""The token store: one HDF5 file whose tokens lie contiguously, read by a memory map at their own offset.
+
+Written in bounded memory, with a name only once the file is whole. The counts of tokens give the loss of a model that
+knows only how frequent each token is: the mark that a trained loss is held against.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpc_train.errors import UserError
+
+FORMAT = "hpc_train.tokens"
+VERSION = 1
+"""Raised when a file written today could not be read by the reader of yesterday."""
+
+TOKENS = "tokens"
+"""1-D, contiguous layout, little-endian: every document followed by the tokenizer's separator."""
+DOCUMENTS = "documents"
+"""int64: index in TOKENS at which each document begins."""
+COUNTS = "counts"
+"""int64, one a vocabulary entry: how often it occurs in TOKENS."""
+TOKENIZER = "tokenizer_json"
+"""uint8, the tokenizer's own JSON; a data set because an attribute ends at 64 KiB. Absent for the byte tokenizer."""
+
+SLICE_TOKENS = 1 << 22
+"""Tokens looked at in one go by everything that reads a whole store."""
+
+Tokens = npt.NDArray[np.unsignedinteger]
+Counts = npt.NDArray[np.int64]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest of the two formats of a store that holds every token below `vocab_size`."""
+    assert 0 < vocab_size <= 1 << 32
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """An open token store. Slicing `tokens` reads pages of the file and nothing more."""
+
+    path: Path
+    tokens: Tokens
+    """(tokens,), a read-only memory map."""
+    documents: npt.NDArray[np.int64]
+    """(documents,), a read-only memory map: where each one begins in `tokens`."""
+    counts: Counts
+    """(vocab_size,)"""
+    vocab_size: int
+    tokenizer: str
+    tokenizer_json: str
+    """Empty for the byte tokenizer."""
+    source: str
+    """JSON: what the store was built from."""
+    digest: str
+    """XXH3-128 of the bytes of `tokens`, hexadecimal."""
+    unigram_entropy: float
+    """Entropy of the whole store's distribution of tokens, nats per token."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenStore:
+        """Open `path`. A file that is missing, cut short, of another kind or of a later format is a UserError."""
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise UserError(f"no token store at {path}: build one with `hpc-train data build {path} FOLDER`")
+        try:
+            # Lustre without -o flock refuses HDF5's own lock; a store never changes once it has its name.
+            with h5py.File(path, "r", locking=False) as file:
+                return _read_store(file, path)
+        except UserError:
+            raise
+        except Exception as error:  # h5py raises nearly every kind on a damaged header
+            raise UserError(f"{path} {_explain_unreadable(path)} ({_first_line(error)})") from error
+
+
+def verify_store(store: TokenStore) -> bool:
+    """Whether the tokens are still those that were written; reads the whole file."""
+    state = xxhash.xxh3_128()
+    for start in range(0, len(store.tokens), SLICE_TOKENS):
+        state.update(store.tokens[start : start + SLICE_TOKENS].data)
+    return state.hexdigest() == store.digest
+
+
+def _read_store(file: h5py.File, path: Path) -> TokenStore:
+    _check_header(file, path)
+    attributes = file.attrs
+    return TokenStore(
+        path=path,
+        tokens=_map_dataset(file[TOKENS], path),
+        documents=_map_dataset(file[DOCUMENTS], path),
+        counts=file[COUNTS][:],
+        vocab_size=int(attributes["vocab_size"]),
+        tokenizer=str(attributes["tokenizer"]),
+        tokenizer_json=bytes(file[TOKENIZER][:]).decode() if TOKENIZER in file else "",
+        source=str(attributes["source"]),
+        digest=str(attributes["xxh3_128"]),
+        unigram_entropy=float(attributes["unigram_entropy"]),
+    )
+
+
+def _check_header(file: h5py.File, path: Path) -> None:
+    if file.attrs.get("format") != FORMAT:
+        raise UserError(f"{path} is an HDF5 file but not a token store: make one with `hpc-train data build`")
+    version = int(file.attrs["version"])
+    if version > VERSION:
+        raise UserError(
+            f"{path} has token-store format {version}, newer than {VERSION}, the last this hpc_train reads: "
+            "update hpc_train or build the store again"
+        )
+
+
+def _map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
+    """A memory map of a contiguous data set, without going through HDF5 for the data."""
+    offset = dataset.id.get_offset()
+    if dataset.chunks is not None or dataset.ndim != 1 or offset is None:
+        raise UserError(f"{path}: data set {dataset.name} is not contiguous (repacked?): build the store again")
+    if path.stat().st_size < offset + dataset.nbytes:
+        raise UserError(f"{path} is cut short: {dataset.name} ends at byte {offset + dataset.nbytes:,}: build it again")
+    # A plain array over the map: np.memmap's own slicing costs several times as much.
+    return np.asarray(np.memmap(path, dataset.dtype, mode="r", offset=offset, shape=dataset.shape))
+
+
+def _explain_unreadable(path: Path) -> str:
+    try:
+        hdf5 = h5py.is_hdf5(path)
+    except OSError:
+        hdf5 = False
+    if hdf5:
+        return "is a damaged or truncated token store: build it again"
+    return "cannot be read as a token store: make one with `hpc-train data build`"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")
+
+
+def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
+    """How often each token occurs, (vocab_size,). Memory does not grow with the number of tokens."""
+    total = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), SLICE_TOKENS):
+        total += np.bincount(tokens[start : start + SLICE_TOKENS], minlength=vocab_size)
+    return total
+
+
+def compute_entropy(counts: Counts) -> float:
+    """Entropy of the distribution that `counts` describe, in nats; 0 where they are all 0."""
+    seen = counts[counts > 0].astype(np.float64)
+    total = seen.sum()
+    return float(np.log(total) - (seen * np.log(seen)).sum() / total) if total else 0.0
+
+
+def compute_unigram_entropy(store: TokenStore, stop: int | None = None) -> float:
+    """Loss of a unigram model of the first `stop` tokens (None: all) on those tokens, in nats per token.
+
+    Only the shorter side of `stop` is read; the store knows the counts of the whole.
+    """
+    tokens = len(store.tokens)
+    stop = tokens if stop is None else stop
+    if stop * 2 < tokens:
+        return compute_entropy(count_tokens(store.tokens[:stop], store.vocab_size))
+    return compute_entropy(store.counts - count_tokens(store.tokens[stop:], store.vocab_size))
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What is known of a store before its first token; the fields are those of TokenStore."""
+
+    vocab_size: int
+    tokenizer: str
+    tokenizer_json: str
+    source: str
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """The next tokens of a store; a document may run over several blocks."""
+
+    tokens: Tokens
+    starts: npt.NDArray[np.int64]
+    """Where documents begin within `tokens`."""
+
+
+def write_store(path: Path, blocks: Iterable[TokenBlock], header: StoreHeader) -> None:
+    """Write all `blocks` to `path`, replacing what is there in one step; the same input gives the same bytes.
+
+    HDF5 must know the length of a contiguous data set when it is made, so the tokens are first spooled to a nameless
+    file in the same folder, which needs room for the tokens twice. No tokens at all, or a folder that cannot be
+    written, is a UserError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) as spool:
+            totals = _Totals(np.zeros(header.vocab_size, np.int64))
+            for block in blocks:
+                _spool_block(spool, block, token_dtype(header.vocab_size), totals)
+            if not totals.tokens:
+                raise UserError("the sources hold no text: every file is empty")
+            with _publish(path) as temporary:
+                _write_file(temporary, spool, header, totals)
+    except OSError as error:
+        raise UserError(f"cannot write token store {path}: {error.strerror or error}") from error
+
+
+@dataclass
+class _Totals:
+    counts: npt.NDArray[np.int64]
+    tokens: int = 0
+    starts: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+
+def _spool_block(spool: IO[bytes], block: TokenBlock, dtype: np.dtype[np.unsignedinteger], totals: _Totals) -> None:
+    if not len(block.tokens):
+        return
+    vocab_size = len(totals.counts)
+    counts = np.bincount(block.tokens, minlength=vocab_size)
+    assert len(counts) == vocab_size, f"token {len(counts) - 1} in a vocabulary of {vocab_size}"
+    totals.counts += counts
+    totals.starts.append(block.starts + totals.tokens)
+    totals.tokens += len(block.tokens)
+    tokens = np.ascontiguousarray(block.tokens, dtype)
+    totals.digest.update(tokens.data)
+    spool.write(tokens.data)
+
+
+def _write_file(path: Path, spool: IO[bytes], header: StoreHeader, totals: _Totals) -> None:
+    with h5py.File(path, "w", locking=False) as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["version"] = VERSION
+        file.attrs["vocab_size"] = header.vocab_size
+        file.attrs["tokenizer"] = header.tokenizer
+        file.attrs["source"] = header.source
+        file.attrs["xxh3_128"] = totals.digest.hexdigest()
+        file.attrs["unigram_entropy"] = compute_entropy(totals.counts)
+        file[COUNTS] = totals.counts
+        file[DOCUMENTS] = np.concatenate(totals.starts)
+        if header.tokenizer_json:
+            file[TOKENIZER] = np.frombuffer(header.tokenizer_json.encode(), np.uint8)
+        dtype = token_dtype(header.vocab_size)
+        _copy_tokens(spool, file.create_dataset(TOKENS, (totals.tokens,), dtype))
+
+
+def _copy_tokens(spool: IO[bytes], dataset: h5py.Dataset) -> None:
+    spool.flush()
+    spool.seek(0)
+    for start in range(0, len(dataset), SLICE_TOKENS):
+        data = spool.read(SLICE_TOKENS * dataset.dtype.itemsize)
+        part = np.frombuffer(data, dataset.dtype)
+        dataset[start : start + len(part)] = part
+
+
+@contextmanager
+def _publish(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write; it takes that name, durably, only when the block ends well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _sync_path(temporary)
+        temporary.replace(path)
+        _sync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

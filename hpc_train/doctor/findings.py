@@ -1,0 +1,95 @@
+"""Finding: what one check has found, and how findings are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Status = Literal["ok", "warn", "bad"]
+_MARKS: dict[Status, str] = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    """Of what was looked at: torch, nvlinks, memlock, ..."""
+    status: Status
+    """ok; warn: it will run, but slower or not everywhere; bad: something is broken."""
+    text: str
+    """What was found, in one line."""
+    advice: str = ""
+    """What to do, where something is to be done."""
+    where: str = ""
+    """Hosts or ranks that it is about; empty: all."""
+
+
+def pass_check(name: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, "ok", text)
+
+
+def warn_check(name: str, text: str, advice: str) -> Finding:
+    """Worth a look."""
+    return Finding(name, "warn", text, advice)
+
+
+def fail_check(name: str, text: str, advice: str) -> Finding:
+    """Broken."""
+    return Finding(name, "bad", text, advice)
+
+
+def findings_exit_code(findings: Iterable[Finding]) -> int:
+    """1 if something is broken, else 0."""
+    return int(any(finding.status == "bad" for finding in findings))
+
+
+def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
+    """What several hosts have found: equal findings once, and what is in order once, in the words of the first host.
+
+    With the hosts where that is not all of them.
+    """
+    hosts: dict[tuple[str, ...], list[str]] = {}
+    first: dict[tuple[str, ...], Finding] = {}
+    for host, findings in by_host:
+        for finding in findings:
+            key = (finding.name, finding.status, "" if finding.status == "ok" else finding.text)
+            hosts.setdefault(key, []).append(host)
+            first.setdefault(key, finding)
+    order = list(dict.fromkeys(key[0] for key in first))
+    found = [
+        replace(it, where="" if len(hosts[key]) >= len(by_host) else join_first(hosts[key]))
+        for key, it in first.items()
+    ]
+    return sorted(found, key=lambda finding: order.index(finding.name))
+
+
+def join_first(names: Sequence[str], most: int = 4) -> str:
+    """A list that fits a line."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """As `doctor --json` prints them."""
+    counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
+    return {
+        "ok": findings_exit_code(findings) == 0,
+        "counts": counts,
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """For a person: a line each, and one with what to do."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    found = []
+    for finding in findings:
+        where = f" [{finding.where}]" if finding.where else ""
+        found.append(f"{_MARKS[finding.status]}  {finding.name:<{width}}  {finding.text}{where}")
+        if finding.advice and finding.status != "ok":
+            found.append(f"{'':<{width + 8}}{finding.advice}")
+    broken, odd = (sum(finding.status == status for finding in findings) for status in ("bad", "warn"))
+    return [*found, f"{broken} broken, {odd} to look at, {len(findings) - broken - odd} in order"]

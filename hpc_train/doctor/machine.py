@@ -1,0 +1,263 @@
+"""Checks of this machine: memory, files, the run's file system, GPUs and NICs; check_machine runs all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cluster.filesystems import MountedFileSystem, find_filesystem
+from hpc_train.cluster.local_gpus import load_nvml
+from hpc_train.cluster.spec import Gpu, Nic
+from hpc_train.cluster.this_machine import describe_this_node
+from hpc_train.config.run import RunConfig
+from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
+from hpc_train.doctor.software import check_environment, check_software, check_tools
+
+DEFAULT_RUN_DIR = "runs"
+"""Where run_dir is by default."""
+
+
+def check_machine(config: RunConfig, env: Mapping[str, str], host: str, nodes: int, local: int) -> list[Finding]:
+    """All checks of one machine. nodes: of the job; local: ranks of this one."""
+    shared = nodes > 1 or config.launch.kind == "slurm"
+    return [
+        *check_software(),
+        *check_gpus(),
+        *check_tools(env),
+        *check_limits(Path(config.run_dir or DEFAULT_RUN_DIR).absolute(), shared),
+        *check_environment(env, host, nodes, config.cluster.fabric.interface, local),
+    ]
+
+
+GIB = 2**30
+MIN_SHARED_GIB, MIN_OPEN_FILES = 1.0, 4096
+"""GiB free in /dev/shm; file descriptors of a process."""
+FULL_SHARE = 0.97
+"""Share of a file system beyond which little is left."""
+
+
+def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
+    """Every check of this file."""
+    yield check_shared_memory(_free_gib("/dev/shm"))
+    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma())
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_run_folder(run_dir, find_filesystem(run_dir), several_nodes)
+    yield check_free_space(run_dir)
+
+
+def check_shared_memory(free: float | None) -> Finding:
+    """/dev/shm, which NCCL, MPI and data loaders exchange through. free: GiB."""
+    if free is None:
+        return fail_check("/dev/shm", "is not there", "mount it; in a container: --ipc=host, or --shm-size=16g")
+    text = f"{free:.1f} GiB free"
+    if free >= MIN_SHARED_GIB:
+        return pass_check("/dev/shm", text)
+    what = "NCCL and MPI may fail with a bus error; remove what jobs have left there"
+    return warn_check("/dev/shm", text, f"{what}, and start containers with --ipc=host or --shm-size=16g")
+
+
+def check_memlock(limit: int, rdma: bool) -> Finding:
+    """Memory that may be locked, in bytes; RDMA registers what it sends."""
+    if limit == resource.RLIM_INFINITY:
+        return pass_check("memlock", "unlimited")
+    text = f"{limit / 2**20:.0f} MiB"
+    if not rdma:
+        return pass_check("memlock", f"{text}; there is no RDMA device here that would need more")
+    advice = "RDMA needs it unlimited: `* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity for "
+    return fail_check("memlock", text, f"{advice}slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """File descriptors of a process: a rank opens one or more for each rank that it talks to."""
+    text = f"{soft} open files (at most {hard})" if soft != resource.RLIM_INFINITY else "any number of open files"
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return pass_check("nofile", text)
+    return warn_check("nofile", text, "few for a job of many ranks: ulimit -n 65536 before it starts (launch.setup)")
+
+
+def check_run_folder(folder: Path, found: MountedFileSystem | None, several_nodes: bool) -> Finding:
+    """Which file system runs are written to, and whether all nodes of a job see it."""
+    if found is None:
+        return warn_check(
+            "run_dir", f"{folder} is on no file system that the system lists", "choose another with run_dir="
+        )
+    text = f"{folder} is on {found.kind}, mounted at {found.mount}"
+    if several_nodes and found.kind in ("tmpfs", "ramfs"):
+        return fail_check("run_dir", text, "it is in this node's memory: choose a shared file system with run_dir=")
+    if several_nodes and not found.shared:
+        advice = "other nodes may not see it: give a folder on the shared file system with run_dir="
+        return warn_check("run_dir", text, advice)
+    return pass_check("run_dir", text)
+
+
+def check_free_space(folder: Path) -> Finding:
+    """Whether it can be written, and has space."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return fail_check("room", f"{folder} cannot be written by this user", "choose another with run_dir=")
+    total, _, free = shutil.disk_usage(folder)
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free for runs"
+    if total and free / total < 1 - FULL_SHARE:
+        return warn_check(
+            "room", text, "checkpoints may not fit: remove old ones (checkpoint.keep), or choose another run_dir"
+        )
+    return pass_check("room", text)
+
+
+def _free_gib(folder: str) -> float | None:
+    try:
+        return shutil.disk_usage(folder).free / GIB
+    except OSError:
+        return None
+
+
+def _has_rdma() -> bool:
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
+
+
+SLOWDOWN_REASONS = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons that no healthy GPU shows; a power cap (0x4) is usual under load."""
+
+
+@dataclass(frozen=True)
+class GpuClock:
+    """Of one GPU, MHz of its streaming multiprocessors."""
+
+    index: int
+    now: int
+    most: int
+    reasons: int
+    """Bits that say what holds it back."""
+
+
+def check_gpus() -> Iterator[Finding]:
+    """Every check of this file."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        node = describe_this_node().nodes[0]
+    for warning in said:
+        yield fail_check("driver", str(warning.message), "see dmesg for the GPU that fell off, and drain the node")
+    seen = torch.cuda.device_count()
+    yield check_gpus_in_torch(node.gpus, seen, torch.version.cuda is not None or torch.version.hip is not None)
+    yield from check_nvlinks(node.gpus)
+    yield from check_ports(node.nics)
+    yield from check_clocks(read_clocks(load_nvml()))
+
+
+def check_gpus_in_torch(listed: Sequence[Gpu], seen: int, able: bool) -> Finding:
+    """listed: by the driver. able: whether torch is built for GPUs."""
+    names = Counter(gpu.name or "unnamed" for gpu in listed)
+    text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
+    if seen == len(listed):
+        return pass_check("gpus", text)
+    if not able:
+        advice = "install a build of torch for CUDA or ROCm, see pytorch.org; this one computes on CPUs"
+        return fail_check("gpus", f"{text}, but torch is built for CPUs only", advice)
+    if seen == 0:
+        advice = "check the job's GPU request, CUDA_VISIBLE_DEVICES, and that the driver is as new as torch's CUDA"
+        return fail_check("gpus", f"{text}, but torch sees none", advice)
+    if seen < len(listed):
+        return pass_check("gpus", f"{text}; this process may use {seen}")
+    return warn_check(
+        "gpus", f"{text}, but torch sees {seen}", "the driver's library does not list them all: is it old?"
+    )
+
+
+def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
+    """GPUs of one model in a node have equally many: one that lost some makes every ring through it slow, silently."""
+    for name in dict.fromkeys(gpu.name for gpu in listed):
+        alike = [gpu for gpu in listed if gpu.name == name]
+        counts = Counter(gpu.nvlinks or 0 for gpu in alike)
+        usual = max(counts, key=lambda count: (counts[count], count))
+        odd = [f"{gpu.id} has {gpu.nvlinks or 0}" for gpu in alike if (gpu.nvlinks or 0) != usual]
+        if odd:
+            advice = (
+                "NCCL takes a slow path without a word: drain the node and have it looked at (nvidia-smi nvlink -s)"
+            )
+            yield fail_check("nvlinks", f"{usual} up on most GPUs, but {join_first(odd)}", advice)
+        elif usual:
+            yield pass_check("nvlinks", f"{usual} up on each GPU")
+
+
+def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Ports of a fabric are up, and as fast as most; Ethernet beside one may well be unplugged."""
+    fabric = [nic for nic in nics if nic.layer != "ethernet" or all(it.layer == "ethernet" for it in nics)]
+    up = [nic for nic in fabric if nic.active is not False]
+    down = [nic.device or nic.id for nic in fabric if nic.active is False]
+    if not fabric:
+        return
+    rates = Counter(nic.gbit_s for nic in up if nic.gbit_s is not None)
+    usual = max(rates, key=lambda rate: (rates[rate], rate)) if rates else None
+    slow = [
+        f"{nic.device or nic.id} {nic.gbit_s:g} Gbit/s" for nic in up if nic.gbit_s and usual and nic.gbit_s < usual
+    ]
+    speed = f" at {usual:g} Gbit/s" if usual else ""
+    if not up:
+        yield fail_check(
+            "nics", f"no port is up of {join_first(down)}", "is the cable plugged in, and the subnet manager running?"
+        )
+    elif slow:
+        advice = (
+            "a link that came up slower than its like slows every job on it: ibstat, then reseat or replace the cable"
+        )
+        yield warn_check("nics", f"most are up{speed}, but {join_first(slow)}", advice)
+    elif down and fabric[0].layer != "ethernet":
+        yield warn_check(
+            "nics", f"{len(up)} up{speed}, down: {join_first(down)}", "fine if they are not cabled; else ask the site"
+        )
+    else:
+        yield pass_check("nics", f"{join_first([nic.device or nic.id for nic in up], 8)} up{speed}")
+
+
+def read_clocks(nvml: Any | None) -> list[GpuClock]:
+    """What NVML says of each GPU; none where it does not."""
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    found = []
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                found.append(_read_clock(nvml, index))
+            except nvml.NVMLError:
+                continue
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def _read_clock(nvml: Any, index: int) -> GpuClock:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    # Older libraries know it by the name that was "throttle reasons".
+    names = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+    ask = next(getattr(nvml, name) for name in names if hasattr(nvml, name))
+    now = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    return GpuClock(index, now, nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), ask(handle))
+
+
+def check_clocks(found: Sequence[GpuClock]) -> Iterator[Finding]:
+    """None is held back by heat or by a failing power supply."""
+    held = [(clock, why) for clock in found for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
+    if held:
+        odd = list(dict.fromkeys(f"GPU{clock.index} {why}, {clock.now} of {clock.most} MHz" for clock, why in held))
+        yield fail_check(
+            "clocks", join_first(odd), "cooling or power of this node fails: drain it (nvidia-smi -q -d PERFORMANCE)"
+        )
+    elif found:
+        yield pass_check(
+            "clocks", f"nothing holds back {len(found)} GPUs, {max(clock.most for clock in found)} MHz at most"
+        )

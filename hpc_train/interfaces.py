@@ -1,0 +1,178 @@
+"""The interfaces between rooms (a leaf). What a technique, a model or a checkpoint writer must offer, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+IGNORED_TARGET = -100
+"""A target of this value counts neither in the loss nor in the number of tokens."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A model that every technique can be applied to. It knows no mesh. A bare nn.Module gets data parallelism only."""
+
+    plan: dict[str, str]
+    """Glob over module names -> col | row | seq | vocab: how tensor parallelism splits the module."""
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The repeated units by module name, in order: unit of sharding, of recomputation and of pipeline stages."""
+
+    def stage(self, names: list[str]) -> nn.Module:
+        """The part of the model that holds the blocks `names`, on the meta device, under the same parameter names."""
+
+    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+        """Sum (not mean) of the loss over all targets that are not IGNORED_TARGET, in at least float32."""
+
+
+class MicroBatch(NamedTuple):
+    """What one forward takes; the first dimension of both is the micro-batch."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass
+class StepBatch:
+    """This rank's share of one step's global batch."""
+
+    micro: list[MicroBatch]
+    stop: bool = False
+    """This rank was asked to stop after this step; carried along by a reduction that is needed anyhow."""
+    step: int = 0
+    """Number of updates made so far; with the seed and a sample's index it decides what dropout drops."""
+    first: int | None = None
+    """Index of the first of these samples in the global batch; None: equal shares, in the order of dp_index."""
+    measure: bool = False
+    """Measure a gradient of part of the batch too, where the engine can see one."""
+
+
+@dataclass(frozen=True)
+class GradientSample:
+    """A gradient of less than the global batch, for the gradient noise scale."""
+
+    norm_square: Tensor
+    """Squared norm of the mean gradient over `sequences`, averaged over the parts that were seen."""
+    sequences: int
+
+
+@dataclass
+class Sums:
+    """Sums over the global batch: reduced over all ranks and valid on each of them."""
+
+    loss: Tensor
+    """Sum of the loss over all tokens, a scalar; on a GPU, reading it waits for the device."""
+    tokens: int
+    """Targets that count."""
+    stop: bool = False
+    """At least one rank was asked to stop."""
+    sample: GradientSample | None = None
+    """Where StepBatch.measure asked for one and the engine can see it."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A rectangle of a logical tensor: what one rank holds of one parameter or of one optimizer state."""
+
+    name: str
+    """`<parameter>` or `optim.<state>.<parameter>`."""
+    shape: tuple[int, ...]
+    """Shape of the whole logical tensor."""
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    """Where `local` begins in it."""
+    local: Tensor
+    """This rank's data, contiguous; loading writes into it."""
+    replica: int = 0
+    """0 on the one rank that writes this rectangle, 1, 2, ... on those that hold a copy of it."""
+    still: bool = False
+    """Nothing but the engine's `update` changes it, so that a save may copy it beside the next forward and backward."""
+
+
+class Engine(Protocol):
+    """Owns accumulation, scaling, clipping and the optimizer. The training loop knows nothing else."""
+
+    parts: list[nn.Module]
+    """Local stages of the model."""
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """Accumulate the gradient of the mean loss over all tokens of the global batch."""
+
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """The same sums without a gradient."""
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Global gradient norm before clipping, over all axes: a scalar on the device, so that nobody has to wait."""
+
+    def update(self, lr: float) -> bool:
+        """One optimizer step and cleared gradients. False: skipped (overflow, spike)."""
+
+    def pieces(self) -> Iterator[TensorShard]:
+        """Everything to save: parameters, buffers and optimizer state, in the same order on every call."""
+
+
+class Handle(Protocol):
+    """A save under way."""
+
+    def wait(self) -> None:
+        """Return when the checkpoint is committed; raise what made it fail."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a job before its process group exists."""
+
+    process: int
+    """Global index as the launcher counts it."""
+    processes: int
+    local: int
+    """Index within its node."""
+    node: int
+    nodes: int
+    launcher: str
+    """Where these facts come from: slurm, submitit, torchrun, mpi or single."""
+    host: str
+    store: Store | None = field(default=None, compare=False)
+    """Key-value store that all processes of the job share; None in a job of one process."""
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """Which process takes which rank: process_to_rank[p] is the rank of launcher process p."""
+
+    process_to_rank: tuple[int, ...]
+    reason: str = "launcher order"
+    warning: str | None = None
+    """Why it is the launcher's order, where it should not be."""
+    lines: tuple[str, ...] = ()
+    """What a person should know of it, of the binding and of the environment; for rank 0 to print."""
+    shared: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What rankmap.json has beside the ranks: hash, costs before and after, straddling groups, environment."""
+    own: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What rankmap.json has of this process: processors, memory, threads, GPU, NIC."""
+
+
+@dataclass
+class World:
+    """A started job as one rank sees it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    """Axes pp, dp_replicate, dp_shard, cp, tp, each present even at degree 1 and in a job of one rank."""
+    dp_index: int
+    """Which share of the global batch this rank takes, of dp_size."""
+    dp_size: int
+    store: Store | None = field(default=None, compare=False)
+    node: int = 0
+    """Index of this rank's among the nodes of the job."""

@@ -1,0 +1,126 @@
+"""The calls of a job that runs a Python function: what they may ask for, and the pickles of calls and results.
+
+Everything that a function may have beyond being callable is optional. Only their owner reads and writes the
+pickles, and they are there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import stat
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from submitit.core.utils import DelayedSubmission, JobPaths
+
+from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
+
+ELEMENT_VARIABLE = "HPC_TRAIN_ELEMENT"
+"""Which of the elements that share one call this process belongs to."""
+SHARED_CALL_VARIABLE = "HPC_TRAIN_CALL"
+"""Path of the pickle that the elements share."""
+
+
+def array_element() -> int:
+    """The element of an array (or of the local pool) that this process is."""
+    return int(os.environ.get(ELEMENT_VARIABLE, "0"))
+
+
+def submitted_pickle(paths: JobPaths) -> Path:
+    """The pickle of this job: its own, which a checkpoint leaves too, else the one that it shares."""
+    own, shared = paths.submitted_pickle, os.environ.get(SHARED_CALL_VARIABLE, "")
+    return Path(shared) if shared and not own.exists() else own
+
+
+def is_failure(function: Any, result: Any) -> bool:
+    """Whether a function calls its own result a failure: the job then ends with an exit code that says so."""
+    judge = getattr(function, "fails", None)
+    return bool(judge(result)) if judge else False
+
+
+def keeps_result(function: Any, rank: int, result: Any) -> bool:
+    """Whether the result of this rank is worth a file."""
+    keeps = getattr(function, "keeps", None)
+    return bool(keeps(rank, result)) if keeps else True
+
+
+def next_call(delayed: DelayedSubmission) -> DelayedSubmission | None:
+    """What to call after a requeue, as the function's own `checkpoint` says; None if it has none or wants no more."""
+    following: DelayedSubmission | None = delayed._checkpoint_function()
+    return following
+
+
+def can_resume(function: Any) -> bool:
+    """Whether a requeue after the time limit makes sense."""
+    return hasattr(function, "checkpoint") or hasattr(function, "__submitit_checkpoint__")
+
+
+_WAIT_SECONDS = 60.0
+"""Seconds that a file system may take to show a node what the login node wrote."""
+
+
+def make_private_folder(path: Path) -> Path:
+    """Make a folder that only its owner may enter. Raises UserError if it cannot be made, or is somebody else's."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; choose a folder that can be written") from None
+    return path
+
+
+def pickle_value(what: Any) -> bytes:
+    """With functions and classes of `__main__` by value."""
+    return bytes(cloudpickle.dumps(what, pickle.HIGHEST_PROTOCOL))
+
+
+def save_pickle(what: Any, path: Path) -> None:
+    """Replace `path` by the pickle of `what`."""
+    write_private(pickle_value(what), path)
+
+
+def write_private(data: bytes, path: Path) -> None:
+    """Replace `path` by a file with `data`, mode 0600."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def load_pickle(path: Path) -> Any:
+    """What `save` wrote. Raises UserError if anybody else could have written it: a pickle is a program."""
+    with open_to_read(path) as file:
+        check_private_file(path, os.fstat(file.fileno()))
+        return pickle.load(file)
+
+
+def check_private_file(path: Path, status: os.stat_result) -> None:
+    """Raise UserError for a file that another user owns or may write."""
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
+
+
+def wait_for_file(path: Callable[[], Path]) -> Path:
+    """`path` as soon as it exists: sbatch may be faster than the last rename at submission."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not (found := path()).exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"{found}: is not there; is it on a file system that this node shares?")
+        time.sleep(0.1)
+    return found
+
+
+def worker_command(python: str, folder: Path) -> str:
+    """What a rank runs, as shell words. python: the words that start Python, quoted."""
+    return f"{python} -u -m hpc_train.launch.callables.worker {shlex.quote(str(folder))}"

@@ -1,0 +1,342 @@
+"""Callables as processes of this machine: submitit's local executor with a cap on how many jobs run at once.
+
+All ranks of a job are seen as one process, which is what submitit's LocalJob asks for. Looking at a job drives
+it: nothing runs in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.local import LocalExecutor, LocalJob
+
+from hpc_train.launch.callables.calls import (
+    ELEMENT_VARIABLE,
+    SHARED_CALL_VARIABLE,
+    make_private_folder,
+    pickle_value,
+    worker_command,
+    write_private,
+)
+from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
+from hpc_train.runtime.processes import block_stop_signals
+
+
+@dataclass
+class JobPool:
+    """Jobs of this process, of which at most `at_once` run; each running one has a slot of its own."""
+
+    at_once: int
+    running: list[JobProcesses] = field(default_factory=list)
+    waiting: deque[JobProcesses] = field(default_factory=deque)
+
+    def turn(self) -> None:
+        """Notice those that have ended, and start the next; whoever looks at a job calls it."""
+        for job in [job for job in self.running if job.look() is not None]:
+            self.running.remove(job)
+        while self.waiting and len(self.running) < self.at_once:
+            job = self.waiting.popleft()
+            if job.look() is None:
+                job.start(min(set(range(self.at_once)) - {it.slot for it in self.running}))
+                self.running.append(job)
+
+
+def max_parallel_jobs(ranks: int) -> int:
+    """Jobs of so many ranks that this process's cores are enough for."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+class LocalCallExecutor(LocalExecutor):
+    """submitit's local executor: its jobs wait their turn, and end with the process that submitted them."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        at_once: int | None = None,
+        max_attempts: int = 100,
+    ) -> None:
+        """at_once: jobs that run at the same time; None: as many as there are cores for their ranks."""
+        super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
+        self._at_once, self._max_attempts = at_once, max_attempts
+        self._pool = JobPool(at_once or 1)
+        self._throttling = 0.0
+
+    @classmethod
+    def name(cls) -> str:
+        """As submitit's own, whose environment it keeps."""
+        return "local"
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return worker_command(self.python, self.folder)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a job."""
+        return int(self.parameters.get("tasks_per_node", 1))
+
+    def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
+        """`count` jobs that share one pickle of `call`, which learns from functions.call.element() which it is."""
+        data = self._pickled(DelayedSubmission(call))
+        base = _new_job_id()
+        shared = JobPaths(self.folder, base).submitted_pickle
+        write_private(data, shared)
+        return [
+            self._queue(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
+            for index in range(count)
+        ]
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
+        jobs = []
+        for data in [self._pickled(delayed) for delayed in delayed_submissions]:
+            job_id = f"{_new_job_id()}000000"
+            paths = JobPaths(self.folder, job_id)
+            make_private_folder(paths.folder)
+            write_private(data, paths.submitted_pickle)
+            jobs.append(self._queue(job_id, {}))
+        return jobs
+
+    def _pickled(self, delayed: DelayedSubmission) -> bytes:
+        delayed.set_timeout(self.parameters.get("timeout_min", 5), self.max_num_timeout)
+        return pickle_value(delayed)
+
+    def _queue(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
+        self._pool.at_once = self._at_once or max_parallel_jobs(self.ranks)
+        process = JobProcesses(self._program(environment), job_id, self._pool.turn)
+        self._pool.waiting.append(process)
+        self._pool.turn()
+        tasks = list(range(self.ranks))
+        return LocalJob(self.folder, job_id, tasks, process)  # type: ignore[arg-type]
+
+    def _program(self, environment: Mapping[str, str]) -> JobProgram:
+        get = self.parameters.get
+        seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
+        visible = [str(it) for it in get("visible_gpus", ())]
+        own = {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_NTASKS": str(self.ranks),
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_TIMEOUT_S": f"{seconds:g}",
+            SIGNAL_SECONDS_VARIABLE: str(notice),
+        }
+        return JobProgram(
+            self._submitit_command_str,
+            self.folder,
+            {**os.environ, **own, **get("environment", {}), **environment},
+            self.ranks,
+            get("setup", ()),
+            seconds,
+            notice,
+            self._max_attempts,
+            get("stderr_to_stdout", False),
+            visible or visible_devices(),
+            get("gpus_per_node"),
+        )
+
+
+def visible_devices() -> list[str]:
+    """The CUDA devices that this process may share out, by the names that CUDA_VISIBLE_DEVICES takes."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def _new_job_id() -> str:
+    """A number that no job of this folder has had."""
+    return str(time.time_ns() // 1000)
+
+
+@dataclass(frozen=True)
+class LocalJobs:
+    """Who runs local jobs, for waiting: knows every end at once."""
+
+    jobs: Mapping[str, LocalJob[Any]]
+    grace: float = 0.0
+
+    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
+        """hurry changes nothing."""
+        codes = {job: self.jobs[job]._process.poll() for job in jobs}  # type: ignore[union-attr]
+        return {job: _describe_code(code) for job, code in codes.items() if code is not None}
+
+
+def _describe_code(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else ""
+
+
+_NEVER = float("inf")
+_GRACE_SECONDS = 2.0
+"""Seconds that the other ranks have when one has failed, and all of them when they are to end."""
+
+
+@dataclass(frozen=True)
+class JobProgram:
+    """What a job runs, `ranks` times."""
+
+    command: str
+    folder: Path
+    environment: Mapping[str, str]
+    ranks: int = 1
+    setup: Sequence[str] = ()
+    seconds: float = 0.0
+    """Time limit; 0: none."""
+    notice: float = 0.0
+    """Seconds before it at which the ranks are told to stop; never, if that is before they start."""
+    max_attempts: int = 1
+    one_log: bool = False
+    devices: Sequence[str] = ()
+    """Of CUDA, shared out over the slots."""
+    devices_a_job: int | None = None
+    """None: every job sees what this process sees."""
+
+    def words(self) -> list[str]:
+        if not self.setup:
+            return shlex.split(self.command)
+        return ["bash", "-c", "\n".join(["set -e", *self.setup, "set +e", f"exec {self.command}"])]
+
+    def visible(self, slot: int) -> dict[str, str]:
+        """The devices of the job in this slot."""
+        if self.devices_a_job is None:
+            return {}
+        first = slot * self.devices_a_job
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.devices_a_job])}
+
+
+class JobProcesses:
+    """A job that waits, runs, or has ended; looking at it is what drives it."""
+
+    def __init__(self, program: JobProgram, job_id: str, turn: Callable[[], None]) -> None:
+        """turn: of the pool that the job belongs to."""
+        self._program, self._job_id, self._turn = program, job_id, turn
+        self.slot = -1
+        self._attempt = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._code: int | None = None
+        self._failed: int | None = None
+        self._cancelled = self._told = False
+        self._over_at = self._kill_at = _NEVER
+
+    @property
+    def pid(self) -> int:
+        """Of the first rank; 0 before it started."""
+        return self._processes[0].pid if self._processes else 0
+
+    def poll(self) -> int | None:
+        """The exit code: that of the first rank that failed, -n where signal n ended it; None: not ended."""
+        self._turn()
+        return self.look()
+
+    def start(self, slot: int) -> None:
+        """Start the ranks. slot: which share of the machine's devices is theirs."""
+        self.slot, self._told, self._failed = slot, False, None
+        self._over_at = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
+        with block_stop_signals():
+            self._processes = [self._start(rank) for rank in range(self._program.ranks)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        it, paths = self._program, JobPaths(self._program.folder, self._job_id, rank)
+        paths.folder.mkdir(parents=True, exist_ok=True)
+        mine = {"LOCALID": str(rank), "GLOBALID": str(rank), "JOB_ID": self._job_id}
+        with (
+            _open_log(paths.stdout) as out,
+            contextlib.nullcontext(out) if it.one_log else _open_log(paths.stderr) as err,
+        ):
+            return subprocess.Popen(
+                it.words(),
+                env={**it.environment, **it.visible(self.slot), **{f"SUBMITIT_LOCAL_{k}": v for k, v in mine.items()}},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # Ctrl-C is for whoever waits for the job
+            )
+
+    def look(self) -> int | None:
+        """The exit code, without giving other jobs their turn."""
+        if self._code is None and self._processes:
+            codes = [process.poll() for process in self._processes]
+            if self._failed is None:
+                self._failed = next((code for code in codes if code), None)
+                if self._failed is not None:
+                    self._kill_at = min(self._kill_at, time.monotonic() + _GRACE_SECONDS)
+            if None in codes:
+                self._watch_clock()
+            else:
+                self._ended()
+        return self._code
+
+    def _ended(self) -> None:
+        marker = JobPaths(self._program.folder, self._job_id).folder / requeue_marker_name(self._job_id)
+        again = marker.exists() and not self._cancelled
+        marker.unlink(missing_ok=True)
+        self._attempt += 1
+        if again and self._attempt < self._program.max_attempts:
+            self._kill_at = _NEVER
+            self.start(self.slot)
+        else:
+            self._code = self._failed or 0
+
+    def _watch_clock(self) -> None:
+        now = time.monotonic()
+        due = self._over_at - self._program.notice
+        if now > due and not self._told and self._program.notice < self._program.seconds:
+            self._told = True
+            self._pass_on(signal.SIGUSR2)
+        if now > self._over_at:
+            self._over_at, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
+            self._pass_on(signal.SIGTERM)
+        if now > self._kill_at:
+            self._kill_at = _NEVER
+            self._pass_on(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """SIGUSR2 lets the job be run again; any other signal is meant to end it, and soon does."""
+        self._cancelled = self._cancelled or number != signal.SIGUSR2
+        if not self._processes and self._code is None and self._cancelled:
+            self._code = -number
+        if self._cancelled:
+            self._kill_at = min(self._kill_at, time.monotonic() + _GRACE_SECONDS)
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """End all ranks at once, and whatever they started in their sessions."""
+        self._cancelled = True
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._code = self._code if self._code is not None else -signal.SIGKILL
+
+    def wait(self) -> int:
+        """The exit code, when the job has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(0.05)
+        return code
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """Opened to append, readable by its owner alone."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")

@@ -1,0 +1,270 @@
+"""Callables as Slurm jobs: submitit's executor with our batch script, environment and states; all or nothing.
+
+The batch script lets a job run again when its ranks stopped on purpose or a node died.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, _make_sbatch_string
+
+from hpc_train.errors import EXIT_NO_REQUEUE, UserError
+from hpc_train.launch.callables.calls import (
+    ELEMENT_VARIABLE,
+    SHARED_CALL_VARIABLE,
+    make_private_folder,
+    pickle_value,
+    worker_command,
+    write_private,
+)
+from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
+from hpc_train.launch.slurm.sbatch import explain_refusal
+from hpc_train.launch.slurm.slurm_cli import (
+    client_environment,
+    delay_signals,
+    max_array_size,
+    poll_jobs,
+    run_client,
+    split_evenly,
+)
+
+_PATH_TAGS = ("%j", "%t", "%A", "%a")
+FORGOTTEN_STATE = "NOT_FOUND"
+"""The state of a job that Slurm has forgotten; submitit takes every word it does not know for an end."""
+
+
+class StateWatcher(SlurmInfoWatcher):
+    """The states of all jobs by one poll, with and without accounting."""
+
+    def update(self) -> None:
+        """Ask about every job that is not known to have ended."""
+        self._num_calls += 1
+        wanted = sorted(self._registered - self._finished)
+        polled = poll_jobs(wanted, run_client)
+        for job in wanted:
+            record = polled.records.get(job)
+            if record is not None:
+                self._info_dict[job] = {"JobID": job, "State": record.state, "NodeList": ",".join(record.nodes)}
+            elif polled.silent is None:
+                self._info_dict[job] = {"JobID": job, "State": FORGOTTEN_STATE}
+        self._mark_finished(wanted)
+
+    def _mark_finished(self, jobs: Sequence[str]) -> None:
+        self._last_status_check = time.time()
+        self._finished.update(job for job in jobs if self.is_done(job, mode="cache"))
+
+
+class CallJob(SlurmJob[Any]):
+    """submitit's job, whose end is noticed however it came."""
+
+    watcher = StateWatcher(delay_s=60)
+
+
+@dataclass
+class _Submitted:
+    """What a submission has made so far."""
+
+    files: list[Path] = field(default_factory=list)
+    jobs: list[str] = field(default_factory=list)
+
+    def undo(self) -> None:
+        if self.jobs:
+            run_client(["scancel", *self.jobs])
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+
+class SlurmCallExecutor(SlurmExecutor):
+    """submitit's Slurm executor; what it submits is private to its owner, and ends with a word on how it ended."""
+
+    job_class = CallJob
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        max_attempts: int = 100,
+    ) -> None:
+        """environment: of the jobs; None: all of this process's but what steers Slurm's clients."""
+        super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
+        self._environment = dict(client_environment() if environment is None else environment)
+        self._max_attempts = max_attempts
+        self._throttling = 0.0
+        self._taken = _Submitted()
+        if any(tag in str(self.folder) for tag in _PATH_TAGS):
+            raise UserError(f"{self.folder}: all jobs share this folder; leave out {', '.join(_PATH_TAGS)}")
+
+    @classmethod
+    def name(cls) -> str:
+        """As submitit's own, whose environment it keeps."""
+        return "slurm"
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return worker_command(self.python, self.folder)
+
+    def submit_elements(self, call: Callable[[], Any], count: int) -> list[str]:
+        """One array whose `count` elements share one pickle of `call`; returns their job ids.
+
+        The call learns from functions.call.element() which it is. Raises UserError with sbatch's reason.
+        """
+        data = self._pickled(DelayedSubmission(call))
+        with self._all_or_nothing():
+            base = self._submit_array(count)
+            self._keep(data, JobPaths(self.folder, base))
+        return [f"{base}_{index}" for index in range(count)]
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        calls = [self._pickled(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
+        with self._all_or_nothing():
+            if len(calls) == 1:
+                job = self._submit_command(self._submitit_command_str)
+                self._keep(calls[0], job.paths)
+                return [job]
+            parts = split_evenly(len(calls), max(1, max_array_size(run_client)))
+            return [job for part in parts for job in self._as_array([calls[index] for index in part])]
+
+    def _as_array(self, calls: Sequence[bytes]) -> list[Job[Any]]:
+        base, tasks = self._submit_array(len(calls)), list(range(self._num_tasks()))
+        jobs: list[Job[Any]] = [self.job_class(self.folder, f"{base}_{index}", tasks) for index in range(len(calls))]
+        for job, data in zip(jobs, calls, strict=True):
+            self._keep(data, job.paths)
+        return jobs
+
+    def _submit_array(self, count: int) -> str:
+        array = copy.copy(self)  # of our own class, with all of its parameters
+        array.parameters = {**self.parameters, "map_count": count}
+        return str(array._submit_command(self._submitit_command_str).job_id)
+
+    def _pickled(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
+        """Before anything is submitted. Raises UserError for calls that are too large to lie in files together."""
+        delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+        data = pickle_value(delayed)
+        if (size := count * len(data) / 1024**3) > self.max_pickle_size_gb:
+            raise UserError(
+                f"{count} calls of {len(data)} bytes are {size:.2f} GiB, more than {self.max_pickle_size_gb:g}; "
+                "let the function read its data itself, or raise max_pickle_size_gb"
+            )
+        return data
+
+    def _keep(self, data: bytes, paths: JobPaths) -> None:
+        self._taken.files.append(paths.submitted_pickle)
+        write_private(data, paths.submitted_pickle)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        make_private_folder(self.folder)
+        self._taken = _Submitted()
+        try:
+            with delay_signals():
+                yield
+        except BaseException:
+            self._taken.undo()
+            raise
+
+    def _submit_command(self, command: str) -> Job[Any]:
+        """Hand the script to sbatch, in the environment that the job gets. Raises UserError with its reason."""
+        path = self.folder / f"script-{uuid.uuid4().hex}.sh"
+        self._taken.files.append(path)
+        write_private(self._make_submission_file_text(command, "").encode(), path)
+        try:
+            said = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
+        except FailedJobError as refused:
+            raise explain_refusal(str(refused)) from None
+        job = self.job_class(
+            self.folder, self._get_job_id_from_submission_command(said), list(range(self._num_tasks()))
+        )
+        self._taken.jobs.append(job.job_id)
+        self._taken.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))
+        return job
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        """The batch script. Raises UserError for a value with a control character: the rest of it would be run."""
+        given = {"setup": None, "teardown": None, "srun_args": None, **self.parameters}
+        _refuse_control_characters(given)
+        parameters = {
+            **given,
+            "setup": call_lines_before(self.folder, given["setup"] or (), given.get("signal_delay_s", 90)),
+            "teardown": [(lines := call_lines_after(self._max_attempts))[0], *(given["teardown"] or ()), *lines[1:]],
+            "srun_args": [*call_srun_options(given.get("cpus_per_task")), *(given["srun_args"] or ())],
+        }
+        folder = str(self.folder).replace("%", "%%")  # Slurm's file patterns
+        return str(_make_sbatch_string(command=command, folder=folder, **parameters))
+
+
+def _refuse_control_characters(parameters: Mapping[str, Any]) -> None:
+    for name, value in [*parameters.items(), *(parameters.get("additional_parameters") or {}).items()]:
+        lines = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(line, str) and not line.replace("\t", " ").isprintable() for line in lines):
+            raise UserError(f"{name}: {value!r} has a control character; leave it out")
+
+
+_STOPPED_EARLY = (128 + 12, 128 + 15)
+"""srun's exit code where a stop signal came before there was a handler for it."""
+
+
+def call_lines_before(folder: Path, setup: Sequence[str], signal_seconds: int) -> list[str]:
+    """Shell lines before the ranks: what the worker has to know, and the user's own set-up."""
+    user = ["doing=setup", "set -e", *setup, "set +e", 'doing=""'] if setup else []
+    return [
+        f"calls={shlex.quote(str(folder))}",
+        'job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"',
+        'job="${job:-$SLURM_JOB_ID}"',
+        f'[ -d "$calls" ] || {{ echo "hpc_train: $calls is not visible on $(hostname)"; exit {EXIT_NO_REQUEUE}; }}',
+        'doing=""',
+        """trap '[ -z "$doing" ] || echo "hpc_train: $doing failed"' EXIT""",
+        "# The ranks act on these signals; this shell has to outlive them to requeue the job.",
+        "trap : TERM USR2",
+        '[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "hpc_train: run $((SLURM_RESTART_COUNT + 1)) of job $job"',
+        f'export {ELEMENT_VARIABLE}="${{SLURM_ARRAY_TASK_ID:-0}}" {SIGNAL_SECONDS_VARIABLE}={signal_seconds}',
+        f'export {SHARED_CALL_VARIABLE}="$calls/${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}_submitted.pkl"',
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"',
+        *user,
+    ]
+
+
+def call_srun_options(cpus: int | None) -> list[str]:
+    """A rank that fails ends the others."""
+    return ["--kill-on-bad-exit=1", "--wait=60", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+
+
+def call_lines_after(max_attempts: int) -> list[str]:
+    """Shell lines after the ranks: run again if they stopped on purpose or lost a node; end with their exit code."""
+    early = " || ".join(f'[ "$code" -eq {code} ]' for code in _STOPPED_EARLY)
+    marker = f'"$calls/{requeue_marker_name("${job}")}"'
+    left = 'ls "$calls/${job}_"*"_result.pkl" >/dev/null 2>&1'
+    return [
+        "code=$?",
+        'again=""',
+        "# srun says 0, too, when it gave up waiting for a step that was ended from outside.",
+        f'[ "$code" -ne 0 ] || {left} || code=1',
+        f"if [ -e {marker} ] || {{ {{ {early}; }} && ! {left}; }}; then",
+        f'  rm -f {marker}; again="the ranks stopped on purpose"',
+        f'elif [ "$code" -ne 0 ] && ! {left} &&',
+        """  sinfo -h -N -n "$SLURM_JOB_NODELIST" -o %T | grep -Eq '[*]|^down|^fail'; then""",
+        '  again="a node of the job does not answer"',
+        "fi",
+        "# A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.",
+        """[ -z "$again" ] || state="$(squeue -h -j "$job" -o %T | head -n 1)\"""",
+        'if [ -n "$again" ] && [ "$state" = RUNNING ]; then',
+        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -lt {max_attempts} ]; then',
+        '    echo "hpc_train: requeued: $again"; scontrol requeue "$job"',
+        f'  else echo "hpc_train: not run again: {max_attempts} runs were allowed"; fi',
+        "fi",
+        'exit "$code"',
+    ]

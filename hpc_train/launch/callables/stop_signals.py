@@ -1,0 +1,114 @@
+"""A stop signal in a job of functions: rank 0 leaves what is to be called next, and the job is requeued, or it ends.
+
+Which it is depends on why: a preempted job always goes on, one out of time only as often as was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from types import FrameType
+from typing import Any
+
+from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import DelayedSubmission, UncompletedJobError
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.launch.callables import calls
+from hpc_train.launch.callables.calls import save_pickle
+from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest
+
+SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"
+"""How long before the time limit the job is told to stop."""
+_SLURM_EARLY_SECONDS = 65.0
+"""Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
+_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+def requeue_marker_name(job_id: str) -> str:
+    """Name of the file that asks the batch script to requeue the job."""
+    return f"{job_id}_requeue"
+
+
+def write_requeue_marker(env: JobEnvironment) -> None:
+    """Ask for the job to be requeued."""
+    if env.global_rank == 0:
+        (env.paths.folder / requeue_marker_name(env.job_id)).touch(0o600)
+
+
+class StopSignalHandler:
+    """Acts on the stop signals of one rank."""
+
+    def __init__(self, env: JobEnvironment, delayed: DelayedSubmission) -> None:
+        self._env, self._delayed = env, delayed
+        self._start, self._acting = time.monotonic(), False
+
+    def install(self, early: StopRequest) -> None:
+        """Handle the signals from now on, and one that came `early` at once. Ctrl-C is Python's own again."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        if early.signal_name in (name := {it.name: it for it in STOP_SIGNALS}):
+            self._handle(name[early.signal_name or ""], None)
+
+    def too_late(self) -> None:
+        """The call is over: signals change nothing any more."""
+        self._acting = True
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._acting:
+            return
+        print(f"hpc_train: {signal.Signals(number).name}", flush=True)
+        if self._env.global_rank == 0:
+            self._acting = True
+            self._stop()
+        elif number == signal.SIGTERM:  # rank 0 has it, too, or has ended
+            raise SystemExit(128 + number)
+
+    def _stop(self) -> None:
+        """Leave by SystemExit with the code of a requeue, or by UncompletedJobError."""
+        timed_out = self._is_out_of_time()
+        left = self._delayed._timeout_countdown - timed_out
+        if left < 0:
+            raise UncompletedJobError("Job not requeued because: timed-out too many times.")
+        following: DelayedSubmission | None = self._delayed
+        if calls.can_resume(self._delayed.function):
+            following = calls.next_call(self._delayed)
+        elif timed_out:
+            raise UncompletedJobError("Job not requeued because: timed-out and not checkpointable.")
+        if following is None:
+            raise UncompletedJobError("Job not requeued because: checkpoint function returned None.")
+        paths = self._env.paths
+        following._timeout_min, following._timeout_countdown = self._delayed._timeout_min, left
+        save_pickle(following, paths.submitted_pickle)
+        write_requeue_marker(self._env)
+        print(f"hpc_train: to be run again ({left} remaining timeouts)", flush=True)
+        raise SystemExit(EXIT_REQUEUE)
+
+    def _is_out_of_time(self) -> bool:
+        notice = float(os.environ.get(SIGNAL_SECONDS_VARIABLE, "90"))
+        if self._env.cluster != "slurm":
+            limit = float(os.environ.get("SUBMITIT_LOCAL_TIMEOUT_S") or "0")
+            return limit > 0 and time.monotonic() - self._start >= limit - notice - 2
+        left = _seconds_left(self._env.job_id)
+        if left is None:
+            left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
+        return left <= notice + _SLURM_EARLY_SECONDS
+
+
+def _seconds_left(job_id: str) -> float | None:
+    """Until the job's time limit, as Slurm has it now; None where there is no squeue, as in a container."""
+    try:
+        said: Any = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = _TIME_LEFT.fullmatch(said.stdout.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,82 @@
+"""Our own training as the task function of a Hydra application, for sweepers that want a number back, as Optuna's.
+
+register()
+
+@hydra.main(version_base="1.3", config_path="pkg://hpc_train.conf", config_name="config")
+def main(config): return train(config)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train.config.compose import config_from_dict, explain_error, register
+from hpc_train.config.secret_variables import refuse_secret_variables
+from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.runtime import processes
+
+__all__ = ["register", "train"]
+_RUN = "run"
+
+
+def train(config: DictConfig) -> float:
+    """Train on all ranks that call it; returns the last validation loss, or else the last loss.
+
+    The run directory is `run` in the output directory of the point. A stop signal saves and leaves with SystemExit, so
+    that the launcher runs the point again, which goes on from there. Raises UserError.
+    """
+    container = _resolve(config)
+    container["run_dir"] = str(container.get("run_dir") or Path(HydraConfig.get().runtime.output_dir) / _RUN)
+    logging.getLogger("hpc_train").setLevel(logging.INFO)
+    before = {number: signal.getsignal(number) for number in (*processes.STOP_SIGNALS, signal.SIGINT)}
+    try:
+        code = _train(
+            container, processes.install_stop_handlers()
+        )  # the loop sees to signals now: it saves before it stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code != EXIT_DONE:
+        raise SystemExit(code)
+    return _last_loss(Path(container["run_dir"]))
+
+
+def _resolve(config: DictConfig) -> dict[str, Any]:
+    """Resolve the configuration. Raises UserError if a value is a secret variable, or cannot be resolved."""
+    try:
+        with refuse_secret_variables():
+            container: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(explain_error(error, (), None)) from error
+    return container
+
+
+def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
+    from hpc_train.launch.train import share_spec
+    from hpc_train.runtime.start import join
+    from hpc_train.training.rank import run_rank
+
+    config = config_from_dict(container)
+    timeout = timedelta(seconds=config.launch.timeout_seconds)
+    meeting = timedelta(seconds=config.launch.rendezvous_seconds)
+    task = join(os.environ, config.cluster.fabric.interface, timeout, meeting)
+    answer = share_spec(config, task)
+    if answer.spec is None:
+        return EXIT_DONE
+    return run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, request)
+
+
+def _last_loss(run: Path) -> float:
+    from hpc_train.launch.state.progress import read_final_values
+
+    found = read_final_values(run / "metrics.jsonl")
+    return float(found.get("validation_loss", found.get("loss", "nan")))

@@ -1,0 +1,197 @@
+"""Wait for jobs of functions by what they leave, and for those that leave nothing by who runs them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_train.launch.callables.calls import load_pickle
+from hpc_train.launch.slurm.slurm_cli import Backoff, JobRecord, PollResult, RunClient, poll_jobs
+from hpc_train.launch.state.attempts import read_tail_text
+from hpc_train.launch.state.state_names import State, from_slurm_state
+
+_RESULT = "_result.pkl"
+_SHORTEST, _LONGEST = 0.05, 1.0
+"""Seconds between two looks into the folder."""
+_MOST_LOG_BYTES = 1 << 20
+_LOG_LINES = 10
+"""Of a log that is all there is of a job."""
+_HELD_REASON = "JobHeld"
+_OUT_OF_MEMORY = re.compile(r"oom-kill event|Out Of Memory")
+"""What slurmstepd and srun say of a rank that the kernel has ended."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartedJob:
+    """A job that was handed over."""
+
+    job_id: str
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended: with what its call returned, or with the reason why there is no such thing."""
+
+    value: Any = None
+    error: str = ""
+    how: str | None = None
+    """In the words of who ran the job, where it left nothing itself."""
+
+
+class JobSource(Protocol):
+    """Who runs the jobs."""
+
+    @property
+    def grace(self) -> float:
+        """Seconds between the end of a job and the moment when its files must be visible here."""
+
+    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
+        """Job id -> how it ended, "" for well, of those that have ended. hurry: somebody waits for just that."""
+
+
+@dataclass
+class SlurmJobs:
+    """Asks rarer and rarer: it is only needed for jobs that leave no result."""
+
+    ask: RunClient
+    grace: float = 5.0
+    _backoff: Backoff = field(default_factory=Backoff)
+    _asked: float = 0.0
+    _due: float = 0.0
+    _last: dict[str, str] = field(default_factory=dict)
+    _told: str = ""
+
+    def __post_init__(self) -> None:
+        self._due = time.monotonic() + self._backoff.seconds(changed=False)
+
+    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
+        """As of the last poll, which may be a minute old."""
+        if hurry:
+            self._due = min(self._due, self._asked + 1.0)
+        if time.monotonic() >= self._due:
+            polled = poll_jobs(jobs, self.ask)
+            found = {job: why for job in jobs if (why := _describe_end(job, polled)) is not None}
+            self._asked = time.monotonic()
+            self._due = self._asked + self._backoff.seconds(changed=found != self._last)
+            self._last = found
+            self._tell(polled)
+        return self._last
+
+    def _tell(self, polled: PollResult) -> None:
+        states = Counter(_format_state(record) for record in polled.records.values())
+        text = polled.silent or ", ".join(f"{count} {state}" for state, count in states.most_common())
+        if text and text != self._told:
+            log.info(text + _advice(polled.records.values()))
+            self._told = text
+
+
+def _advice(records: Collection[JobRecord]) -> str:
+    """Of jobs that start only when somebody does something."""
+    held = sorted(
+        {
+            it.job_id.partition("_")[0]
+            for it in records
+            if from_slurm_state(it.state).waiting and _HELD_REASON in it.reason
+        }
+    )
+    return f"; `scontrol release {','.join(held)}` lets them start, Ctrl-C cancels them" if held else ""
+
+
+def _format_state(record: JobRecord) -> str:
+    state = from_slurm_state(record.state)
+    return f"{state} ({record.reason})" if state.waiting and record.reason else str(state)
+
+
+def _describe_end(job: str, polled: PollResult) -> str | None:
+    """How a job ended; None if it has not, or if nobody can tell."""
+    record = polled.records.get(job)
+    if record is None:
+        return "Slurm does not know the job any more: it was killed" if polled.silent is None else None
+    state = from_slurm_state(record.state)
+    if not state.ended:
+        return None
+    if state == "DONE":
+        return ""
+    code = record.exit_code
+    how = f"killed by signal {code - 128}" if code and code > 128 else f"exit code {code}" if code else ""
+    return ": ".join(filter(None, (str(state), record.reason, how)))
+
+
+def wait_for_jobs(
+    started: Sequence[StartedJob], folder: Path, source: JobSource, fails: Callable[[Any], bool] = lambda _: False
+) -> dict[str, JobEnd]:
+    """Job id -> its end, when all have come to theirs. fails: whether a call's own result is a failure."""
+    unended, ends = {it.job_id: it for it in started}, {}
+    noticed: dict[str, float] = {}
+    pause = _SHORTEST
+    while unended:
+        found = _list_results(folder)
+        hurry = any(it.ranks > 1 and 0 in found.get(it.job_id, ()) for it in unended.values())
+        over = source.ended(list(unended), hurry)
+        before = len(unended)
+        for job in list(unended.values()):
+            if job.job_id in over:
+                noticed.setdefault(job.job_id, time.monotonic())
+            else:
+                noticed.pop(job.job_id, None)  # requeued
+            files_are_here = time.monotonic() - noticed.get(job.job_id, math.inf) >= source.grace
+            end = _job_end(job, found.get(job.job_id, {}), over.get(job.job_id), files_are_here, fails)
+            if end is not None:
+                ends[job.job_id] = end if end.how is None else _explain_with_log(job, folder, end.how)
+                del unended[job.job_id]
+        pause = _SHORTEST if len(unended) < before else min(_LONGEST, pause * 1.3)
+        if unended:
+            time.sleep(pause)
+    return ends
+
+
+def _list_results(folder: Path) -> dict[str, dict[int, Path]]:
+    """Job id -> rank -> file; one listing for all."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in folder.iterdir():
+        name = path.name
+        if name.endswith(_RESULT) and not name.startswith("."):
+            job, _, rank = name.removesuffix(_RESULT).rpartition("_")
+            found.setdefault(job, {})[int(rank)] = path
+    return found
+
+
+def _job_end(
+    job: StartedJob, results: Mapping[int, Path], over: str | None, files_are_here: bool, fails: Callable[[Any], bool]
+) -> JobEnd | None:
+    """The end of one job, if it is known by now. over: how it ended by who runs it; None: it has not.
+
+    Of a job of several ranks the first result does not tell how the others end.
+    """
+    if over is None and (job.ranks > 1 or 0 not in results):
+        return None
+    for rank in sorted(results, reverse=True):  # ranks other than the first leave only failures
+        end = _read_result(results[rank])
+        if job.ranks == 1 or not over or end.error or fails(end.value):
+            return end
+    return JobEnd(how=over or "it left no result") if files_are_here else None
+
+
+def _read_result(path: Path) -> JobEnd:
+    outcome, value = load_pickle(path)
+    return JobEnd(value) if outcome == "success" else JobEnd(error=str(value))
+
+
+def _explain_with_log(job: StartedJob, folder: Path, how: str) -> JobEnd:
+    """With what the job's own log says."""
+    path = folder / f"{job.job_id}_0_log.out"
+    text = read_tail_text(path, _MOST_LOG_BYTES)
+    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+    if _OUT_OF_MEMORY.search(said):
+        how = State.OUT_OF_MEMORY + how.removeprefix(State.FAILED)
+    return JobEnd(error=f"job {job.job_id}: {how}\nthe end of its log, {path}:\n{said}")

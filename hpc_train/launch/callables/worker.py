@@ -1,0 +1,90 @@
+"""What every rank of a job of functions runs: `python -m hpc_train.launch.callables.worker FOLDER`.
+
+It keeps submitit's protocol (its environment, its pickles, its `checkpoint`), and mends what that loses: a signal
+before the handlers are there, SIGTERM, the exit code of a failure, and a short job that is taken for one out of time.
+"""
+
+from __future__ import annotations
+
+from hpc_train.runtime import processes
+
+_early_stop = (
+    processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
+)  # before anything slow is imported
+
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from hpc_train.errors import EXIT_REQUEUE, UserError  # noqa: E402
+
+EXIT_FAILED = 1
+
+
+def main(folder: str) -> int:
+    """Run the call that lies in `folder` for this process; returns the exit code. Result or error go into a file."""
+    import submitit
+    from submitit.core.utils import UncompletedJobError
+
+    from hpc_train.launch.callables import calls
+    from hpc_train.launch.callables.calls import load_pickle, save_pickle, wait_for_file
+    from hpc_train.launch.callables.stop_signals import StopSignalHandler, write_requeue_marker
+
+    os.environ["SUBMITIT_FOLDER"] = folder
+    env = submitit.JobEnvironment()
+    paths, rank = env.paths, env.global_rank
+    if env.cluster == "local":
+        _end_with_parent()
+    try:
+        delayed = load_pickle(wait_for_file(lambda: calls.submitted_pickle(paths)))
+        stopper = StopSignalHandler(env, delayed)
+        stopper.install(_early_stop)
+        result = delayed.result()
+        stopper.too_late()
+        failed = calls.is_failure(delayed.function, result)
+        if failed or calls.keeps_result(delayed.function, rank, result):
+            save_pickle(("success", result), paths.result_pickle)
+        return EXIT_FAILED if failed else 0
+    except SystemExit as left:
+        if left.code == EXIT_REQUEUE:
+            write_requeue_marker(env)  # of a function that has saved and stopped by itself
+            return EXIT_REQUEUE
+        return _save_failure(paths.result_pickle)
+    except UncompletedJobError as error:
+        print(f"hpc_train: {error}", flush=True)
+        return _save_failure(paths.result_pickle)
+    except UserError as error:
+        print(f"hpc_train: {error}", flush=True)
+        save_pickle(("error", str(error)), paths.result_pickle)
+        return EXIT_FAILED
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        return _save_failure(paths.result_pickle)
+
+
+def _save_failure(result: Path) -> int:
+    from hpc_train.launch.callables.calls import save_pickle
+
+    save_pickle(("error", traceback.format_exc()), result)
+    return EXIT_FAILED
+
+
+def _end_with_parent() -> None:
+    """No rank of the local pool outlives it (prctl(2), PR_SET_PDEATHSIG)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+
+
+def exit_now(code: int) -> Any:
+    """Exit as the function's own libraries are used to, unless the process is told to end at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    exit_now(main(sys.argv[1]))

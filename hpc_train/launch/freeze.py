@@ -1,0 +1,216 @@
+"""Check a run and freeze it: from here on nothing of conf/ is read again.
+
+freeze_run decides parallel=auto, checks that model, data, degrees and files go together, builds the token store
+if the data needs one, and writes the run directory with its job spec. Everything that can fail does so before a
+rank starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.cluster.calibration import read_calibration
+from hpc_train.config.model import (
+    CustomModelConfig,
+    ImageDataConfig,
+    TokenDataConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
+from hpc_train.config.parallel import Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.job_spec import JobSpec, make_spec
+from hpc_train.launch.train import _schedule_file
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.placement.node_locations import read_switch_file
+from hpc_train.traffic.stages import is_schedule_file
+from hpc_train.training.run_directory import (
+    RunDirectory,
+    locate_run_directory,
+    prepare_run_directory,
+    write_private_file,
+)
+from hpc_train.training.run_records import read_metrics
+
+if TYPE_CHECKING:
+    from hpc_train.launch.snapshot.code_snapshot import Snapshot
+
+
+def freeze_run(
+    config: RunConfig,
+    ranks: int,
+    folder: RunDirectory | None = None,
+    why: str | None = None,
+    code: Snapshot | None = None,
+) -> JobSpec:
+    """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
+
+    why: of `planned`, where that was asked before. code: the snapshot that the job runs.
+    """
+    config, told = decide_auto_layout(config, ranks)
+    why = why or told
+    degrees = check_run(config, ranks)
+    folder = folder or locate_run_directory(config)
+    check_files(config, folder)
+    spec = make_spec(config, folder, ranks, asdict(degrees), find_token_store(config), code)
+    schedule = read_schedule_file(config)
+    prepare_run_directory(folder, spec.run_config())
+    if schedule is not None:
+        write_private_file(folder.schedule, schedule)
+    if why is not None:
+        write_private_file(folder.plan, why)
+    spec.write(folder.job)
+    return spec
+
+
+def check_run(config: RunConfig, ranks: int) -> Degrees:
+    """Everything that can be checked before any rank starts; returns the degrees."""
+    from hpc_train.models.shape import check_shape
+
+    degrees = check_support(config, ranks)
+    check_shape(config.model)
+    check_model_and_data(config)
+    return degrees
+
+
+def decide_auto_layout(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None]:
+    """(the run with parallel=auto decided, why at length); a run that says all itself stays, and there is no why.
+
+    ranks: of the job; None where the planner may say how many nodes it takes.
+    """
+    if not config.parallel.auto:
+        return config, None
+    from hpc_train.planner.auto import choose_parallel
+
+    decision = choose_parallel(config, ranks)
+    print(f"hpc-train: {decision.line}", file=sys.stderr)
+    return decision.config, decision.text
+
+
+def read_schedule_file(config: RunConfig) -> str | None:
+    """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
+    pipeline = config.parallel.pipeline
+    return _schedule_file(Path(pipeline.schedule).expanduser()) if is_schedule_file(pipeline) else None
+
+
+def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
+    """The token store that the run reads, built now if it must be: text that changes later changes nothing of the run.
+
+    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it. build: False
+    only says where it will be.
+    """
+    from hpc_train.config.model import TokenDataConfig
+
+    if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
+        return None
+    from hpc_train.data.build import ensure_store, locate_store
+
+    return ensure_store(config.data) if build else locate_store(config.data)
+
+
+def describe_finished_run(config: RunConfig, folder: RunDirectory) -> str | None:
+    """A line that says so if the run in this folder has all its steps; None if there is something left to do.
+
+    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged,
+    or has NaN in it, is for the ranks to notice.
+    """
+    wanted, saved = config.train.wanted_steps, folder.steps()
+    if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
+        return None
+    from hpc_train.checkpoint import list_committed_steps, verify_step
+
+    newest = list_committed_steps(folder.checkpoints)[-1]  # after a rollback this is not the highest
+    if newest < wanted or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
+        return None
+    return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
+
+
+def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
+    """Whether the last step is sound, and its evaluation was not skipped by a stop or has been made up for."""
+    from hpc_train.checkpoint.format.manifest import read_manifest
+    from hpc_train.checkpoint.storage.step_directory import explain_bad_step, locate_step
+
+    path = locate_step(folder.checkpoints, step)
+    manifest = read_manifest(path, step)
+    if explain_bad_step(path, manifest) is not None:
+        return False
+    if not manifest.extra.get("owes_validation", False):
+        return True
+    told = read_metrics(folder.metrics)
+    return bool(told) and told[-1]["step"] == step and "validation_loss" in told[-1]
+
+
+_BYTE_VOCAB = 256
+_STDLIB = "stdlib"
+
+
+def check_model_and_data(config: RunConfig) -> None:
+    """Raise UserError if this model cannot read this data, as far as the settings alone tell."""
+    model, data = config.model, config.data
+    if isinstance(model, TransformerConfig) and isinstance(data, ImageDataConfig):
+        raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
+    if isinstance(model, VisionTransformerConfig) and isinstance(data, TokenDataConfig):
+        raise UserError(f"data={data.name}: tokens, but model={model.name} reads images; use data=digits")
+    if config.parallel.sync_batchnorm and not isinstance(model, CustomModelConfig):
+        raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
+    if isinstance(data, TokenDataConfig) and data.path is None:
+        _check_vocabulary(model.vocab_size if isinstance(model, TransformerConfig) else None, data)
+
+
+def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:
+    if data.tokenizer == "byte" and data.vocab_size != _BYTE_VOCAB:
+        raise UserError(
+            f"data.vocab_size={data.vocab_size}: the byte tokenizer has {_BYTE_VOCAB}; use data.tokenizer=bpe"
+        )
+    if of_model is not None and of_model < data.vocab_size:
+        raise UserError(
+            f"model.vocab_size={of_model}: smaller than the {data.vocab_size} of data={data.name}; "
+            f"use model.vocab_size={data.vocab_size}"
+        )
+
+
+def check_files(config: RunConfig, folder: RunDirectory) -> None:
+    """Raise UserError for data or a checkpoint to resume from that is not there, and for a topology that is none.
+
+    Data is not looked for where the batch script has set-up lines: they may be what brings it to the node.
+    """
+    if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
+        _check_text(config.data)
+    check_cluster_files(config)
+    offload = config.parallel.offload.dir
+    if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
+        raise UserError(f"parallel.offload.dir={offload}: no such folder on this node; make it, or leave it out")
+    resume = config.checkpoint.resume
+    if resume.isdigit() and int(resume) not in folder.steps():
+        there = f"there are {', '.join(map(str, folder.steps()))}" if folder.steps() else "there is none"
+        raise UserError(f"checkpoint.resume={resume}: not a step in {folder.checkpoints}; {there}")
+    if "/" in resume and not Path(resume).expanduser().exists():
+        raise UserError(f"checkpoint.resume={resume}: does not exist; give a step-<n>, a run directory, or a step")
+
+
+def check_cluster_files(config: RunConfig) -> None:
+    """Raise UserError if cluster.topology has no switches or cluster.calibration is not a calibration file."""
+    if config.cluster.topology is not None:
+        read_switch_file(Path(config.cluster.topology))
+    if config.cluster.calibration is not None:
+        read_calibration(Path(config.cluster.calibration).expanduser())
+
+
+def _check_text(data: TokenDataConfig) -> None:
+    if data.path is not None:
+        if not Path(data.path).expanduser().is_file():
+            raise UserError(
+                f"data.path={data.path}: no such file; make it with `hpc-train data build {data.path} TEXT`"
+            )
+        return
+    if not data.sources:
+        raise UserError(
+            f"data={data.name}: has no text; give data.path=<token store> or data.sources=[<file or folder>]"
+        )
+    for source in data.sources:
+        if source != _STDLIB and not Path(source).expanduser().exists():
+            raise UserError(f"data.sources: {source} does not exist; give text files, folders, or the word {_STDLIB}")

@@ -1,0 +1,117 @@
+"""JobSpec: what was submitted is what runs. Frozen JSON on disk, read by every rank; nothing executable in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train import __version__
+from hpc_train.config.compose import config_from_dict, config_to_dict
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.regular_files import MAX_TEXT_BYTES, open_regular
+from hpc_train.traffic.stages import is_schedule_file
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, write_private_file
+
+if TYPE_CHECKING:
+    from hpc_train.launch.snapshot.code_snapshot import Snapshot
+
+SPEC_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job: the resolved configuration, and the degrees it was planned with."""
+
+    run_dir: str
+    ranks: int
+    degrees: dict[str, int]
+    config: dict[str, Any]
+    code: str = ""
+    """Folder of the snapshot that the job imports from, whose name is its hash; "": what is installed."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Of the snapshot: root, commit, dirty and number of files of each tree that it was made from."""
+    hpc_train: str = __version__
+    spec_version: int = SPEC_VERSION
+
+    def write(self, path: Path) -> None:
+        """Readable and writable by its owner alone."""
+        write_private_file(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    def run_config(self) -> RunConfig:
+        """The configuration with its types; conf/ is not read again. Raises UserError if it is damaged."""
+        try:
+            return config_from_dict(self.config)
+        except (KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{self.run_dir}/job.json: its config is damaged ({reason}); submit the run again"
+            ) from None
+
+    def folder(self) -> RunDirectory:
+        return locate_run_directory(self.run_config())
+
+
+def make_spec(
+    config: RunConfig,
+    folder: RunDirectory,
+    ranks: int,
+    degrees: dict[str, int],
+    store: Path | None = None,
+    code: Snapshot | None = None,
+) -> JobSpec:
+    """The spec of a run in this folder, which reads the token store `store`, and the schedule that lies there."""
+    container = config_to_dict(config) | {"run_dir": str(folder.path)}
+    if store is not None:
+        container["data"]["path"] = str(store.absolute())
+    if is_schedule_file(config.parallel.pipeline):
+        container["parallel"]["pipeline"]["schedule"] = str(folder.schedule)
+    frozen = (str(code.path), list(code.sources)) if code else ("", [])
+    return JobSpec(str(folder.path), ranks, degrees, container, *frozen)
+
+
+def read_spec(path: Path) -> JobSpec:
+    """Read a spec that this user wrote.
+
+    Raises UserError if it is missing, damaged, of another version, or if anybody else could have written it.
+    """
+    return parse_spec(read_own_file(path), path)
+
+
+def read_own_file(path: Path) -> str:
+    """What this user wrote into a file; "" if it is no text.
+
+    Raises UserError if it is missing, or if anybody else could have written it.
+    """
+    try:
+        with os.fdopen(open_regular(path, MAX_TEXT_BYTES, follow=True)) as file:
+            status = os.fstat(file.fileno())
+            text = file.read()
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; is the run directory on a file system that this node shares?"
+        ) from None
+    except ValueError:
+        text = ""
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
+    return text
+
+
+def parse_spec(text: str, path: Path) -> JobSpec:
+    """The spec in a text, which was read from `path`. Raises UserError if it is damaged, or of another version."""
+    try:
+        spec = JobSpec(**json.loads(text))
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: is not a job spec; submit the run again") from None
+    if spec.spec_version != SPEC_VERSION:
+        raise UserError(
+            f"{path}: version {spec.spec_version}, this hpc_train reads {SPEC_VERSION}; submit the run again"
+        )
+    return spec

@@ -1,0 +1,84 @@
+"""The process that holds the ranks of a local job: submitit's controller, taught to end all ranks when one fails.
+
+Started as `python -m hpc_train.launch.local.controller FOLDER LOGS LAUNCHER`, with stop signals blocked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from submitit.local.local import Controller
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.launch.failures import EXIT_CODES
+from hpc_train.launch.state.attempts import write_result_marker
+from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
+
+_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+
+
+class RankController(Controller):
+    """Starts the tasks, forwards stop signals to them, and lets no task outlive the failure of another."""
+
+    def __init__(self, folder: Path, logs: Path, launcher: int) -> None:
+        """launcher: process id of the parent; it may be gone already, so asking for the parent's would be too late."""
+        super().__init__(folder)
+        self._logs = logs
+        self._parent = launcher
+        self._exits: list[tuple[int, int]] = []
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
+
+    def run(self, max_retry: int = 1) -> int:  # type: ignore[override]
+        """Run all tasks once; returns the job's exit code: that of the first task that did not end well."""
+        try:
+            self.start_tasks()  # with the signals still blocked, for them and for us
+            unblock_stop_signals()
+            self._watch()
+        finally:
+            self.kill_tasks()
+        (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
+        return _shell_exit_code(next((code for _, code in self._exits if code != 0), 0))
+
+    def _watch(self) -> None:
+        """Return when every task has ended, or a moment after the first that failed."""
+        deadline = None
+        while True:
+            self._notice_exits()
+            if len(self._exits) == len(self.tasks):
+                return
+            # Ranks agree on a stop, so after one that ended with it the others are about to.
+            failed = any(code not in (0, EXIT_REQUEUE) for _, code in self._exits)
+            if failed and deadline is None:
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            if os.getppid() != self._parent:  # whoever asked for this job is gone: save and stop
+                self._parent = os.getppid()
+                self._forward_signal(signal.SIGTERM)
+            time.sleep(_POLL_SECONDS)
+
+    def _notice_exits(self) -> None:
+        known = {task for task, _ in self._exits}
+        for index, task in enumerate(self.tasks):
+            code = task.poll()
+            if code is not None and index not in known:
+                self._exits.append((index, code))
+
+
+def _shell_exit_code(code: int) -> int:
+    """As a shell says it: 128 + n for a task that signal n ended."""
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    logs = Path(sys.argv[2])
+    code = RankController(Path(sys.argv[1]), logs, int(sys.argv[3])).run()
+    write_result_marker(logs, code)
+    sys.exit(code)

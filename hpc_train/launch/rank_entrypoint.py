@@ -1,0 +1,132 @@
+"""What every rank of our own jobs runs: `python -m hpc_train.launch.rank_entrypoint RUN_DIR`.
+
+The stop handlers come first, before torch is imported. submitit's own process entry is not used, because its
+handlers serve rank 0 only and ignore SIGTERM; everything that a rank needs is in job.json.
+"""
+
+from __future__ import annotations
+
+from hpc_train.runtime import processes
+
+# Whoever imports this module has handlers already.
+_stop_request = processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
+
+import gc  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+
+def import_training() -> None:
+    """Import torch and all that training needs, with no garbage collection meanwhile or ever again of what they made.
+
+    Collections would go through all modules made so far again and again, which is a quarter of a rank's start; later
+    ones, in the middle of a step, would take as long as all modules are many.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        import torch._dynamo  # noqa: F401  the first optimizer asks for it
+
+        import hpc_train.training.rank  # noqa: F401
+    finally:
+        gc.freeze()
+        if was:
+            gc.enable()
+
+
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+
+
+def main(run_dir: str) -> int:
+    """Run this process's rank; returns its exit code. What went wrong is recorded for whoever tells the user."""
+    from hpc_train.launch.rank_stacks import answer_stack_requests
+    from hpc_train.runtime.identity import identify_process, make_single_identity
+
+    me = identify_process(os.environ) or make_single_identity()
+    logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
+    _redirect_output(logs / f"task-{me.process}.log")
+    answer_stack_requests()
+    if me.launcher == "submitit":
+        _stop_with_parent()
+    try:
+        return _run_rank(Path(run_dir), me.process)
+    except BaseException as error:
+        return _report_failure(error, logs, me.process, me.host)
+
+
+def _run_rank(run_dir: Path, process: int) -> int:
+    import logging
+    from datetime import timedelta
+
+    from hpc_train.launch.job_spec import read_spec
+    from hpc_train.launch.local.node_sharing import bind_to_share
+    from hpc_train.launch.slurm.slurm_cli import current_job_id
+    from hpc_train.launch.snapshot.import_guard import guard_imports
+    from hpc_train.launch.state.attempts import cancel_marker_path
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job = current_job_id(os.environ)
+    if job is not None and cancel_marker_path(run_dir, job).exists():
+        _stop_request.ask("cancel")  # what the signal would have said, that came before there was a rank
+    spec = read_spec(run_dir / "job.json")
+    guard_imports(spec, process == 0)
+    config = spec.run_config()
+    if config.launch.bind:
+        bind_to_share()
+    import_training()
+
+    from hpc_train.runtime.start import join
+    from hpc_train.training.rank import run_rank
+
+    launch = config.launch
+    timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
+    task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
+    return run_rank(config, task, spec.folder(), int(os.environ.get(ATTEMPT_VARIABLE, "0")), _stop_request)
+
+
+def _report_failure(error: BaseException, logs: Path, process: int, host: str) -> int:
+    import traceback
+
+    from hpc_train.checkpoint.errors import CheckpointError
+    from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
+    from hpc_train.training.run_records import record_failure
+
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    record_failure(logs, process, host, error)
+    if isinstance(error, (UserError, IncompleteRun)):
+        print(f"hpc-train: {error}", flush=True)
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+    traceback.print_exception(error, file=sys.stdout)
+    return EXIT_NO_REQUEUE if isinstance(error, CheckpointError) else 1
+
+
+def _redirect_output(path: Path) -> None:
+    """Send everything this process and its children print to `path` from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _stop_with_parent() -> None:
+    """Save and stop also when the controller is killed, which then can tell nobody (prctl(2), PR_SET_PDEATHSIG)."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit at once: a rank that failed must not wait in the exit handlers of libraries for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_now(main(sys.argv[1]))

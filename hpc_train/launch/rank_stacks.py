@@ -1,0 +1,139 @@
+"""Find out what the ranks of a stuck run are doing: each writes its Python stack into its log on request.
+
+The request is SIGUSR1, which faulthandler answers without the interpreter: a rank in an endless loop, or waiting in a
+collective, answers too; one that is stopped, or whose node is gone, does not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.launch.state.attempts import read_rank_entries
+from hpc_train.regular_files import read_text
+
+STACK_SIGNAL = signal.SIGUSR1
+_HEADER = b"Stack (most recent call first):"
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_TAIL_BYTES = 1 << 16
+_POLL_SECONDS = 0.1
+_MAX_PLACES = 3
+"""Groups of ranks shown in one line; each group lists only its first few ranks by number."""
+_MAX_RANKS = 8
+
+
+def answer_stack_requests() -> None:
+    """Write this process's stack into its log (stderr) at every SIGUSR1 from now on."""
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=False)
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """One rank's answer."""
+
+    name: str
+    """`rank 1 (task 1 on n2)`; `task 1` before the ranks have met."""
+    place: str | None
+    """Function and line the rank is in; None if it did not answer."""
+
+
+def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> list[RankStack]:
+    """Ask all tasks of an attempt for their stacks by calling `request`, and wait up to `seconds` for the answers.
+
+    logs: the attempt's log directory.
+    """
+    tasks = _expected_tasks(logs)
+    sizes = {task: _file_size(_log_path(logs, task)) for task in tasks}
+    request()
+    deadline = time.monotonic() + seconds
+    places: dict[int, str | None] = {}
+    while True:
+        for task in tasks:
+            if places.get(task) is None:
+                places[task] = _innermost_frame(_log_path(logs, task), sizes[task])
+        if time.monotonic() > deadline or all(places.values()):
+            break
+        time.sleep(_POLL_SECONDS)
+    names = _rank_names(logs)
+    return [RankStack(names.get(task, f"task {task}"), places[task]) for task in tasks]
+
+
+def describe_stacks(stacks: Iterable[RankStack]) -> str:
+    """Return one line: the ranks that did not answer; otherwise where the ranks are, outliers first."""
+    stacks = list(stacks)
+    silent = [it.name for it in stacks if it.place is None]
+    if silent:
+        return f"{_join_names(silent)} did not answer (stopped, or on a node that is gone)"
+    groups: dict[str, list[str]] = {}
+    for it in stacks:
+        groups.setdefault(str(it.place), []).append(it.name)
+    shown = sorted(groups.items(), key=lambda pair: (_is_waiting(pair[0]), len(pair[1])))
+    more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
+    return "; ".join(f"{_join_names(names)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
+
+
+def _is_waiting(place: str) -> bool:
+    """Whether a rank at this place is most likely waiting for another one."""
+    return "torch/" in place
+
+
+def _join_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_RANKS} more" if len(names) > _MAX_RANKS else ""
+    return ", ".join(names[:_MAX_RANKS]) + more
+
+
+def _expected_tasks(logs: Path) -> list[int]:
+    """Return the tasks the run was frozen for or, if that cannot be read, those that have a log."""
+    try:
+        return list(range(int(json.loads(read_text(logs.parents[1] / "job.json"))["ranks"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        found = (re.fullmatch(r"task-(\d+)\.log", path.name) for path in logs.glob("task-*.log"))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def _rank_names(logs: Path) -> dict[int, str]:
+    named = {}
+    for entry in read_rank_entries(logs):
+        host = str(entry.get("host", "")).partition(".")[0]
+        where = f" on {host}" if host else ""
+        named[int(entry["process"])] = f"rank {entry['rank']} (task {entry['process']}{where})"
+    return named
+
+
+def _log_path(logs: Path, task: int) -> Path:
+    return logs / f"task-{task}.log"
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _innermost_frame(path: Path, since: int) -> str | None:
+    """Return the innermost function of the stack written after byte `since`; None if there is none (yet)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        text = os.pread(descriptor, _TAIL_BYTES, since)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    header = text.rfind(_HEADER)
+    frame = _FRAME.search(text[header:].decode(errors="replace")) if header >= 0 else None
+    if frame is None:
+        return None
+    file = "/".join(Path(frame["file"]).parts[-3:])
+    return f"{frame['function']} ({file}:{frame['line']})"

@@ -1,0 +1,237 @@
+"""Resume a sweep or a run: what is missing or has failed runs again as it was frozen; the rest is left alone.
+
+The code snapshot of the first submission is used again. With --mode force, what the run has written is moved into
+a folder of its own first, so that it starts at its first step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.launch.job_spec import JobSpec, read_spec
+from hpc_train.launch.slurm.request import check_partition, make_request
+from hpc_train.launch.slurm.sbatch import submit_job
+from hpc_train.launch.slurm.slurm_cli import delay_signals, run_client
+from hpc_train.launch.snapshot.code_snapshot import PATHS_FILE, Snapshot
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.run_facts import RunFacts, gather_facts
+from hpc_train.launch.state.run_lookup import RunPoint, find_points
+from hpc_train.launch.state.state_names import RunStatus, State
+from hpc_train.launch.submit import lock_submissions, record_submission
+from hpc_train.launch.sweep import submit_sweep, sweep_directory
+from hpc_train.launch.sweep.arrays import make_arrays
+from hpc_train.launch.sweep.local_sweep import run_points
+from hpc_train.launch.sweep.submit_sweep import describe_array
+from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, read_chosen_points
+from hpc_train.launch.train import run_local_ranks
+from hpc_train.regular_files import read_text
+from hpc_train.runtime.processes import StopRequest
+
+RETRY, CACHED, FORCE, READ_ONLY = "retry", "cached", "force", "read-only"
+MODES = (RETRY, CACHED, FORCE, READ_ONLY)
+
+
+@dataclass(frozen=True)
+class ResumeCandidate:
+    """A run, and whether it runs again."""
+
+    facts: RunFacts
+    status: RunStatus
+    again: bool
+
+    @property
+    def point(self) -> RunPoint:
+        return self.facts.point
+
+    def row(self) -> dict[str, Any]:
+        return {"point": self.status.point, "state": str(self.status.state), "again": self.again}
+
+
+def resume_command(target: str, mode: str, as_json: bool, stop: StopRequest) -> int:
+    """Run again what `mode` says of a run, a sweep, or a job; returns the exit code.
+
+    cached: only what has never begun. retry: that, and all that has ended and is not done. force: all that has ended,
+    anew from its first step. read-only: says what retry would do. What runs or waits is left alone in every mode.
+    Raises UserError, one line, where Slurm or a frozen spec does not let it.
+    """
+    points = find_points(target, run_client)
+    if mode == READ_ONLY:
+        return _print_candidates(find_candidates(points, mode), as_json)
+    with ExitStack() as stack:
+        for place in dict.fromkeys(point.sweep.path if point.sweep else point.run for point in points):
+            stack.enter_context(lock_submissions(place))
+        return _resume(find_candidates(points, mode), mode, as_json, stop)
+
+
+def _resume(seen: Sequence[ResumeCandidate], mode: str, as_json: bool, stop: StopRequest) -> int:
+    chosen = [it for it in seen if it.again]
+    if not chosen:
+        states = Counter(it.status.state for it in seen)
+        said = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        print(json.dumps({"points": [], "jobs": []}) if as_json else f"nothing to resume: {said}")
+        return EXIT_DONE
+    code = EXIT_DONE
+    for folder, ids in _group_by_sweep(chosen).items():
+        code = code or _resume_sweep(folder, ids, mode, as_json, stop)
+    for it in chosen:
+        if it.point.sweep is None:
+            code = code or _resume_run(it, mode, as_json, stop)
+    return code
+
+
+def find_candidates(points: Sequence[RunPoint], mode: str) -> list[ResumeCandidate]:
+    """What each of them is, and whether it is to run again. Raises UserError where Slurm does not answer."""
+    found = []
+    for facts in gather_facts(points, run_client):
+        status = decide_state(facts)
+        if facts.silent is not None and not status.state.ended:
+            raise UserError(f"{facts.silent}; try again")
+        found.append(ResumeCandidate(facts, status, _runs_again(facts, status, mode)))
+    return found
+
+
+def _runs_again(facts: RunFacts, status: RunStatus, mode: str) -> bool:
+    missing = not facts.attempts and (status.state.ended or (status.state is State.UNKNOWN and not facts.jobs))
+    if mode == CACHED:
+        return missing
+    if mode == FORCE:
+        return missing or status.state.ended
+    return missing or (status.state.ended and status.state is not State.DONE)
+
+
+def _print_candidates(seen: Sequence[ResumeCandidate], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps([it.row() for it in seen]))
+        return EXIT_DONE
+    for it in seen:
+        print(f"{it.status.point}: {it.status.state}, {'would run again' if it.again else 'left alone'}")
+    print(f"{sum(it.again for it in seen)} of {len(seen)} would run again")
+    return EXIT_DONE
+
+
+def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, list[str]]:
+    found: dict[SweepDirectory, list[str]] = {}
+    for it in chosen:
+        if it.point.sweep is not None:
+            found.setdefault(it.point.sweep, []).append(it.point.name)
+    return found
+
+
+def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, as_json: bool, stop: StopRequest) -> int:
+    points = read_chosen_points(folder, ids)
+    if mode == FORCE:
+        for point in points:
+            check_can_restart(point.spec)
+    if points[0].spec.config["launch"]["kind"] == "local":
+        _set_points_aside(folder, points, mode)
+        sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
+        return run_points(folder, points, stop)
+    arrays = make_arrays(
+        points,
+        folder,
+        load_snapshot(points[0].spec),
+        submit_sweep.require_array_size(run_client),
+        lambda point: point.spec.run_config(),
+    )
+    submit_sweep.check_arrays(arrays, run_client)
+    jobs = submit_sweep.send_arrays(folder, arrays, run_client, hold=mode == FORCE)
+    _set_points_aside(folder, points, mode)
+    sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
+    submit_sweep.record_arrays(folder, arrays, jobs)
+    if mode == FORCE or len(jobs) > 1:
+        submit_sweep.release_jobs(jobs, run_client)
+    if as_json:
+        print(json.dumps({"points": list(ids), "jobs": jobs}))
+        return EXIT_DONE
+    for array, job in zip(arrays, jobs, strict=True):
+        print(f"job {job}: {describe_array(array)}")
+    return EXIT_DONE
+
+
+def _set_points_aside(folder: SweepDirectory, points: Sequence[FrozenPoint], mode: str) -> None:
+    if mode == FORCE:
+        for point in points:
+            set_results_aside(folder.run(point.id))
+
+
+def _resume_run(it: ResumeCandidate, mode: str, as_json: bool, stop: StopRequest) -> int:
+    spec = read_spec(it.point.run / "job.json")
+    if mode == FORCE:
+        check_can_restart(spec)
+    if spec.config["launch"]["kind"] == "local":
+        return _resume_local(it, spec, mode, stop)
+    folder, config = spec.folder(), spec.run_config()
+    request = make_request(config, folder, load_snapshot(spec))
+    check_partition(config, request, run_client)
+    with delay_signals():
+        jobs = submit_job(folder, request.held() if mode == FORCE else request)
+        if mode == FORCE:
+            set_results_aside(it.point.run)
+        record_submission(folder, request, jobs)
+        if mode == FORCE:
+            submit_sweep.release_jobs(jobs, run_client)
+    print(json.dumps({"points": [it.status.point], "jobs": jobs}) if as_json else f"job {', '.join(jobs)}")
+    return EXIT_DONE
+
+
+def _resume_local(it: ResumeCandidate, spec: JobSpec, mode: str, stop: StopRequest) -> int:
+    newest = it.facts.newest
+    launcher = newest.begun.launcher if newest and newest.begun else "local"
+    if launcher != "local":
+        raise UserError(f"{it.point.run}: was started by {launcher}; start it in the same way, and it goes on")
+    if mode == FORCE:
+        set_results_aside(it.point.run)
+    print(f"hpc-train: {it.point.run} goes on here", file=sys.stderr)
+    return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, stop)
+
+
+EARLIER_RESULTS = "before"
+"""In a run directory: what is there no more since the run was done all anew, a folder each time."""
+_KEPT_IN_PLACE = frozenset(
+    {"job.json", "config.yaml", "plan.json", "schedule.csv", ".submitit", ".lock", EARLIER_RESULTS}
+)
+
+
+def load_snapshot(spec: JobSpec) -> Snapshot | None:
+    """The snapshot that a spec names; None if it names none. Raises UserError if it is gone."""
+    if not spec.code:
+        return None
+    path = Path(spec.code)
+    try:
+        parts = json.loads(read_text(path / PATHS_FILE))
+    except (OSError, ValueError):
+        raise UserError(f"{path}: the snapshot of the code is not there (any more); submit the run again") from None
+    roots = [Path(row["root"]) for row in spec.sources]
+    searched = frozenset({*roots, *(root.parent for root in roots)})
+    return Snapshot(path.name, path, tuple(str(path / part) for part in parts), tuple(spec.sources), searched)
+
+
+def check_can_restart(spec: JobSpec) -> None:
+    """Raise UserError for a run whose checkpoints lie elsewhere: `set_aside` would leave them, and it would go on."""
+    chosen = spec.config["checkpoint"]["dir"]
+    if chosen:
+        raise UserError(f"--mode force: {spec.run_dir} saves into checkpoint.dir={chosen}; move what is there yourself")
+
+
+def set_results_aside(run: Path) -> None:
+    """Move all that a run has left into a folder of its own, so that it begins at its first step again."""
+    left = [entry for entry in run.iterdir() if entry.name not in _KEPT_IN_PLACE] if run.is_dir() else []
+    if not left:
+        return
+    number = 0
+    while (run / EARLIER_RESULTS / str(number)).exists():
+        number += 1
+    place = run / EARLIER_RESULTS / str(number)
+    place.mkdir(parents=True)
+    for entry in left:
+        shutil.move(entry, place / entry.name)
+    (run / "logs").mkdir()

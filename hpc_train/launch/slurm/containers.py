@@ -1,0 +1,208 @@
+"""container: how the ranks get into an image. What they read is bound read-only, and only what is named is bound.
+
+Apptainer: https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html (`source:destination:options`, with commas
+between several and no way to quote). Pyxis: https://github.com/NVIDIA/pyxis (--container-mounts is split likewise).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.config.model import TokenDataConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import EXIT_NO_REQUEUE, UserError
+from hpc_train.training.run_directory import RunDirectory
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WINNING = "NCCL|RCCL|GLOO|UCX|FI|MPICH|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|HPC_TRAIN"
+"""Prefixes of variables whose value outside wins over the image's."""
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
+_SCHEMES = {"apptainer": ("docker", "oras", "library", "shub"), "pyxis": ("docker", "dockerd", "podman")}
+_GPU = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A path outside, and where it is inside."""
+
+    source: str
+    destination: str
+    writable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.destination}:{'rw' if self.writable else 'ro'}"
+
+
+@dataclass(frozen=True)
+class Container:
+    """The words around the ranks' command."""
+
+    before: tuple[str, ...] = ()
+    """Shell lines of the batch script."""
+    srun: tuple[str, ...] = ()
+    """Options of srun, quoted."""
+    words: tuple[str, ...] = ()
+    """In front of Python, quoted."""
+
+
+def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -> Container:
+    """How this run's ranks are put into its image. code: snapshot of the code.
+
+    Raises UserError for an image that is not there, and for a path that cannot be bound.
+    """
+    it = config.container
+    if it.kind == "none":
+        return Container()
+    image = _image(it.kind, it.image)
+    binds = make_binds(config, folder, code)
+    for name in it.env:
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise UserError(f"container.env: {name!r} is not the name of a variable; give names, not values")
+    return _apptainer(config, image, binds) if it.kind == "apptainer" else _pyxis(config, image, binds)
+
+
+def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> list[Bind]:
+    """What ranks need of the world outside; of two that mean the same place the last one counts, outer ones first."""
+    binds = [_same(path) for path in _readable_paths(config, code)]
+    binds += [_parse("container.read", text, False) for text in config.container.read]
+    # The run directory comes from the script, where each element of an array has its own.
+    binds += [_same(path, True) for path in _writable_paths(config, folder)]
+    binds += [_parse("container.write", text, True) for text in config.container.write]
+    chosen = {bind.destination: bind for bind in binds}
+    return sorted(chosen.values(), key=lambda bind: len(Path(bind.destination).parts))
+
+
+def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
+    here, data = Path.cwd(), config.data
+    found = [] if Path.home().is_relative_to(here) else [here]
+    found += [code] if code else []
+    found += [Path(name) for name in (config.cluster.topology, config.cluster.calibration) if name]
+    if isinstance(data, TokenDataConfig):
+        found.append(Path(data.path or data.cache))
+        if config.launch.setup and data.path is None:
+            found += [Path(name) for name in data.sources if name != "stdlib"]
+    return found
+
+
+def _writable_paths(config: RunConfig, folder: RunDirectory) -> list[Path]:
+    found = [folder.path]
+    if not folder.checkpoints.is_relative_to(folder.path):
+        found.append(folder.checkpoints)
+    if isinstance(config.data, TokenDataConfig) and config.data.path is None and config.launch.setup:
+        found.append(Path(config.data.cache))  # the ranks build it
+    return found + [Path(name) for name in (config.checkpoint.stage_dir,) if name]
+
+
+def _same(path: Path, writable: bool = False) -> Bind:
+    place = str(path.expanduser().absolute())
+    return _check_path("container", Bind(place, place, writable))
+
+
+def _parse(setting: str, text: str, writable: bool) -> Bind:
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.startswith(("/", "~")) for part in parts):
+        raise UserError(f"{setting}: {text!r} is not an absolute path, or two with a colon between them")
+    source = str(Path(parts[0]).expanduser())
+    return _check_path(setting, Bind(source, parts[1] if len(parts) > 1 else source, writable))
+
+
+def _check_path(setting: str, bind: Bind) -> Bind:
+    for path in (bind.source, bind.destination):
+        if set(",:") & set(path) or not path.isprintable():
+            raise UserError(f"{setting}: {path!r} cannot be bound: no comma, colon or control character can be in it")
+    return bind
+
+
+def _image(kind: str, image: str | None) -> str:
+    if image is None:
+        raise UserError(
+            f"container.image: is not set; container={kind} needs a file, or an address such as docker://..."
+        )
+    if not image.isprintable() or image.startswith("-"):
+        raise UserError(f"container.image={image!r}: is neither a file nor the address of an image")
+    if address := _ADDRESS.fullmatch(image):
+        if address[1] not in _SCHEMES[kind]:
+            known = ", ".join(f"{name}://" for name in _SCHEMES[kind])
+            raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use a file, or {known}")
+        return _for_enroot(address[1], address[2]) if kind == "pyxis" else image
+    path = Path(image).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"container.image={path}: No such file; give a file that the nodes see, or docker://...")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"container.image={path}: you may not read it")
+    return str(path)
+
+
+def _for_enroot(scheme: str, name: str) -> str:
+    """Enroot has # where others have the first slash after the name of a registry."""
+    host, slash, rest = name.partition("/")
+    if scheme == "docker" and slash and "#" not in name and (set(".:") & set(host) or host == "localhost"):
+        return f"{scheme}://{host}#{rest}"
+    return f"{scheme}://{name}"
+
+
+def _mount(bind: Bind) -> str:
+    """For Pyxis, which hands Enroot a line of an fstab."""
+    if set(" \\") & set(bind.source + bind.destination):
+        raise UserError(
+            f"container: {bind.source!r} cannot be bound: Pyxis has no way to write its spaces or backslashes"
+        )
+    return f"{bind.source}:{bind.destination}" + ("" if bind.writable else ":ro")
+
+
+def _winning(config: RunConfig) -> str:
+    """Shell: a list of the variables, by now set, whose value outside is to win."""
+    names = "".join(f"|{name}" for name in ("PYTHONPATH", "PYTHONUNBUFFERED", *config.container.env))
+    return f"compgen -e | grep -E '^(({_WINNING})_.*{names})$'"
+
+
+def _apptainer(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+    command = config.container.command
+    words = [command, "exec", "--no-home", "--no-mount", "cwd", *_GPU[_vendor(config)]]
+    words += [word for bind in binds for word in ("--bind", str(bind))]
+    words += ["--pwd", _workdir(binds), image]
+    why = f"container: {command} is not on the PATH of"
+    before = [
+        f'command -v {command} >/dev/null || {{ why="{why} $(hostname)"; echo "$why"; exit {EXIT_NO_REQUEUE}; }}',
+        f"for name in $({_winning(config)}); do",
+        '  export "APPTAINERENV_$name=${!name}" "SINGULARITYENV_$name=${!name}"',
+        "done",
+    ]
+    return Container(tuple(before), (), (shlex.join(words),))
+
+
+def _pyxis(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+    options = [
+        f"--container-image={image}",
+        f"--container-mounts={','.join(map(_mount, binds))}",
+        f"--container-workdir={_workdir(binds)}",
+        "--no-container-mount-home",
+    ]
+    env = f'--container-env="$({_winning(config)} | paste -sd, -)"'
+    return Container((), (*(shlex.quote(option) for option in options), env), ())
+
+
+def _workdir(binds: Sequence[Bind]) -> str:
+    """The current folder where it is inside, too; else the run directory, which is written to in any case."""
+    here = str(Path.cwd())
+    if any(bind.source == bind.destination and Path(here).is_relative_to(bind.source) for bind in binds):
+        return here
+    return next(bind.destination for bind in binds if bind.writable)
+
+
+def _vendor(config: RunConfig) -> str:
+    it, name = config.container, config.cluster.gpu.name or ""
+    if it.gpu != "auto":
+        return it.gpu
+    if re.search(r"nvidia|tesla|geforce", name, re.IGNORECASE):
+        return "nvidia"
+    if re.search(r"\bamd\b|instinct|\bmi\d{2,3}", name, re.IGNORECASE):
+        return "amd"
+    if config.cluster.node.gpus:
+        raise UserError(f"container.gpu=auto: cluster.gpu.name={name or None} does not tell whose; set nvidia or amd")
+    return "none"

@@ -1,0 +1,340 @@
+"""From a run to what is asked of Slurm, as plain data, and whether a partition can ever run it.
+
+make_request returns the sbatch options, the batch script's lines and the command of the ranks; nothing is sent.
+check_partition compares the request with what sinfo says before sbatch is called, and names what would fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.config.launch import LaunchConfig
+from hpc_train.config.parallel import smallest_world
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.slurm import batch_script
+from hpc_train.launch.slurm.batch_script import cpus_per_rank
+from hpc_train.launch.slurm.containers import make_container
+from hpc_train.launch.slurm.slurm_cli import RunClient
+from hpc_train.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from hpc_train.launch.snapshot.code_snapshot import Snapshot
+
+_FORBIDDEN_OPTIONS = {
+    "array": "a sweep is `hpc-train submit -m`",
+    "wrap": "the script is ours; put shell lines in launch.setup",
+    "hetjob": "heterogeneous jobs are not supported; give every rank the same resources",
+    "het-group": "heterogeneous jobs are not supported; give every rank the same resources",
+    "packjob": "heterogeneous jobs are not supported; give every rank the same resources",
+    "export": "use launch.export",
+    "export-file": "use launch.export",
+    "parsable": "use `hpc-train submit --json`",
+    "test-only": "use `hpc-train submit --dry-run`",
+    "wait": "use `hpc-train status --watch`",
+    "dependency": "use `hpc-train submit --after RUN`",
+    "no-requeue": "use launch.max_attempts=1",
+}
+"""sbatch options that launch.extra cannot set, and what to do in place of them."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What is asked of Slurm: the parameters of submitit's executor, and the command that runs in the job."""
+
+    nodes: int
+    ranks_per_node: int
+    command: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    chain: int = 1
+    """Jobs, each of which waits for the one before it."""
+    export: tuple[str, ...] = ()
+    """launch.export."""
+    code: Snapshot | None = None
+    """What the job imports from; None: what is installed."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def after(self, jobs: Sequence[str]) -> JobRequest:
+        """The same, to start only when these jobs (or arrays, or elements of them) have ended well."""
+        if not jobs:
+            return self
+        wanted = ":".join(["afterok", *dict.fromkeys(jobs)])
+        more = [word for word in (wanted, self.parameters.get("dependency")) if word]
+        extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
+        parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
+        return replace(self, parameters=parameters)
+
+    def held(self) -> JobRequest:
+        """The same, to start only when it is released."""
+        extra = {**self.parameters["additional_parameters"], "hold": True}
+        return replace(self, parameters={**self.parameters, "additional_parameters": extra})
+
+
+def node_count(config: RunConfig) -> int:
+    """cluster.nodes, else the fewest that the parallel degrees fit on. Raises UserError if the site has fewer."""
+    cluster = config.cluster
+    nodes = cluster.nodes or math.ceil(smallest_world(config.parallel) / cluster.ranks_per_node)
+    if cluster.total_nodes and nodes > cluster.total_nodes:
+        raise UserError(f"cluster.nodes={nodes}: {cluster.name} has {cluster.total_nodes}")
+    return nodes
+
+
+def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None = None) -> JobRequest:
+    """What this run asks of Slurm. Raises UserError for what the cluster cannot give, and for what cannot be quoted."""
+    nodes, per_node = node_count(config), config.cluster.ranks_per_node
+    options = sbatch_options(config, folder)
+    container = make_container(config, folder, code.path if code else None)
+    options["setup"] = [
+        *batch_script.lines_before_ranks(config, folder, code.python_path if code else ()),
+        *container.before,
+    ]
+    options["teardown"] = batch_script.lines_after_ranks(config)
+    command, export = batch_script.srun_line(config, container), tuple(config.launch.export)
+    return JobRequest(nodes, per_node, command, options, config.launch.chain, export, code)
+
+
+def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
+    """Everything for sbatch but the script, as parameters of submitit's executor. Raises UserError as make_request."""
+    _check_time(config)
+    _check_options(config.launch.extra)
+    options = _resource_options(config, folder, node_count(config), config.cluster.ranks_per_node)
+    _check_characters(config, folder, options)
+    return options
+
+
+def _file_pattern(path: Path) -> str:
+    """A path as Slurm wants it where % introduces a pattern."""
+    return str(path).replace("%", "%%")
+
+
+def _check_options(options: dict[str, str]) -> None:
+    for name in options:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UserError(f"launch.extra: {name!r} is not the long name of an sbatch option, such as mail-type")
+        if name in _FORBIDDEN_OPTIONS:
+            raise UserError(f"launch.extra.{name}: cannot be set; {_FORBIDDEN_OPTIONS[name]}")
+
+
+def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str, Any]) -> None:
+    """A newline in a value would end its comment line, and the rest would run as shell."""
+    values = {f"launch.{name}": value for name, value in options.items() if isinstance(value, str)}
+    values |= {f"launch.extra.{name}": value for name, value in config.launch.extra.items()}
+    values |= {"launch.reservation": config.launch.reservation or "", "run_dir": str(folder.path)}
+    values |= {f"launch.setup[{index}]": line.replace("\t", " ") for index, line in enumerate(config.launch.setup)}
+    for name, value in values.items():
+        if not value.isprintable():
+            raise UserError(f"{name.replace('job_name', 'name')}: {value!r} has a control character; leave it out")
+
+
+def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_node: int) -> dict[str, Any]:
+    launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
+    wanted = {
+        "job_name": _job_name(config, folder),
+        "time": launch.time_minutes,
+        "nodes": nodes,
+        "ntasks_per_node": per_node,
+        "cpus_per_task": batch_script.cpus_per_rank(config),
+        "partition": launch.partition or site.partition,
+        "constraint": launch.constraint or site.constraint,
+        "account": launch.account,
+        "qos": launch.qos,
+        "exclude": launch.exclude,
+        "mem": f"{round(launch.memory_gib * 1024)}M" if launch.memory_gib else None,
+        "exclusive": True if site.exclusive else None,
+        "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,
+        "gres": f"gpu:{node.gpus}" if node.gpus and site.gpu_request == "gres" else None,
+        "signal_delay_s": launch.signal_seconds,
+        "dependency": "singleton" if launch.chain > 1 else None,
+    }
+    again = "requeue" if launch.max_attempts > 1 else "no-requeue"
+    extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra_options(launch)}
+    if launch.reservation:
+        extra["reservation"] = launch.reservation
+    fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
+    return {key: value for key, value in wanted.items() if value is not None} | fixed
+
+
+def _extra_options(launch: LaunchConfig) -> dict[str, Any]:
+    """An empty value is that of an option that takes none, such as hold."""
+    return {name: value or True for name, value in launch.extra.items()}
+
+
+def _job_name(config: RunConfig, folder: RunDirectory) -> str:
+    """Jobs of a chain wait for those of the same name: it is the run's own."""
+    if config.launch.chain == 1:
+        return config.launch.name
+    return f"{config.launch.name}-{hashlib.sha256(str(folder.path).encode()).hexdigest()[:8]}"
+
+
+def _check_time(config: RunConfig) -> None:
+    limit, asked = config.cluster.slurm.max_time_minutes, config.launch.time_minutes
+    if limit is not None and asked > limit:
+        raise UserError(
+            f"launch.time_minutes={asked}: {config.cluster.name} allows {limit}; a job that stops is requeued"
+        )
+    if config.launch.signal_seconds >= asked * 60:
+        raise UserError(
+            f"launch.signal_seconds={config.launch.signal_seconds}: not before the end of a job of {asked} minutes; "
+            "it would be told to stop at its start"
+        )
+
+
+SINFO_COMMAND = ("sinfo", "--noheader", "--all", "--exact", "--format=%P|%a|%l|%D|%c|%m|%G")
+_TIME_LIMIT = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)")
+
+
+@dataclass(frozen=True)
+class PartitionNodes:
+    """Nodes of one kind in one partition."""
+
+    partition: str
+    default: bool
+    up: bool
+    minutes: int | None
+    """Longest time limit; None: no limit."""
+    nodes: int
+    cpus: int
+    memory_mib: int
+    gpus: int
+
+
+def parse_sinfo(text: str) -> list[PartitionNodes]:
+    """What SINFO printed; a line of another form is nobody's."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) == 7 and all(fields[index].rstrip("+").isdecimal() for index in (3, 4, 5)):
+            name, up, limit, nodes, cpus, memory, gres = fields
+            found.append(
+                PartitionNodes(
+                    name.rstrip("*"),
+                    name.endswith("*"),
+                    up.startswith("up"),
+                    parse_minutes(limit),
+                    int(nodes.rstrip("+")),
+                    int(cpus.rstrip("+")),
+                    int(memory.rstrip("+")),
+                    sum(int(count) for count in _GPUS.findall(gres)),
+                )
+            )
+    return found
+
+
+def parse_minutes(limit: str) -> int | None:
+    """Slurm's `days-hours:minutes:seconds` in minutes; None for `infinite` and what is no limit."""
+    match = _TIME_LIMIT.fullmatch(limit)
+    if match is None:
+        return None
+    days, hours, least, seconds = (int(part or 0) for part in match.groups())
+    return (days * 24 + hours) * 60 + least + (1 if seconds and not (days or hours or least) else 0)
+
+
+def check_partition(config: RunConfig, request: JobRequest, ask: RunClient) -> None:
+    """Raise UserError, with what would fit, if the partition of this request can never run it.
+
+    What sinfo does not say is left to sbatch.
+    """
+    said = ask(SINFO_COMMAND)
+    everything = parse_sinfo(said.out) if said.code == 0 else []
+    names = request.parameters.get("partition")
+    if not everything:
+        return
+    mine = [it for it in everything if (it.partition in names.split(",") if names else it.default)]
+    if not mine and names:
+        known = ", ".join(dict.fromkeys(it.partition for it in everything))
+        raise UserError(f"launch.partition={names}: invalid partition; this cluster has {known}")
+    if mine:
+        _check_hardware(config, request, mine, everything)
+
+
+def _check_hardware(
+    config: RunConfig, request: JobRequest, mine: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
+) -> None:
+    name = "/".join(dict.fromkeys(it.partition for it in mine))
+    others = _elsewhere(config, request, everything, mine)
+    if not any(it.up for it in mine):
+        raise UserError(f"launch.partition={name}: it is down{others}")
+    asked = config.launch.time_minutes
+    if all(it.minutes is not None and it.minutes < asked for it in mine):
+        most = max(it.minutes or 0 for it in mine)
+        raise UserError(
+            f"launch.time_minutes={asked}: partition {name} allows {most}; use launch.time_minutes={most}, a run that "
+            f"is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
+        )
+    fitting = [it for it in mine if _fits(config, it)]
+    if not fitting:
+        raise UserError(f"{_missing(config, mine)}{others}")
+    nodes = sum(it.nodes for it in fitting) if len({it.partition for it in fitting}) == 1 else _largest(fitting)
+    if nodes < request.nodes:
+        raise UserError(_too_many(request, name, nodes) + others)
+
+
+def _largest(fitting: Sequence[PartitionNodes]) -> int:
+    names = {it.partition for it in fitting}
+    return max(sum(it.nodes for it in fitting if it.partition == name) for name in names)
+
+
+def _too_many(request: JobRequest, name: str, nodes: int) -> str:
+    per_node = request.ranks_per_node
+    return (
+        f"cluster.nodes={request.nodes}: partition {name} has {nodes} such nodes, at most {nodes * per_node} ranks "
+        f"of {per_node} a node, and this run needs {request.ranks}; use cluster.nodes={nodes} with smaller degrees"
+    )
+
+
+def _needs(config: RunConfig) -> tuple[int, int, int]:
+    """CPUs, MiB and GPUs of a node."""
+    gpus = config.cluster.node.gpus if config.cluster.slurm.gpu_request != "none" else 0
+    memory = round((config.launch.memory_gib or 0) * 1024)
+    return (cpus_per_rank(config) or 1) * config.cluster.ranks_per_node, memory, gpus
+
+
+def _fits(config: RunConfig, it: PartitionNodes) -> bool:
+    cpus, memory, gpus = _needs(config)
+    return it.cpus >= cpus and it.memory_mib >= memory and it.gpus >= gpus
+
+
+def _missing(config: RunConfig, mine: Sequence[PartitionNodes]) -> str:
+    """What no node of the partition has enough of."""
+    cpus, memory, gpus = _needs(config)
+    name = "/".join(dict.fromkeys(it.partition for it in mine))
+    most_cpus, most_memory = max(it.cpus for it in mine), max(it.memory_mib for it in mine)
+    most_gpus = max(it.gpus for it in mine)
+    if gpus > most_gpus:
+        use = f"use cluster.node.gpus={most_gpus}" if most_gpus else "it has none"
+        return f"cluster.node.gpus={gpus}: the nodes of partition {name} have {most_gpus}; {use}"
+    if memory > most_memory:
+        return (
+            f"launch.memory_gib={config.launch.memory_gib:g}: the nodes of partition {name} have {most_memory / 1024:g}"
+        )
+    if cpus > most_cpus:
+        ranks = config.cluster.ranks_per_node
+        return (
+            f"{ranks} ranks of {cpus // ranks} CPUs a node: the nodes of partition {name} have {most_cpus}; "
+            f"use launch.cpus_per_rank={max(1, most_cpus // ranks)} or fewer cluster.node.ranks"
+        )
+    return f"no node of partition {name} has {cpus} CPUs, {memory} MiB and {gpus} GPUs together"
+
+
+def _elsewhere(
+    config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], mine: Sequence[PartitionNodes]
+) -> str:
+    """The other partitions that this request fits in."""
+    tried = {it.partition for it in mine}
+    fitting: dict[str, int] = {}
+    for it in everything:
+        long_enough = it.minutes is None or it.minutes >= config.launch.time_minutes
+        if it.partition not in tried and it.up and long_enough and _fits(config, it):
+            fitting[it.partition] = fitting.get(it.partition, 0) + it.nodes
+    names = [name for name, nodes in fitting.items() if nodes >= request.nodes]
+    return f"; it fits in partition {', '.join(names)}" if names else ""

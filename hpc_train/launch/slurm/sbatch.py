@@ -1,0 +1,176 @@
+"""Hand a request to sbatch through submitit, in the environment that the job gets.
+
+The environment is an allow-list, so that neither a secret nor a variable of another job goes along.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from hpc_train.config.secret_variables import is_secret_name
+from hpc_train.errors import UserError
+from hpc_train.launch.rank_entrypoint import main as run_task
+from hpc_train.launch.slurm.request import JobRequest
+from hpc_train.launch.slurm.slurm_cli import run_client
+from hpc_train.training.run_directory import RunDirectory, make_files_private, make_submitit_directory
+
+_SUBMITTED = re.compile(r"Submitted batch job (\d+)")
+_NO_ANSWER = re.compile(r"timed out|Zero Bytes", re.IGNORECASE)
+
+
+class BatchExecutor(SlurmExecutor):
+    """submitit's Slurm executor with our command and environment: tasks read job.json, never a pickle."""
+
+    def __init__(self, folder: RunDirectory, request: JobRequest) -> None:
+        super().__init__(folder.submitit)
+        self._command, self._environment = request.command, submission_environment(request)
+        self.update_parameters(**request.parameters)
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return self._command
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Always usable: a dry run needs no Slurm, and `submit` says itself when there is none."""
+        return 2
+
+    def script(self) -> str:
+        """The batch script, as it is handed to sbatch."""
+        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+
+    def _submit_command(self, command: str) -> SlurmJob[Any]:
+        return SlurmJob(folder=self.folder, job_id=self.send(), tasks=list(range(self._num_tasks())))
+
+    def send(self, *options: str) -> str:
+        """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets; the job id."""
+        with make_files_private():  # Slurm runs a job with the umask of its submission
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.folder / f"script-{uuid.uuid4().hex}.sh"
+            path.touch(0o600)
+            path.write_text(self.script())
+            command, *rest = self._make_submission_command(path)
+            job_id = _run_sbatch([command, *options, *rest], self._environment)
+        path.rename(self.folder / f"{job_id}_submission.sh")
+        return job_id
+
+
+def submission_environment(request: JobRequest) -> dict[str, str]:
+    """The variables that the job gets; what is in the snapshot of its code is looked for there alone."""
+    found = job_environment(request.export)
+    if request.code and (path := found.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
+        found["PYTHONPATH"] = rest
+    return found
+
+
+def render_script(folder: RunDirectory, request: JobRequest) -> str:
+    """The batch script that `submit` would send."""
+    return BatchExecutor(folder, request).script()
+
+
+def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
+    """Hand the script to sbatch; returns the job id, or those of the chain, all or none of which are submitted.
+
+    Raises UserError with sbatch's own reason if it refuses.
+    """
+    require_sbatch()
+    submission_environment(request)  # before anything is written
+    jobs: list[str] = []
+    make_submitit_directory(folder)
+    there = set(folder.submitit.glob("*"))
+    try:
+        for _ in range(request.chain):
+            with make_files_private():
+                jobs.append(str(BatchExecutor(folder, request).submit(run_task, str(folder.path)).job_id))
+    except UserError:
+        if jobs:
+            run_client(["scancel", *jobs])
+        for left in set(folder.submitit.glob("*")) - there:
+            left.unlink()
+        raise
+    return jobs
+
+
+def require_sbatch() -> None:
+    """Raise UserError where there is no Slurm."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch is not on the PATH: submit from a login node of the cluster; --dry-run shows the script"
+        )
+
+
+def _run_sbatch(command: list[str], env: dict[str, str]) -> str:
+    said = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    match = _SUBMITTED.search(said.stdout)
+    if said.returncode or match is None:
+        raise explain_refusal(said.stderr or said.stdout)
+    return match[1]
+
+
+def explain_refusal(text: str) -> UserError:
+    """What sbatch said in place of a job id. A controller that answers too late may have taken the job all the same."""
+    reason = parse_sbatch_error(text)
+    if _NO_ANSWER.search(reason):
+        after = "if Slurm took the job all the same, it ends at once, for its files were taken back; submit again"
+        return UserError(f"sbatch got no answer: {reason}; {after}")
+    hint = "; leave its value empty (launch.extra.<option>=)" if "doesn't allow an argument" in reason else ""
+    return UserError(f"sbatch refused the job: {reason}{hint}")
+
+
+def parse_sbatch_error(text: str) -> str:
+    """sbatch's first error, without its own name in front."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
+    return first.removeprefix("sbatch: ").removeprefix("error: ")
+
+
+ALLOWED_VARIABLES = (
+    # who and where
+    *("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM"),
+    *("SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    # Python, its environments, and what modules load
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE"),
+    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "MANPATH", "PKG_CONFIG_PATH", "CMAKE_PREFIX_PATH"),
+    *("MODULE*", "LMOD_*", "LOADEDMODULES", "_LMFILES_*", "_ModuleTable*", "__LMOD_*", "BASH_ENV", "EBROOT*"),
+    *("EBVERSION*", "BASH_FUNC_module%%", "BASH_FUNC_ml%%", "BASH_FUNC__module_raw%%", "BASH_FUNC_switchml%%"),
+    # libraries that take their settings from there
+    *("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "ROCM_PATH", "ROCM_HOME", "MPI_HOME", "HDF5_*", "HF_HOME", "HF_HUB_CACHE"),
+    *("NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "MPICH_*", "OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*"),
+    *("TORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "PYTORCH_*", "HPC_TRAIN_*"),
+    # how Slurm's clients find their cluster
+    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"),
+)
+"""Names and patterns of what goes along; launch.export adds to it."""
+_RANK_VARIABLES = ("HPC_TRAIN_ATTEMPT", "HPC_TRAIN_RENDEZVOUS", "SUBMITIT_*")
+_VARIABLE_PATTERN = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?%]*")
+
+
+def job_environment(export: Sequence[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What of `env` a job gets. export: launch.export, more names or patterns; only they can name a secret.
+
+    Raises UserError for a name that is none, or that is not set here: the job would miss it.
+    """
+    chosen = {name: value for name, value in env.items() if _is_allowed(name)}
+    for pattern in export:
+        if not _VARIABLE_PATTERN.fullmatch(pattern):
+            raise UserError(f"launch.export: {pattern!r} is not the name of a variable; give names, not values")
+        found = {name: value for name, value in env.items() if fnmatchcase(name, pattern)}
+        if not found and not set("*?") & set(pattern):
+            raise UserError(f"launch.export: {pattern} is not set here; set it, or leave it out")
+        chosen |= found
+    return chosen
+
+
+def _is_allowed(name: str) -> bool:
+    if is_secret_name(name) or any(fnmatchcase(name, pattern) for pattern in _RANK_VARIABLES):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in ALLOWED_VARIABLES)

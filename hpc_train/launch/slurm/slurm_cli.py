@@ -1,0 +1,356 @@
+"""Slurm's command-line clients: run them, parse what they print, and ask about many jobs at once.
+
+Commands are argument lists with a time limit; one that is missing or does not answer is an answer, too. squeue
+tells every job that slurmctld remembers in one call; scontrol and sacct are asked only for what that leaves open,
+and less and less often while nothing changes. Where accounting is missing, nothing here needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.errors import UserError
+from hpc_train.launch.state.state_names import State, from_slurm_state
+
+TIMEOUT_SECONDS = 30.0
+"""Seconds for one answer; a controller under load may need some."""
+_CLIENT_VARIABLES = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SINFO|SCANCEL|SCONTROL|PMI|PMIX)_|PMI")
+_CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command answered."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it gave up, else its first line of complaint, without the names in front."""
+        lines = [line.strip() for line in self.err.splitlines() if line.strip()] or [f"exit code {self.code}"]
+        line = next((line for line in lines if re.match(r"(\w+: )?fatal: ", line)), lines[0])
+        return re.sub(r"^(\w+:? )?(error|fatal): ", "", line)
+
+
+RunClient = Callable[[Sequence[str]], Answer]
+
+
+def client_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`env` without what a surrounding job, or a user's taste in formats, would make a client do differently.
+
+    What says where the cluster is stays.
+    """
+    return {
+        name: value for name, value in env.items() if name in _CLUSTER_VARIABLES or not _CLIENT_VARIABLES.match(name)
+    }
+
+
+def run_client(command: Sequence[str]) -> Answer:
+    """Run one of Slurm's commands. A command that is missing or does not answer in time is an answer, too."""
+    try:
+        done = subprocess.run(
+            command,
+            env=client_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        return Answer(127, err=f"{command[0]} is not on the PATH")
+    except subprocess.TimeoutExpired:
+        return Answer(124, err=f"{command[0]} gave no answer within {TIMEOUT_SECONDS:g} s")
+    return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def handle_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Inside, these signals are this handler's. Python lets only the main thread see to it: elsewhere nothing changes.
+
+    A handler that was not set by Python cannot be put back, and stays.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    before = {it: known for it in numbers if here and (known := signal.getsignal(it)) is not None}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
+
+
+@contextmanager
+def delay_signals() -> Iterator[None]:
+    """Signals that would end this process wait, so that no job is submitted that nobody writes down.
+
+    A terminal's Ctrl-C ends sbatch, which then has refused.
+    """
+    came: list[int] = []
+    try:
+        with handle_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+def current_job_id(env: Mapping[str, str]) -> str | None:
+    """The job that `env` is of, as users name it: `12`, or `12_3` of an array; None outside of Slurm."""
+    if array := env.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{env.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return env.get("SLURM_JOB_ID")
+
+
+_EMPTY_WORDS = ("", "None", "(null)", "N/A", "None assigned")
+UNKNOWN_JOB = "Invalid job id specified"
+"""slurmctld's answer for a job that it has forgotten, or has never known."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job, or one element of an array."""
+
+    job_id: str
+    """`12`, or `12_3` of an array."""
+    raw_id: str
+    """The number that Slurm itself gave it; srun knows array elements by this one only."""
+    state: str
+    """Slurm's word."""
+    source: str
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+    exit_code: int | None = None
+
+
+def parse_exit_code(text: str) -> int | None:
+    """Slurm's `code:signal` as a shell would say it: 128 + n where signal n ended the job; None if it is neither."""
+    match = re.fullmatch(r"(\d{1,5}):(\d{1,3})", text.strip())
+    if match is None:
+        return None
+    code, number = int(match[1]), int(match[2])
+    return 128 + number if number else code
+
+
+def parse_nodes(text: str) -> tuple[str, ...]:
+    """The names of a host list; () for Slurm's words for none."""
+    if text in _EMPTY_WORDS:
+        return ()
+    try:
+        return tuple(expand_hostlist(text))
+    except UserError:
+        return (text,)
+
+
+def parse_word(text: str) -> str:
+    """A value, or "" for Slurm's words for none."""
+    return "" if text in _EMPTY_WORDS else text
+
+
+_SQUEUE_FORMAT = "%i|%A|%T|%N|%r"
+
+
+def squeue_command(job_ids: Iterable[str]) -> list[str]:
+    """The call for all of `job_ids`; the elements of an array come a line each."""
+    wanted = ",".join(job_ids)
+    return [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--all",
+        "--states=all",
+        f"--jobs={wanted}",
+        f"--format={_SQUEUE_FORMAT}",
+    ]
+
+
+def parse_squeue(text: str) -> list[JobRecord]:
+    """The jobs that squeue printed; a line of another form is nobody's."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|", 4)]
+        if len(fields) == 5 and fields[0] and "[" not in fields[0]:
+            job_id, raw, state, where, reason = fields
+            found.append(JobRecord(job_id, raw, state, "squeue", parse_nodes(where), parse_word(reason)))
+    return found
+
+
+_SCONTROL_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")
+
+
+def scontrol_command(job_id: str) -> list[str]:
+    """scontrol takes one id a call; that of an array shows all its elements."""
+    return ["scontrol", "-o", "show", "job", job_id]
+
+
+def parse_scontrol(text: str) -> list[JobRecord]:
+    """The jobs of `scontrol -o show job`, a line each."""
+    shown = (parse_scontrol_fields(line) for line in text.splitlines() if line.startswith("JobId="))
+    return [_scontrol_record(values) for values in shown if "[" not in values.get("ArrayTaskId", "")]
+
+
+def parse_scontrol_fields(line: str) -> dict[str, str]:
+    """Key -> value of one line; values may hold blanks, and the first of two equal keys counts."""
+    found: dict[str, str] = {}
+    keys = list(_SCONTROL_KEY.finditer(line))
+    for key, following in zip(keys, [*keys[1:], None], strict=True):
+        found.setdefault(key[1], line[key.end() : following.start() if following else None].strip())
+    return found
+
+
+def _scontrol_record(values: Mapping[str, str]) -> JobRecord:
+    raw, task = values["JobId"], values.get("ArrayTaskId")
+    job_id = f"{values['ArrayJobId']}_{task}" if task and task.isdecimal() and "ArrayJobId" in values else raw
+    return JobRecord(
+        job_id,
+        raw,
+        values.get("JobState", ""),
+        "scontrol",
+        parse_nodes(values.get("NodeList", "")),
+        parse_word(values.get("Reason", "")),
+        parse_exit_code(values.get("ExitCode", "")),
+    )
+
+
+_SACCT_FIELDS = "JobID,JobIDRaw,State,ExitCode,NodeList"
+
+
+def sacct_command(job_ids: Iterable[str]) -> list[str]:
+    """The call for all of `job_ids`: of a requeued job its newest run, steps left out."""
+    return [
+        "sacct",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        f"--jobs={','.join(job_ids)}",
+        f"--format={_SACCT_FIELDS}",
+    ]
+
+
+def parse_sacct(text: str) -> list[JobRecord]:
+    """The jobs that sacct printed; array elements that were never started share a line, which is left out."""
+    found = []
+    for line in text.splitlines():
+        values = line.split("|")
+        if len(values) == 5 and "[" not in values[0]:
+            job_id, raw, state, code, where = values
+            found.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
+    return found
+
+
+_MAX_SCONTROL_CALLS = 16
+"""Calls of scontrol in one poll: it takes one job (or array) a call."""
+
+
+@dataclass(frozen=True)
+class PollResult:
+    """Slurm's answers."""
+
+    records: dict[str, JobRecord] = field(default_factory=dict)
+    """By job id as the user knows it."""
+    silent: str | None = None
+    """Why slurmctld could not be asked; None: it answered, and what is not in `records` it does not know."""
+
+
+def poll_jobs(job_ids: Iterable[str], ask: RunClient) -> PollResult:
+    """What Slurm knows of these jobs; asks nothing if there are none."""
+    wanted = list(dict.fromkeys(job_ids))
+    if not wanted:
+        return PollResult()
+    said = ask(squeue_command(_whole_arrays(wanted)))
+    answered = said.code == 0 or UNKNOWN_JOB in said.err
+    records = {record.job_id: record for record in parse_squeue(said.out)}
+    if answered:
+        records |= _complete_records(wanted, records, ask)
+    missing = [job for job in wanted if job not in records or _lacks_exit_code(records[job])]
+    if missing:
+        for record in parse_sacct(ask(sacct_command(_whole_arrays(missing))).out):
+            if record.job_id not in records or _lacks_exit_code(records[record.job_id]):
+                records[record.job_id] = record
+    return PollResult({job: records[job] for job in wanted if job in records}, None if answered else _no_answer(said))
+
+
+def _no_answer(said: Answer) -> str:
+    return f"Slurm does not answer: {said.reason}"
+
+
+def _whole_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Arrays are asked for as wholes: a thousand elements are one word."""
+    return list(dict.fromkeys(job.partition("_")[0] for job in job_ids))
+
+
+def _lacks_exit_code(record: JobRecord) -> bool:
+    """Whether it says that a job failed, and not how."""
+    return (
+        record.exit_code is None
+        and from_slurm_state(record.state).ended
+        and from_slurm_state(record.state) is not State.DONE
+    )
+
+
+def _complete_records(wanted: Sequence[str], records: dict[str, JobRecord], ask: RunClient) -> dict[str, JobRecord]:
+    """The same records with their exit codes, of jobs that ended badly."""
+    bare = [job for job in wanted if job in records and _lacks_exit_code(records[job])]
+    found: dict[str, JobRecord] = {}
+    for base in _whole_arrays(bare)[:_MAX_SCONTROL_CALLS]:
+        found |= {record.job_id: record for record in parse_scontrol(ask(scontrol_command(base)).out)}
+    return {job: found[job] for job in bare if job in found}
+
+
+_MIN_SECONDS, _MAX_SECONDS = 2.0, 60.0
+"""Seconds between two polls."""
+
+
+@dataclass
+class Backoff:
+    """Doubles from `least` to `most`, and begins again when something changed."""
+
+    least: float = _MIN_SECONDS
+    most: float = _MAX_SECONDS
+    _next: float = 0.0
+
+    def seconds(self, changed: bool) -> float:
+        """How long to wait before the next poll, after one that showed a change or did not."""
+        self._next = self.least if changed or not self._next else min(self.most, 2 * self._next)
+        return self._next
+
+
+DEFAULT_ARRAY_SIZE = 1001
+"""Slurm's own MaxArraySize, for a controller that does not say."""
+_SHOW_CONFIG = ("scontrol", "show", "config")
+_ARRAY_LIMITS = (re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE), re.compile(r"\bmax_array_tasks=(\d+)"))
+
+
+def max_array_size(ask: RunClient) -> int:
+    """Elements of the largest array that this cluster takes, the first of which has index 0.
+
+    The smaller of MaxArraySize, which no index may reach, and max_array_tasks of SchedulerParameters. 0: no arrays.
+    """
+    said = ask(_SHOW_CONFIG)
+    found = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(said.out))]
+    return min(found) if said.code == 0 and found else DEFAULT_ARRAY_SIZE
+
+
+def split_evenly(count: int, most: int) -> list[range]:
+    """0 to `count` - 1 in as few consecutive ranges of at most `most` (1 or more) as there can be, of sizes as equal.
+
+    [] for a count of 0.
+    """
+    assert count >= 0
+    assert most >= 1
+    parts = -(-count // most)
+    return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

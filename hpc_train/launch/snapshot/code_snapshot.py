@@ -1,0 +1,344 @@
+"""Snapshot the code of a job at submission: what is edited later changes nothing of it.
+
+A snapshot holds all code of a run that is no installed package; it is named by the hash of its contents and
+stored once. users.jsonl in the store has a line per submission, and a snapshot that no run needs any more is
+removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.launch import LaunchConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.snapshot import code_sources
+from hpc_train.launch.snapshot import snapshot_files as files
+from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.sweep_directory import POINTS_FILE
+from hpc_train.regular_files import read_text
+
+_MIB = 1 << 20
+PATHS_FILE = "paths.json"
+"""In a snapshot: its folders for PYTHONPATH, in order."""
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """A folder whose code is in the snapshot."""
+
+    root: Path
+    entries: tuple[SnapshotEntry, ...]
+    commit: str | None = None
+    dirty: bool | None = None
+    """Whether it differed from the commit; None without git."""
+
+    def row(self) -> dict[str, Any]:
+        """For a job spec and an event."""
+        return {"root": str(self.root), "commit": self.commit, "dirty": self.dirty, "files": len(self.entries)}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run's code was when it was submitted. Making it writes nothing; `keep` does."""
+
+    hash: str
+    path: Path
+    """Where it lies, or will: a folder whose name is the hash."""
+    python_path: tuple[str, ...]
+    """Folders that Python searches first, in `path`."""
+    sources: tuple[dict[str, Any], ...]
+    """Root, commit, dirty and number of files of each tree."""
+    replaced: frozenset[Path] = frozenset()
+    """Folders that Python searched and that are in the snapshot now."""
+    entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
+
+    def keep(self) -> int:
+        """Store it, if it is not stored yet; returns what `discard` takes. Raises UserError if it cannot be stored."""
+        return files.store_snapshot(self.path, self.entries)
+
+    @contextmanager
+    def kept_for(self, run: Path) -> Iterator[None]:
+        """Store it for a run (or sweep) directory; what is raised inside takes back what was stored."""
+        kept = 0
+        try:
+            add_reference(self.path, run)
+            kept = self.keep()
+            yield
+        except BaseException:
+            self.discard(kept)
+            drop_reference(self.path.parent, run)
+            raise
+
+    def discard(self, kept: int) -> None:
+        """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
+        files.discard_snapshot(self.path, kept)
+
+    def without_sources(self, python_path: str) -> str:
+        """A PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
+        folders = [folder for folder in python_path.split(os.pathsep) if folder]
+        return os.pathsep.join(folder for folder in folders if Path(folder).resolve() not in self.replaced)
+
+
+def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot | None:
+    """The code of this run, and of others that run with it, as it is now; None where launch.snapshot=off.
+
+    run: the run or sweep directory; without launch.snapshot_dir the store lies beside it.
+    Raises UserError, one line, for code that cannot be read, is too much, or would be left out though it is needed.
+    """
+    if config.launch.snapshot == "off":
+        print("hpc-train: launch.snapshot=off: what you edit from now on changes the job that waits", file=sys.stderr)
+        return None
+    modules = code_sources.user_modules((config, *others))
+    trees, python_path, folders = (
+        _own_tree(),
+        ["0"] if code_sources.own_checkout() else [],
+        [code_sources.PACKAGE_FOLDER.parent],
+    )
+    if modules or config.launch.snapshot_include:
+        folders += code_sources.import_folders(modules)
+        theirs = _user_trees(folders[1:], config.launch)
+        python_path += _make_python_path(folders[1:], theirs, len(trees))
+        trees += theirs
+        _check_modules(modules, theirs)
+        _check_included(theirs, config.launch)
+        _check_size(theirs, config.launch.snapshot_max_mib)
+    entries = [replace(it, path=f"{index}/{it.path}") for index, tree in enumerate(trees) for it in tree.entries]
+    entries.append(SnapshotEntry(PATHS_FILE, json.dumps(python_path).encode()))
+    name = files.hash_entries(entries)
+    path = _snapshot_path(config.launch, run) / name
+    python = tuple(os.path.normpath(path / part) for part in python_path)
+    rows = tuple(tree.row() for tree in trees)
+    return Snapshot(name, path, python, rows, frozenset(folders) if trees else frozenset(), tuple(entries))
+
+
+def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
+    """Folder of all snapshots. Several users may have runs in one folder: each has a store of their own there."""
+    chosen = launch.snapshot_dir
+    place = Path(chosen).expanduser().absolute() if chosen else run.parent / f".hpc_train-code-{os.getuid()}"
+    if ":" in str(place) or not str(place).isprintable():
+        raise UserError(f"launch.snapshot: PYTHONPATH cannot hold {str(place)!r}; choose a launch.snapshot_dir")
+    return place
+
+
+def _own_tree() -> list[SourceTree]:
+    """The package itself, with conf/ where its wheel has it; [] if it is installed: then its version tells."""
+    package = code_sources.own_checkout()
+    if package is None:
+        return []
+    conf = code_sources.shipped_conf()
+    found = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
+    entries = {entry.path: entry for entry in found if entry.kind != "link"}
+    known = code_sources.find_repository(package)
+    told = (known.commit, known.dirty) if known else (None, None)
+    return [SourceTree(package, tuple(entries.values()), *told)]
+
+
+def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
+    found = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
+    return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in found if entry]
+
+
+def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTree]:
+    """The repositories of these folders, and the folders that are in none."""
+    known = {folder: code_sources.find_repository(folder) for folder in folders}
+    roots = dict.fromkeys(it.root if it else folder for folder, it in known.items())
+    plain = [root for root in roots if not any(it and it.root == root for it in known.values())]
+    inner = [root for root in plain if any(root != other and root.is_relative_to(other) for other in plain)]
+    of_root = {it.root: it for it in known.values() if it}
+    return [_make_tree(root, of_root.get(root), launch) for root in roots if root not in inner]
+
+
+def _make_tree(root: Path, known: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
+    paths = _paths_of_git(root) if known else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
+    paths = [path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)] + _included_paths(
+        root, launch
+    )
+    _check_number(root, paths)
+    _check_bytes({str(root / path): files.total_size(root, path) for path in paths}, launch.snapshot_max_mib)
+    found = {path: files.read_entry(root, path) for path in paths}
+    if left := [path for path in paths if found[path] is None and (root / path).is_symlink()]:
+        print(
+            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left[:3])}"
+            f"{f' and {len(left) - 3} more links' if len(left) > 3 else ''}",
+            file=sys.stderr,
+        )
+    entries = tuple(entry for entry in found.values() if entry)
+    return SourceTree(root, entries, known.commit if known else None, known.dirty if known else None)
+
+
+def _paths_of_git(root: Path) -> list[str]:
+    """What is tracked is the project's, whatever it is; of the rest, what looks like code."""
+    elsewhere = files.inside_of_no_project(root)
+    return [
+        it.path
+        for it in code_sources.list_files(root)
+        if it.tracked or not (files.is_data(it.path) or elsewhere(it.path))
+    ]
+
+
+def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
+    """launch.snapshot_include, as far as it lies in this tree."""
+    found: list[str] = []
+    for name in launch.snapshot_include:
+        path = Path(name).expanduser().resolve()
+        if path.is_relative_to(root):
+            below = str(path.relative_to(root))
+            found += (
+                [os.path.normpath(f"{below}/{it}") for it in files.walk_tree(path, None)] if path.is_dir() else [below]
+            )
+    return found
+
+
+def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], first: int) -> list[str]:
+    """Where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
+    found = []
+    for folder in folders:
+        tree = _find_tree(folder, trees)
+        below = str(folder.relative_to(tree.root)) if tree else ""
+        if tree and any(below == "." or entry.path.startswith(f"{below}/") for entry in tree.entries):
+            found.append(os.path.normpath(f"{first + trees.index(tree)}/{below}"))
+    return list(dict.fromkeys(found))
+
+
+def _find_tree(path: Path, trees: Sequence[SourceTree]) -> SourceTree | None:
+    """The innermost one around a path."""
+    around = [tree for tree in trees if path.is_relative_to(tree.root)]
+    return max(around, key=lambda tree: len(tree.root.parts), default=None)
+
+
+def _check_modules(modules: Sequence[str], trees: Sequence[SourceTree]) -> None:
+    """A module that git ignores would be missed by the job only hours later."""
+    for name in modules:
+        place = code_sources.locate_module(name)
+        if place is None or code_sources.is_installed(place):
+            continue
+        tree = _find_tree(place, trees)
+        below = str(place.relative_to(tree.root)) if tree else ""
+        if tree is None or not any(f"{entry.path}/".startswith(f"{below}/") for entry in tree.entries):
+            raise UserError(
+                f"model.module={name}: {place} is not in the snapshot of the code (git ignores it, or "
+                "launch.snapshot_exclude names it); name it in launch.snapshot_include"
+            )
+
+
+def _check_included(trees: Sequence[SourceTree], launch: LaunchConfig) -> None:
+    for name in launch.snapshot_include:
+        path = Path(name).expanduser().resolve()
+        if not path.exists():
+            raise UserError(f"launch.snapshot_include: {path}: No such file or directory")
+        if not any(path.is_relative_to(tree.root) for tree in trees):
+            roots = ", ".join(str(tree.root) for tree in trees)
+            raise UserError(f"launch.snapshot_include: {path}: lies outside of the code that is frozen, {roots}")
+
+
+def _check_number(root: Path, paths: Sequence[str]) -> None:
+    if len(paths) > files.MAX_FILES:
+        raise UserError(
+            f"launch.snapshot: {len(paths)} files in {root}, more than {files.MAX_FILES}; leave folders out with "
+            "launch.snapshot_exclude, or set launch.snapshot=off"
+        )
+
+
+def _check_size(trees: Sequence[SourceTree], most: float) -> None:
+    """All trees of the user together; each by itself was looked at before it was read."""
+    _check_bytes({str(tree.root / it.path): len(it.content) for tree in trees for it in tree.entries}, most)
+
+
+def _check_bytes(sizes: dict[str, int], most: float) -> None:
+    total = sum(sizes.values())
+    if total <= most * _MIB:
+        return
+    largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
+    shown = ", ".join(f"{path} ({sizes[path] / _MIB:.1f} MiB)" for path in largest if sizes[path] > total // 100)
+    raise UserError(
+        f"launch.snapshot_max_mib={most:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; leave "
+        "them out with launch.snapshot_exclude, or raise it"
+    )
+
+
+REFERENCES_FILE = "users.jsonl"
+_SNAPSHOT_NAME = re.compile(r"[0-9a-f]{40}")
+_GRACE_SECONDS = 86400.0
+"""Seconds in which a snapshot is needed whatever is seen of its run, whose directory is made later than it is."""
+
+
+def add_reference(path: Path, run: Path) -> None:
+    """Write down that the run (or sweep) in this directory needs the snapshot at `path`.
+
+    Before it is looked whether it is there: `tidy` looks for users after it has moved a snapshot away. Raises UserError
+    as `store.write`.
+    """
+    try:
+        files.make_store(path.parent)
+        sweep_directory.append_event(path.parent / REFERENCES_FILE, "use", code=path.name, run=str(run))
+    except OSError as error:
+        raise files.explain_store_error(error, path) from None
+
+
+def drop_reference(place: Path, run: Path) -> None:
+    """Of a submission that was refused: a store that it was the first in goes with it."""
+    users = place / REFERENCES_FILE
+    if {event.get("run") for event in sweep_directory.read_ledger(users)} <= {str(run)} and {*place.glob("*")} <= {
+        users
+    }:
+        users.unlink(missing_ok=True)
+        with suppress(OSError):
+            place.rmdir()
+
+
+def remove_unused_snapshots(place: Path) -> None:
+    """Remove the snapshots of a store that no run needs any more; what cannot be is left for the next time.
+
+    One that nobody has written down is left alone.
+    """
+    with suppress(OSError):
+        for name in sorted({str(event.get("code")) for event in sweep_directory.read_ledger(place / REFERENCES_FILE)}):
+            path = place / name
+            if _SNAPSHOT_NAME.fullmatch(name) and path.is_dir() and not _is_needed(path):
+                _remove_snapshot(path)
+
+
+def _remove_snapshot(path: Path) -> None:
+    """Out of the way first: who asks for it now finds none and stores it again, or is found here and gets it back."""
+    away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    path.rename(away)
+    if _is_needed(path):
+        with suppress(OSError):  # it has been stored again
+            away.rename(path)
+            return
+    files.remove_read_only(away)
+
+
+def _is_needed(path: Path) -> bool:
+    events = sweep_directory.read_ledger(path.parent / REFERENCES_FILE)
+    mine = (event for event in reversed(events) if event.get("code") == path.name)
+    return any(
+        time.time() - float(event["time"]) < _GRACE_SECONDS or _run_refers_to(Path(event["run"]), path)
+        for event in mine
+    )
+
+
+def _run_refers_to(run: Path, path: Path) -> bool:
+    """Whether what lies in a run directory names the snapshot. Nothing is said where its file system is not seen."""
+    if not run.is_dir():
+        return not run.parent.is_dir()
+    if (run / POINTS_FILE).exists():
+        return True
+    try:
+        return path.name in read_text(run / "job.json")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True

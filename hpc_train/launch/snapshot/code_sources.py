@@ -1,0 +1,176 @@
+"""Where the code of a run comes from: hpc_train's own checkout, folders of users' components, and git."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, distributions, entry_points
+from importlib.resources import files
+from pathlib import Path
+
+import hpc_train
+from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.models.registry import ENTRY_POINTS
+
+_INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
+PACKAGE_FOLDER = Path(hpc_train.__file__).resolve().parent
+
+
+def own_checkout() -> Path | None:
+    """Folder of the package hpc_train where it is an editable install or a checkout; None: installed from a wheel."""
+    return None if any(PACKAGE_FOLDER.parent.glob("hpc_train-*.dist-info")) else PACKAGE_FOLDER
+
+
+def shipped_conf() -> Path:
+    """Where conf/ lies: an editable install leaves it beside the package."""
+    return Path(str(files("hpc_train.conf"))).resolve()
+
+
+def user_modules(configs: Sequence[RunConfig]) -> list[str]:
+    """Python modules of users that these runs name, by import or by entry point."""
+    names: dict[str, None] = {}
+    offered = {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}
+    for config in configs:
+        if isinstance(config.model, CustomModelConfig):
+            name = config.model.module or offered.get(config.model.name)
+            names |= {name: None} if name else {}
+    return list(names)
+
+
+def locate_module(module: str) -> Path | None:
+    """File of a module's outermost package, found as an import would find it; nothing of it is run. None: not here."""
+    top = module.partition(".")[0]
+    try:
+        found = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return _module_path(found) if found else None
+
+
+def _module_path(found: ModuleSpec) -> Path | None:
+    if found.submodule_search_locations:
+        return Path(next(iter(found.submodule_search_locations))).absolute()
+    return Path(found.origin).resolve() if found.has_location and found.origin else None
+
+
+def import_folders(modules: Sequence[str]) -> list[Path]:
+    """Folders that users' modules are imported from, in the order of the search; what is installed is not theirs.
+
+    Those on the path, those of packages that are installed as editable, that of each module, the current folder.
+    """
+    here = Path.cwd()
+    found = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
+    found = [folder for folder in found if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
+    for name in [*_editable_packages(), *modules]:
+        place = locate_module(name)
+        if place is not None and not is_installed(place):
+            found.append(place.parent)
+    return list(dict.fromkeys([*found, here]))
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a path is the interpreter's, or in one of its folders of installed packages."""
+    if _INSTALLED_FOLDERS & set(path.parts):
+        return True
+    return any(path.is_relative_to(folder) for folder in _prefixes())
+
+
+@cache
+def _prefixes() -> set[str]:
+    return {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} - {"/"}
+
+
+def _holds_user_modules(folder: Path) -> bool:
+    """The folder of the command itself, which Python puts on the path, holds no modules."""
+    if folder.resolve() == Path(sys.argv[0]).resolve().parent != Path.cwd() or not folder.is_dir():
+        return False
+    return not is_installed(folder.absolute()) and folder.stat().st_uid == os.getuid()
+
+
+def _editable_packages() -> Iterator[str]:
+    """Names that can be imported of distributions that pip installed as editable."""
+    for distribution in distributions():
+        told = distribution.read_text("direct_url.json") or ""
+        if '"editable": true' in told and distribution.name != "hpc_train":
+            yield from _top_level_names(distribution)
+
+
+def _top_level_names(distribution: Distribution) -> list[str]:
+    return (distribution.read_text("top_level.txt") or distribution.name.replace("-", "_")).split()
+
+
+_GIT_TIMEOUT_SECONDS = 60.0
+"""Seconds for one answer; a large repository on a slow file system needs some."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The work tree that a folder belongs to."""
+
+    root: Path
+    commit: str | None
+    """None before the first one."""
+    dirty: bool
+    """Whether anything differs from the commit, files that git does not know included."""
+
+
+@dataclass(frozen=True)
+class ListedFiles:
+    """A file, or a link, of a work tree."""
+
+    path: str
+    """Relative to the root."""
+    tracked: bool
+
+
+def find_repository(folder: Path) -> Repository | None:
+    """The repository that `folder` lies in; None without one, without git, or where git does not trust its owner."""
+    said = _run_git(folder, "rev-parse", "--show-toplevel")
+    if not said:
+        return None
+    root = Path(os.fsdecode(said.rstrip(b"\n")))
+    status = _run_git(root, "status", "--porcelain=v2", "--branch", "-z", "--ignore-submodules=none")
+    if status is None:
+        return None
+    words = [word for word in status.split(b"\0") if word]
+    name = next((word[13:].decode() for word in words if word.startswith(b"# branch.oid ")), "(initial)")
+    return Repository(root, None if name == "(initial)" else name, any(not word.startswith(b"# ") for word in words))
+
+
+def list_files(root: Path, below: str = "") -> list[ListedFiles]:
+    """What is tracked, and what is not but is not ignored either; of submodules and repositories inside, too."""
+    said = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
+    found: dict[str, ListedFiles] = {}
+    for word in filter(None, said.split(b"\0")):
+        mark, path = word[:1], os.fsdecode(word[2:])
+        inner = (root / path).is_dir() and not (root / path).is_symlink()
+        if inner and (root / path / ".git").exists():
+            found |= {it.path: it for it in list_files(root / path, f"{below}{path.rstrip('/')}/")}
+        elif not inner:
+            found[below + path] = ListedFiles(below + path, mark != b"?")
+    return list(found.values())
+
+
+def _run_git(folder: Path, *words: str) -> bytes | None:
+    """What git answers; None if it refuses. No hook of the repository is run and nothing is written."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

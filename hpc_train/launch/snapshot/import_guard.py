@@ -1,0 +1,77 @@
+"""In a rank: what runs here is what was submitted, or the job ends with a line that says what is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import hpc_train
+from hpc_train.errors import UserError
+from hpc_train.launch.job_spec import JobSpec
+from hpc_train.launch.snapshot import code_sources, snapshot_files
+
+
+def guard_imports(spec: JobSpec, first: bool) -> None:
+    """Check that this process runs the code of the spec, and see to it that no module comes from where it was.
+
+    first: whether this is the process that reads all of the snapshot; the others look at paths alone.
+    Raises UserError if hpc_train is of another version or from elsewhere, or if the snapshot is not what it was.
+    """
+    if spec.hpc_train != hpc_train.__version__:
+        raise UserError(
+            f"{spec.run_dir}/job.json: was submitted with hpc_train {spec.hpc_train}, and here is "
+            f"{hpc_train.__version__} ({code_sources.PACKAGE_FOLDER}); install that version, or submit the run again"
+        )
+    if not spec.code:
+        return
+    path = Path(spec.code)
+    if not path.is_dir():
+        raise UserError(f"{path}: the snapshot of the code is not there (any more); submit the run again")
+    snapshot_files.check_private_folder(path)
+    if first and snapshot_files.hash_folder(path) != path.name:
+        raise UserError(f"{path}: the snapshot of the code was changed; submit the run again")
+    roots = [Path(row["root"]) for row in spec.sources]
+    _check_own_package(path)
+    sys.meta_path.insert(0, SnapshotFinder(path, roots))
+
+
+def _check_own_package(path: Path) -> None:
+    """hpc_train must be that of the snapshot, if it was frozen, too: the path that a job is given may get lost."""
+    if (path / "0/hpc_train/launch/snapshot").is_dir() and not code_sources.PACKAGE_FOLDER.is_relative_to(
+        path.resolve()
+    ):
+        raise UserError(
+            f"hpc_train was imported from {code_sources.PACKAGE_FOLDER}, and not from "
+            f"{path}; let launch.setup leave PYTHONPATH"
+        )
+
+
+class SnapshotFinder(MetaPathFinder):
+    """Asks the other finders, and refuses what they find in a folder that the snapshot was made from."""
+
+    def __init__(self, snapshot: Path, roots: Sequence[Path]) -> None:
+        self._snapshot, self._roots = snapshot.resolve(), tuple(roots)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """As the other finders. Raises UserError for a module that may have been edited since."""
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            found = None if finder is self or find is None else find(name, path, target)
+            if found is not None:
+                self._check(name, found.origin if found.has_location else None)
+                return found  # type: ignore[no-any-return]
+        return None
+
+    def _check(self, name: str, origin: str | None) -> None:
+        if not origin or code_sources.is_installed(Path(origin)):
+            return
+        place = Path(origin).resolve()
+        if any(place.is_relative_to(root) for root in self._roots) and not place.is_relative_to(self._snapshot):
+            raise UserError(
+                f"import {name}: {place} is not in the snapshot of the code, and may have been edited since; name it "
+                "in launch.snapshot_include"
+            )

@@ -1,0 +1,296 @@
+"""The files of a snapshot: which of a tree belong to it, their hash, and how they are stored.
+
+A snapshot on disk is a read-only folder under the hash of its contents; it appears whole and belongs to its owner
+alone. Nothing outside of the tree is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hpc_train.errors import UserError
+
+CACHE_FOLDER = "__pycache__"
+CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed"})
+"""What a package is made of."""
+SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
+"""What is taken of a folder without git."""
+_FOLDERS = frozenset(
+    {
+        *(
+            ".git",
+            ".hg",
+            ".svn",
+            CACHE_FOLDER,
+            ".venv",
+            "venv",
+            "site-packages",
+            "node_modules",
+            ".tox",
+            ".nox",
+            ".eggs",
+        ),
+        *(".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints", "wandb"),
+    }
+)
+_DATA_SUFFIXES = frozenset(
+    {
+        *(".h5", ".hdf5", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".pkl", ".pickle", ".onnx"),
+        *(".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".tar", ".gz", ".xz", ".zst", ".zip", ".sif", ".sqsh"),
+        *(".log", ".out", ".err", ".pyc", ".swp", ".mp4", ".jpg", ".png", ".wav", ".db", ".sqlite"),
+    }
+)
+"""Suffixes of files that no work tree tracks and that are no code, either."""
+_PROJECT_MARKS = (
+    ("pyvenv.cfg",),
+    ("conda-meta",),
+    ("job.json", "config.yaml", "logs"),
+    ("points.jsonl", "ledger.jsonl"),
+)
+"""What a folder holds that is a virtual environment, a run or a sweep."""
+MAX_FILES = 50_000
+"""More than that is no project."""
+
+
+@dataclass(frozen=True)
+class SnapshotEntry:
+    """A file or a symbolic link, with what is in it."""
+
+    path: str
+    """Relative to the tree."""
+    content: bytes
+    """Of a link: where it points to, relative and inside of the tree."""
+    kind: str = "file"
+    """file, program (executable), or link."""
+
+
+def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
+    """A name for just these contents under these paths: the first 160 bits of a SHA-256."""
+    total = hashlib.sha256()
+    for entry in sorted(entries, key=lambda it: it.path):
+        path = os.fsencode(entry.path)
+        total.update(f"{entry.kind} {len(path)} {len(entry.content)} ".encode())
+        total.update(path)
+        total.update(entry.content)
+    return total.hexdigest()[:40]
+
+
+def read_entry(root: Path, path: str) -> SnapshotEntry | None:
+    """One entry of the tree at `root`; None for what is no file, and for links that leave the tree.
+
+    Raises UserError for a file that cannot be read.
+    """
+    full = f"{root}/{path}"  # strings: there may be thousands, and a Path costs as much as a system call
+    try:
+        status = os.lstat(full)
+        if stat.S_ISLNK(status.st_mode):
+            return _read_link(root, path)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            return SnapshotEntry(path, file.read(), "program" if status.st_mode & 0o100 else "file")
+    except FileNotFoundError:
+        return None  # tracked, and deleted
+    except OSError as error:
+        raise UserError(
+            f"launch.snapshot: {full}: {error.strerror}; make it readable, or name it in launch.snapshot_exclude"
+        ) from None
+
+
+def _read_link(root: Path, path: str) -> SnapshotEntry | None:
+    """A link is kept as one, so that what it points to is there once; it must stay inside of the tree."""
+    top = root.resolve()
+    # Of a link to itself realpath gives the link, which does not exist; Path.resolve raises.
+    target, parent = Path(os.path.realpath(root / path)), (root / path).parent.resolve()
+    if not target.is_relative_to(top) or not parent.is_relative_to(top) or not target.exists():
+        return None
+    return SnapshotEntry(path, os.fsencode(os.path.relpath(target, parent)), "link")
+
+
+def total_size(root: Path, path: str) -> int:
+    """Bytes of a file; 0 for anything else."""
+    try:
+        status = os.lstat(f"{root}/{path}")
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
+    """Files and links with one of these suffixes (None: all), in order; folders of no project left out.
+
+    Raises UserError for a tree that is too large for one.
+    """
+    seen = 0
+    for folder, names, files in os.walk(root):
+        here = os.path.relpath(folder, root)
+        links = [name for name in names if (Path(folder) / name).is_symlink()]
+        names[:] = sorted(name for name in names if name not in links and not is_no_project(Path(folder) / name))
+        seen += len(names) + len(files)
+        if seen > MAX_FILES:
+            raise UserError(
+                f"launch.snapshot: more than {MAX_FILES} files below {root}; run from the project's own folder, "
+                "make it a git repository, or set launch.snapshot=off"
+            )
+        for name in sorted([*files, *links]):
+            if suffixes is None or os.path.splitext(name)[1] in suffixes or name in links:  # noqa: PTH122
+                yield name if here == "." else f"{here}/{name}"
+
+
+def is_no_project(folder: Path) -> bool:
+    """Whether a folder holds no code of a project: caches, virtual environments, runs."""
+    if folder.name in _FOLDERS or folder.name.startswith(".hpc_train-code"):
+        return True
+    return any(all((folder / name).exists() for name in names) for names in _PROJECT_MARKS)
+
+
+def is_data(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in _DATA_SUFFIXES  # noqa: PTH122
+
+
+def inside_of_no_project(root: Path) -> Callable[[str], bool]:
+    """Whether a path lies in such a folder of the tree; every folder is looked at once."""
+    known: dict[str, bool] = {"": False}
+
+    def look(folder: str) -> bool:
+        if folder not in known:
+            known[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
+        return known[folder]
+
+    return lambda path: look(os.path.dirname(path))  # noqa: PTH120
+
+
+def matches_pattern(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a path, a folder of it, or its last name is meant by one of these patterns."""
+    parts = Path(path).parts
+    names = {*parts, *("/".join(parts[: count + 1]) for count in range(len(parts)))}
+    return any(fnmatchcase(name, pattern.rstrip("/")) for pattern in patterns for name in names)
+
+
+def store_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
+    """Store these entries under `path`, whose last part is their hash; returns when it was written, 0: long ago.
+
+    Raises UserError if it cannot be, or if somebody else owns what lies there.
+    """
+    try:
+        make_store(path.parent)
+        with suppress(FileNotFoundError):  # it was never there, or is just being removed
+            check_private_folder(path)
+            if hash_folder(path) == path.name:
+                os.utime(path)  # whoever wrote it and wants to take it back sees that it is needed
+                return 0
+            remove_read_only(path)
+        return _write_snapshot(path, entries)
+    except OSError as error:
+        raise explain_store_error(error, path) from None
+
+
+def explain_store_error(error: OSError, path: Path) -> UserError:
+    """Why a snapshot cannot be stored at `path`."""
+    return UserError(
+        f"launch.snapshot: {error.filename or path}: {error.strerror}; choose a launch.snapshot_dir that can be written"
+    )
+
+
+def make_store(folder: Path) -> None:
+    """Make a folder for snapshots. Raises UserError if it is somebody else's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private_folder(folder)
+
+
+def _write_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
+    """Beside, then renamed: of two that store the same at the same time one wins, and either is whole."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        _write_entries(beside, entries)
+        written = beside.stat().st_mtime_ns
+        beside.rename(path)
+        return written
+    except OSError:
+        if path.exists() and hash_folder(path) == path.name:
+            return 0
+        raise
+    finally:
+        if beside.exists():
+            remove_read_only(beside)
+
+
+def _write_entries(top: Path, entries: Sequence[SnapshotEntry]) -> None:
+    top.mkdir(0o700)
+    holding = {os.path.dirname(entry.path) for entry in entries}  # noqa: PTH120
+    folders = sorted({folder for path in holding for folder in (Path(path), *Path(path).parents)} - {Path()})
+    for folder in folders:
+        (top / folder).mkdir(0o700)
+    for entry in entries:
+        if entry.kind == "link":
+            (top / entry.path).symlink_to(os.fsdecode(entry.content))
+        else:
+            _write_file(f"{top}/{entry.path}", entry)
+    _make_caches(top, entries)
+    for folder in reversed([Path(), *folders]):
+        (top / folder).chmod(0o500)
+
+
+def _write_file(path: str, entry: SnapshotEntry) -> None:
+    mode = 0o500 if entry.kind == "program" else 0o400
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(entry.content)
+
+
+def _make_caches(top: Path, entries: Iterable[SnapshotEntry]) -> None:
+    """Where Python leaves what it has compiled: without them every rank of every job compiles all modules again."""
+    for folder in {os.path.dirname(entry.path) for entry in entries if entry.path.endswith(".py")}:  # noqa: PTH120
+        (top / folder / CACHE_FOLDER).mkdir(0o700, exist_ok=True)
+
+
+def hash_folder(path: Path) -> str:
+    """The hash of what lies there now."""
+    return hash_entries(_read_stored(str(path), ""))
+
+
+def _read_stored(top: str, below: str) -> Iterator[SnapshotEntry]:
+    with os.scandir(f"{top}/{below}") as listed:
+        for item in listed:
+            name = f"{below}{item.name}"
+            if item.is_symlink():
+                yield SnapshotEntry(name, os.fsencode(os.readlink(item.path)), "link")  # noqa: PTH115
+            elif not item.is_dir(follow_symlinks=False):
+                yield read_entry(Path(top), name) or SnapshotEntry(name, b"", "neither file nor link")
+            elif item.name != CACHE_FOLDER:
+                yield from _read_stored(top, f"{name}/")
+
+
+def check_private_folder(path: Path) -> None:
+    """Raise UserError unless it is a folder of this user that nobody else can write to."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise UserError(
+            f"{path}: is no folder of yours alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}), and "
+            "code would be run from it; choose another launch.snapshot_dir"
+        )
+
+
+def discard_snapshot(path: Path, written: int) -> None:
+    """Remove what `write` wrote at that time, unless another submission has asked for it since."""
+    if written and path.stat().st_mtime_ns == written:
+        remove_read_only(path)
+        with suppress(OSError):  # others are in it
+            path.parent.rmdir()
+
+
+def remove_read_only(path: Path) -> None:
+    """Remove a folder whose folders are read-only."""
+    for folder, _, _ in os.walk(path):
+        Path(folder).chmod(0o700)
+    shutil.rmtree(path)

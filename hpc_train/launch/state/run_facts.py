@@ -1,0 +1,184 @@
+"""Everything that is known of a point before anybody says what it means: its own files, then Slurm's answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.failures import SRUN_ERRORS, find_first_error
+from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
+from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.launch.state.state_names import State, parse_ending
+from hpc_train.runtime.processes import is_process_alive
+
+_LOG_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One point, seen at one moment."""
+
+    point: RunPoint
+    attempts: tuple[Attempt, ...] = ()
+    jobs: tuple[str, ...] = ()
+    """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
+    failure: str = ""
+    """What the newest attempt's failure event says."""
+    cancelled: bool = False
+    """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
+    steps: int | None = None
+    """Steps of the whole run, as reported by the newest attempt that began."""
+    ending: State | None = None
+    """How the last job ended, according to slurmstepd's lines in its log."""
+    cancel_note: str = ""
+    """Note by `hpc-train cancel` about ranks it had to kill, in the newest attempt."""
+    alive: bool | None = None
+    """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
+    cannot be seen from here."""
+    seen: float | None = None
+    """Seconds since anything of the run was written; of runs on another machine."""
+    records: tuple[JobRecord, ...] = ()
+    """What Slurm says of `jobs`."""
+    silent: str | None = None
+    """Why Slurm could not be asked."""
+
+    @property
+    def newest(self) -> Attempt | None:
+        """The newest attempt of the last submission (of a run without Slurm: of all)."""
+        mine = [it for it in self.attempts if not self.jobs or it.begun is None or it.begun.job_id in self.jobs]
+        return mine[-1] if mine else None
+
+
+def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
+    """The facts of all points, with one poll for all of them that have not told their own end.
+
+    A run whose job Slurm does not know may have ended just now: its files are read again.
+    """
+    first = [read_files(point) for point in points]
+    polled = poll_jobs(_open_jobs(first), ask)
+    found = []
+    for facts in first:
+        records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
+        if facts.jobs and not _has_ended(facts) and any(_is_over(record) for record in records or (None,)):
+            facts = read_files(facts.point)
+        found.append(replace(facts, records=records, silent=polled.silent))
+    return found
+
+
+def _is_over(record: JobRecord | None) -> bool:
+    return record is None or record.state not in ("RUNNING", "PENDING")
+
+
+def read_files(point: RunPoint) -> RunFacts:
+    """The facts that the run itself has left."""
+    attempts = read_attempts(point.run)
+    events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
+    facts = RunFacts(point, attempts, _latest_jobs(attempts, events))
+    if (newest := facts.newest) is None:
+        pool = point.placed
+        alive = is_process_alive(pool.process, pool.started, pool.machine) if pool and not pool.job else None
+        return replace(facts, cancelled=_was_cancelled(facts.jobs, None, events), alive=alive)
+    begun = newest.begun
+    return replace(
+        facts,
+        steps=_total_steps(events),
+        ending=_ending_in_log(facts),
+        failure="" if newest.result and newest.result.exit_code == 0 else _failure_text(point.run, newest, events),
+        cancelled=_was_cancelled(facts.jobs, newest, events),
+        cancel_note=_cancel_note(newest, events),
+        alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
+        seen=_seconds_since_sign(point.run),
+    )
+
+
+def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+    """What the batch script has recorded; else what the ranks have left."""
+    for event in events:
+        if event["event"] == "failure" and event["attempt"] == newest.number:
+            return str(event.get("why", ""))
+    error = find_first_error(run / "logs" / str(newest.number))
+    return error.line if error else ""
+
+
+def _seconds_since_sign(run: Path) -> float | None:
+    """Seconds since a step was recorded or a heart beat; the clock of the file server may be another one."""
+    times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Whole lines of events.jsonl."""
+    found = []
+    for line in read_tail_text(run / "events.jsonl").splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
+            found.append(event)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """Those of the last submission, unless something else has begun to run here since."""
+    submits = [event for event in events if event["event"] == "submit"]
+    last = submits[-1] if submits else None
+    jobs = tuple(str(job) for job in last.get("job_ids") or [last["job_id"]]) if last else ()
+    begun = attempts[-1].begun if attempts else None
+    if begun is None or begun.job_id in jobs:
+        return jobs
+    if last is not None and last["time"] > begun.time:
+        return jobs
+    return (begun.job_id,) if begun.job_id else ()
+
+
+def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable[dict[str, Any]]) -> bool:
+    cancels = [event for event in events if event["event"] == "cancel"]
+    if jobs:
+        return any(event.get("job_id") in jobs for event in cancels)
+    return newest is not None and any(event["attempt"] == newest.number for event in cancels)
+
+
+def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:
+    found = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
+    return found[-1] if found and type(found[-1]) is int else None
+
+
+def _ending_in_log(facts: RunFacts) -> State | None:
+    """Read the job's end from its log.
+
+    If Slurm has no accounting, or it does not answer, this is the only trace of a time limit.
+    """
+    newest = facts.newest
+    if newest is None or newest.begun is None or not newest.begun.job_id:
+        return None
+    if newest.result is not None and (newest.result.slurm or newest.result.exit_code == 0):
+        return None
+    job_log = facts.point.job_logs / f"job-{newest.begun.job_id}.log"
+    srun_errors = facts.point.run / "logs" / str(newest.number) / SRUN_ERRORS
+    return parse_ending(read_tail_text(srun_errors, _LOG_TAIL_BYTES)) or parse_ending(
+        read_tail_text(job_log, _LOG_TAIL_BYTES)
+    )
+
+
+def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+    mine = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
+    return next((str(event["why"]) for event in reversed(mine) if event.get("why")), "")
+
+
+def _has_ended(facts: RunFacts) -> bool:
+    """Whether the run says itself that it has come to its end, so that nobody need be asked."""
+    return facts.newest is not None and facts.newest.result is not None and facts.newest.result.done
+
+
+def _open_jobs(facts: Iterable[RunFacts]) -> list[str]:
+    return [job for it in facts if not _has_ended(it) for job in it.jobs]

@@ -1,0 +1,136 @@
+"""RUN on the command line: a run directory, a sweep directory, or a job id. A sweep is a list of runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+from hpc_train.launch.slurm import slurm_cli
+from hpc_train.launch.slurm.slurm_cli import UNKNOWN_JOB, RunClient
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory, find_sweep, point_ids
+
+_JOB_ID = re.compile(r"\d{1,12}(_\d{1,7})?")
+
+
+@dataclass(frozen=True)
+class RunPoint:
+    """One run: of a sweep its point, else the one there is."""
+
+    name: str
+    run: Path
+    """Run directory; that of a point is made when it begins."""
+    sweep: SweepDirectory | None = None
+    placed: sweep_directory.PointPlacement | None = None
+    """Of a sweep's point: where it was last sent to."""
+    cancels: tuple[tuple[str, float], ...] = ()
+    """(job, time) of each cancellation that was asked for while it waited."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether it shares its job with other points."""
+        return self.placed is not None and self.placed.packed
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the sweep's ledger says of it, as events.jsonl would."""
+        found: list[dict[str, Any]] = []
+        if self.placed and self.placed.job:
+            found.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
+        for job, time in self.cancels:
+            found.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
+        return found
+
+    @property
+    def job_logs(self) -> Path:
+        """Where the batch script's own words are."""
+        return self.sweep.logs if self.sweep else self.run / "logs"
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a directory is a run's."""
+    return (path / "job.json").exists() or (path / "logs").is_dir()
+
+
+def is_job_id(name: str) -> bool:
+    """Whether it is Slurm's name of a job, and of no directory here."""
+    return bool(_JOB_ID.fullmatch(name)) and not Path(name).is_dir()
+
+
+def find_points(name: str, ask: RunClient) -> list[RunPoint]:
+    """The points that `name` stands for, in order. Raises UserError, one line, if it is nothing that we know."""
+    path = Path(name).expanduser().absolute()
+    if sweep := find_sweep(path):
+        return points_of_sweep(sweep) if path == sweep.path else [_point_of_sweep(sweep, path)]
+    if path.is_dir():
+        return _points_in_directory(path)
+    if is_job_id(name):
+        return _points_of_job(name, ask)
+    raise UserError(f"{name}: no such run directory; give a run directory, a sweep directory, or a job id")
+
+
+def points_of_sweep(sweep: SweepDirectory) -> list[RunPoint]:
+    """All points of a sweep, those that have not begun too."""
+    events = sweep_directory.read_ledger(sweep.ledger)
+    placed, cancels = sweep_directory.latest_placements(events), sweep_directory.find_cancellations(events)
+    return [
+        RunPoint(name, sweep.run(name), sweep, placed.get(name), tuple(cancels.get(name, ())))
+        for name in point_ids(sweep)
+    ]
+
+
+def require_single(points: Sequence[RunPoint], name: str) -> RunPoint:
+    """The only point, for commands that take one run."""
+    if len(points) == 1:
+        return points[0]
+    raise UserError(f"{name}: a sweep of {len(points)} points; give one of them, such as {points[0].run}")
+
+
+def _point_of_sweep(sweep: SweepDirectory, path: Path) -> RunPoint:
+    for point in points_of_sweep(sweep):
+        if point.run == path:
+            return point
+    raise UserError(f"{path}: the sweep has no such point; `hpc-train status {sweep.path}` lists them")
+
+
+def _points_in_directory(path: Path) -> list[RunPoint]:
+    if (path / "points").is_dir():
+        runs = sorted(entry for entry in (path / "points").iterdir() if is_run_directory(entry))
+        if runs:
+            return [RunPoint(run.name, run) for run in runs]
+        raise UserError(f"{path}: a sweep without points; was it submitted?")
+    if is_run_directory(path):
+        return [RunPoint(path.name, path)]
+    raise UserError(f"{path}: neither a run directory (no job.json) nor a sweep directory (no points/)")
+
+
+def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
+    """Slurm knows where a job's log and its script are: in folders of its run or sweep directory."""
+    said = ask(slurm_cli.scontrol_command(job_id))
+    if said.code != 0:
+        known = "Slurm does not know it (any more)" if UNKNOWN_JOB in said.err else said.reason
+        raise UserError(f"job {job_id}: {known}; give its run directory")
+    shown = [slurm_cli.parse_scontrol_fields(line) for line in said.out.splitlines() if line.startswith("JobId=")]
+    files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
+    places = dict.fromkeys(place for file in files for place in file.parents[1:2])
+    if found := _points_of_array(job_id, filter(None, map(find_sweep, places))):
+        return found
+    runs = [place for place in places if is_run_directory(place)]
+    if not runs:
+        where = shown[0].get("WorkDir", "an unknown folder") if shown else "an unknown folder"
+        raise UserError(f"job {job_id}: was not submitted by hpc-train (but from {where})")
+    return [RunPoint(run.name, run) for run in runs]
+
+
+def _points_of_array(job_id: str, sweeps: Iterable[SweepDirectory]) -> list[RunPoint]:
+    """The points of an array, `12`, or of its element, `12_3`, that it is still the last job of."""
+
+    def mine(point: RunPoint) -> bool:
+        job = point.placed.job if point.placed and point.placed.job else ""
+        return job == job_id or job.startswith(f"{job_id}_")
+
+    return [point for sweep in sweeps for point in points_of_sweep(sweep) if mine(point)]

@@ -1,0 +1,231 @@
+"""`hpc-train train -m`: the points of a sweep on this machine, a few at a time, each with its own CPUs and GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hpc_train import __version__
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from hpc_train.launch.failures import explain_failure
+from hpc_train.launch.freeze import describe_finished_run
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment
+from hpc_train.launch.local.rank_pool import EXIT_KILLED, count_gpus, local_rank_count, start_ranks
+from hpc_train.launch.state.attempts import write_result_marker
+from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.point_entrypoint import make_run_directory
+from hpc_train.launch.sweep.points import PointFreezer, freeze_points, print_plans, read_grid
+from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory
+from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
+from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.runtime.identity import identify_process
+from hpc_train.runtime.processes import StopRequest, identify_machine, read_start_time
+from hpc_train.terminal import one_line
+from hpc_train.training.run_directory import RunDirectory, make_attempt
+from hpc_train.training.warning_files import NewWarnings
+
+
+def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
+    """Run all points of a sweep here; returns the exit code, 0 only if all are done."""
+    if identify_process(os.environ) is not None:
+        raise UserError("train -m: starts ranks of its own; call it without srun, torchrun or mpirun around it")
+    grid = read_grid(overrides, config_dir)
+    composer = Composer(frozenset(grid.keys), config_dir)
+    first = compose_first(grid, composer)
+    if first.launch.kind != "local":
+        raise UserError(f"launch={first.launch.kind}: `hpc-train train` runs here; use `hpc-train submit -m` for Slurm")
+    if first.launch.points_per_job > 1:
+        raise UserError("launch.points_per_job: is for jobs of Slurm; here it is launch.parallel_points")
+    folder = new_sweep_directory(first)
+    freezer = PointFreezer(folder, local_rank_count, _ranks_of_point)
+    frozen = freeze_points(grid, composer, freezer)
+    print_plans(freezer, frozen)
+    told = {"overrides": list(overrides), "swept": list(grid.keys)}
+    with submission_transaction(folder.path):
+        write_sweep_directory(folder, frozen.points)
+        sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **told)
+    print(f"{len(frozen.points)} points, sweep directory {folder.path}", flush=True)
+    return run_points(folder, frozen.points, stop)
+
+
+def _ranks_of_point(config: RunConfig) -> int:
+    if mpi := needs_mpi(config):
+        raise UserError(f"{mpi}: MPI must start the ranks; run such points one by one with mpirun")
+    return local_rank_count(config)
+
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class MachineShare:
+    """What this machine has for points."""
+
+    slots: int
+    """Points at a time."""
+    cores: int
+    gpus: int
+
+    def threads(self, point: FrozenPoint) -> int:
+        """Of one rank."""
+        return _launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
+
+    def environment(self, slot: int, point: FrozenPoint) -> dict[str, str]:
+        """What tells the ranks of a point which part of this machine is theirs; of a single one, all of it is."""
+        if self.slots == 1:
+            return {}
+        return {
+            SHARE_VARIABLE: format_share(slot, self.slots),
+            **gpu_share_environment(slot, point.spec.ranks, os.environ, self.gpus),
+        }
+
+
+def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
+    """launch.parallel_points, else as many as have a core for every thread, and a GPU for every rank where there are
+    GPUs.
+    """
+    cores, gpus = len(os.sched_getaffinity(0)), count_gpus()
+    ranks = max(point.spec.ranks for point in points)
+    threads = max(_launch_setting(point, "threads") or 1 for point in points)
+    fitting = gpus // ranks if gpus else cores // (ranks * threads)
+    return MachineShare(min(_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus)
+
+
+def _launch_setting(point: FrozenPoint, name: str) -> int | None:
+    value: int | None = point.spec.config["launch"][name]
+    return value
+
+
+def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest) -> int:
+    """Run these points; returns the exit code: 0 if all are done, 75 if they were stopped and have saved.
+
+    The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
+    kills them.
+    """
+    own = os.getpid()
+    mine = {"process": own, "started": read_start_time(own) or "", "machine": identify_machine()}
+    sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **mine)
+    pool = _PointPool(folder, plan_slots(points), deque(points), stop)
+    try:
+        pool.run()
+    except KeyboardInterrupt:
+        pool.kill()
+        _print_message("killed; what was not saved is lost")
+        return EXIT_KILLED
+    return _print_outcome(pool, len(points))
+
+
+def _print_outcome(pool: _PointPool, count: int) -> int:
+    again = f"`hpc-train resume {pool.folder.path}`"
+    if pool.failed:
+        _print_message(f"{len(pool.failed)} of {count} points failed; {again} runs them again")
+        return 1
+    if pool.done < count:
+        _print_message(f"stopped: {pool.done} of {count} points are done; {again} goes on")
+        return EXIT_REQUEUE
+    return EXIT_DONE
+
+
+@dataclass
+class _RunningPoint:
+    """A point under way."""
+
+    point: FrozenPoint
+    run: RunDirectory
+    attempt: int
+    process: subprocess.Popen[bytes]
+    warnings: NewWarnings
+
+    def show_warnings(self) -> None:
+        """Print what its ranks have warned of since the last call."""
+        for warning in self.warnings.read():
+            _print_message(f"{self.point.id}: {warning}")
+
+
+@dataclass
+class _PointPool:
+    """The points and where they are at."""
+
+    folder: SweepDirectory
+    room: MachineShare
+    waiting: deque[FrozenPoint]
+    stop: StopRequest
+    running: dict[int, _RunningPoint] = field(default_factory=dict)
+    """By slot."""
+    done: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        told = False
+        while self.running or self.waiting:
+            if self.stop.requested and not told:
+                told = True
+                self._ask_to_stop()
+            self._start()
+            for slot, it in list(self.running.items()):
+                ended = it.process.poll() is not None  # before reading, so that its last words are read
+                it.show_warnings()
+                if ended:
+                    del self.running[slot]
+                    self._ended(it)
+            time.sleep(_POLL_SECONDS)
+
+    def kill(self) -> None:
+        for it in self.running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(it.process.pid, signal.SIGKILL)  # every controller began a session of its own
+            it.process.wait()
+            write_result_marker(it.run.logs(it.attempt), EXIT_KILLED)
+
+    def _ask_to_stop(self) -> None:
+        self.waiting.clear()
+        if self.running:
+            _print_message(f"{self.stop.signal_name}: asking {len(self.running)} points to save and stop")
+        for it in self.running.values():
+            it.process.send_signal(signal.SIGUSR2)
+
+    def _start(self) -> None:
+        for slot in range(self.room.slots):
+            while self.waiting and slot not in self.running and not self.stop.requested:
+                self._begin(slot, self.waiting.popleft())
+
+    def _begin(self, slot: int, point: FrozenPoint) -> None:
+        make_run_directory(self.folder, point)
+        run = point.spec.folder()
+        if describe_finished_run(point.spec.run_config(), run):
+            self._tell_done(point)
+            return
+        attempt = make_attempt(run)
+        job = start_ranks(run, attempt, point.spec.ranks, self.room.threads(point), self.room.environment(slot, point))
+        assert job._process is not None
+        self.running[slot] = _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
+
+    def _ended(self, it: _RunningPoint) -> None:
+        code = it.process.returncode
+        code = 128 - code if code < 0 else code
+        logs = it.run.logs(it.attempt)
+        write_result_marker(logs, code)  # where the controller was killed it could not
+        if code == EXIT_DONE:
+            self._tell_done(it.point)
+        elif code != EXIT_REQUEUE:
+            self.failed.append(it.point.id)
+            why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
+            _print_message(f"{it.point.id}: {why[0]}")
+
+    def _tell_done(self, point: FrozenPoint) -> None:
+        self.done += 1
+        print(f"{point.id}: done ({self.done})", flush=True)
+
+
+def _print_message(line: str) -> None:
+    print(f"hpc-train: {one_line(line)}", file=sys.stderr, flush=True)

@@ -1,0 +1,346 @@
+"""From the overrides of `-m` to frozen points.
+
+read_grid understands Hydra's own grammar (a,b  choice()  range()  glob()). Each combination is composed, planned
+and checked before anything is written or submitted. The id of a point is a hash of all that it was frozen with,
+behind a few words of what was swept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+
+from hpc_train.config import overrides
+from hpc_train.config.compose import config_to_dict, list_options
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.config.groups import GROUPS
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.freeze import check_files, check_run, find_token_store, read_schedule_file
+from hpc_train.launch.job_spec import make_spec
+from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
+from hpc_train.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from hpc_train.launch.snapshot.code_snapshot import Snapshot
+
+MAX_POINTS = 100_000
+_NOT_SWEEPABLE = {
+    "run_dir": "it is the directory of the sweep, in which each point has its own",
+    "launch.kind": "use `hpc-train submit -m` for Slurm and `hpc-train train -m` for this machine",
+    "launch": "its options say where all of the sweep runs; sweep over single settings, such as launch.cpus_per_rank",
+    "launch.parallel_points": "it is a setting of the whole sweep",
+    "launch.points_per_job": "it is a setting of the whole sweep",
+    "launch.chain": "it is a setting of single runs",
+}
+"""What one sweep has one of, and why."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The overrides of one point."""
+
+    words: tuple[str, ...]
+    """All of them, as for a single run."""
+    swept: tuple[str, ...]
+    """Those in which points differ."""
+
+    @property
+    def name(self) -> str:
+        """For a message."""
+        return " ".join(self.swept) or "the only point"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All combinations of values: of an override that is not swept there is one."""
+
+    values: tuple[tuple[str, ...], ...]
+    """The override's words, `key=value` each, for every override in order."""
+    axes: tuple[int, ...]
+    """Which of them are swept."""
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.values))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The swept keys, `optim.lr`."""
+        return tuple(self.values[axis][0].partition("=")[0].lstrip("+") for axis in self.axes)
+
+    def __iter__(self) -> Iterator[Combination]:
+        """The last axis varies fastest, as in Hydra's own sweeper."""
+        for words in product(*self.values):
+            yield Combination(words, tuple(words[axis] for axis in self.axes))
+
+
+def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
+    """The points that these overrides describe.
+
+    Raises UserError, in one line, for what cannot be read, for what has no points by itself (interval), and for what
+    one sweep has one of.
+    """
+    parser = OverridesParser.create(config_loader=_GroupOptions(config_dir))  # type: ignore[arg-type]
+    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    for text in overrides:
+        item = _parse_override(text, parser)
+        _check_sweepable(item, text)
+        # Of two for the same key the last one counts.
+        found[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
+    grid = Grid(
+        tuple(words for words, _ in found.values()),
+        tuple(index for index, (_, swept) in enumerate(found.values()) if swept),
+    )
+    if len(grid) > MAX_POINTS:
+        raise UserError(f"{len(grid):,} points: a sweep has at most {MAX_POINTS:,}; leave out some values")
+    return grid
+
+
+@dataclass(frozen=True)
+class _GroupOptions:
+    """What Hydra's parser asks for a glob's names: those that a user can choose, without the schemas behind them."""
+
+    config_dir: str | None
+
+    def get_group_options(self, group: str, **_: Any) -> list[str]:
+        return list_options(group, self.config_dir)
+
+
+def _parse_override(text: str, parser: OverridesParser) -> Override:
+    try:
+        (item,) = parser.parse_overrides([text])
+    except (HydraException, ValueError):
+        _, wrong = overrides.parse_overrides([text])
+        raise UserError(wrong or f"{text}: cannot be read") from None
+    if not item.is_sweep_override():
+        _, wrong = overrides.parse_overrides([text])
+        if wrong:
+            raise UserError(wrong)
+    return item
+
+
+def _check_sweepable(item: Override, text: str) -> None:
+    if not item.is_sweep_override():
+        return
+    key = item.key_or_group
+    if item.value_type is ValueType.INTERVAL_SWEEP:
+        raise UserError(
+            f"{text}: an interval has no points of its own; use range(start,stop,step) or choice(...), or a sweeper "
+            "that draws from intervals, such as Optuna's with `hydra/launcher=hpc_slurm`"
+        )
+    if item.is_delete():
+        raise UserError(f"{text}: a key that is left out has no values to sweep over")
+    if key.partition("/")[0].partition(".")[0] == "hydra":
+        raise UserError(f"{text}: settings of Hydra itself have no effect here")
+    if why := _NOT_SWEEPABLE.get(key):
+        raise UserError(f"{text}: cannot be swept: {why}")
+    if item.value_type is ValueType.GLOB_CHOICE_SWEEP and key not in GROUPS:
+        raise UserError(f"{text}: glob finds options of a group, one of {', '.join(GROUPS)}; use choice(...)")
+
+
+def _expand_values(item: Override, text: str, config_dir: str | None) -> tuple[str, ...]:
+    """`key=value` for each value, at most one more than a sweep can have."""
+    key = item.get_key_element()
+    if not item.is_sweep_override():
+        return (text,)
+    try:
+        words = tuple(f"{key}={value}" for value in islice(item.sweep_string_iterator(), MAX_POINTS + 1))
+    except (HydraException, ValueError, TypeError) as error:
+        raise UserError(f"{text}: {' '.join(str(error).split())}") from None
+    if words:
+        return words
+    if item.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        raise UserError(f"{text}: matches none of {', '.join(list_options(item.key_or_group, config_dir))}")
+    raise UserError(f"{text}: has no values")
+
+
+RankCount = Callable[[RunConfig], int | None]
+"""The ranks of a run; None: the planner may say how many nodes it takes."""
+
+
+@dataclass
+class FrozenSweep:
+    """All points of a sweep, in order."""
+
+    points: list[FrozenPoint] = field(default_factory=list)
+    configs: dict[str, RunConfig] = field(default_factory=dict)
+    """Of each point by its id, with its types."""
+    same: list[tuple[str, str]] = field(default_factory=list)
+    """(what was left out, the point that is the same run)."""
+
+    def config_of(self, point: FrozenPoint) -> RunConfig:
+        return self.configs[point.id]
+
+
+@dataclass
+class PointFreezer:
+    """What is looked up once for all points that agree in it."""
+
+    folder: SweepDirectory
+    ranks_before: RankCount
+    """As far as known before parallel=auto is decided."""
+    ranks: Callable[[RunConfig], int]
+    build: bool = True
+    """Whether token stores that are not there are built."""
+    plans: Counter[str] = field(default_factory=Counter)
+    _stores: dict[str, Path | None] = field(default_factory=dict)
+    _checked: set[str] = field(default_factory=set)
+
+    def freeze(self, combination: Combination, config: RunConfig) -> tuple[FrozenPoint, RunConfig, str]:
+        """(the point, its config as planned, what tells it from all others).
+
+        Raises UserError for the first thing that is wrong with it.
+        """
+        config, why = self._planned(config)
+        ranks = self.ranks(config)
+        degrees = check_run(config, ranks)
+        run = self._folder(config, "x")
+        self._check_files(config, run)
+        store = self._store(config)
+        container = config_to_dict(config)
+        if store is not None and container["data"]["path"] is None:
+            container["data"]["path"] = store.name  # one that is built is named by what is in it
+        own = config_digest(container)
+        name = make_point_id(combination.swept, own)
+        spec = make_spec(config, self._folder(config, name), ranks, asdict(degrees), store)
+        schedule = read_schedule_file(config)
+        files = {"plan.json": why, "schedule.csv": schedule}
+        kept = {file: text for file, text in files.items() if text is not None}
+        return FrozenPoint(name, combination.swept, spec, kept), config, own
+
+    def _planned(self, config: RunConfig) -> tuple[RunConfig, str | None]:
+        if not config.parallel.auto:
+            return config, None
+        from hpc_train.planner.auto import choose_parallel
+
+        decision = choose_parallel(config, self.ranks_before(config))
+        self.plans[decision.line] += 1
+        return decision.config, decision.text
+
+    def _folder(self, config: RunConfig, name: str) -> RunDirectory:
+        path, chosen = self.folder.run(name), config.checkpoint.dir
+        return RunDirectory(path, Path(chosen).expanduser().absolute() if chosen else path / "checkpoints")
+
+    def _check_files(self, config: RunConfig, run: RunDirectory) -> None:
+        """Only once for settings that name the same files: a topology is read for it."""
+        c = config
+        named = (c.data, c.cluster.topology, c.cluster.calibration, c.parallel.offload.dir, c.checkpoint.resume)
+        key = repr((named, bool(c.launch.setup), c.launch.kind))
+        if key not in self._checked:
+            check_files(config, run)
+            self._checked.add(key)
+
+    def _store(self, config: RunConfig) -> Path | None:
+        key = repr((config.data, bool(config.launch.setup)))
+        if key not in self._stores:
+            self._stores[key] = find_token_store(config, self.build)
+        return self._stores[key]
+
+
+def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> FrozenSweep:
+    """Every point of the grid; one that is the same run as another is left out, and said.
+
+    Several combinations may well mean the same run: with parallel=auto, or two names of one option. None of them is
+    wrong, and running it twice would bring nothing. Raises UserError naming the point for the first that is wrong.
+    """
+    found, known = FrozenSweep(), dict[str, str]()
+    for combination in grid:
+        try:
+            point, config, own = freezer.freeze(combination, composer.compose(combination.words))
+        except UserError as error:
+            raise name_point(combination, error) from None
+        if own in known:
+            found.same.append((combination.name, known[own]))
+            continue
+        known[own] = point.id
+        found.points.append(point)
+        found.configs[point.id] = config
+    _check_checkpoint_directories(found)
+    return found
+
+
+def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[FrozenPoint]:
+    """The same points, to run this code."""
+    if code is None:
+        return list(points)
+    path, sources = str(code.path), list(code.sources)
+    return [replace(point, spec=replace(point.spec, code=path, sources=sources)) for point in points]
+
+
+def name_point(combination: Combination, error: UserError) -> UserError:
+    return UserError(f"point {combination.name}: {error}") if combination.swept else error
+
+
+def _check_checkpoint_directories(found: FrozenSweep) -> None:
+    """Points that save into one directory would take each other's checkpoints for their own."""
+    places: dict[str, str] = {}
+    for point in found.points:
+        chosen = found.configs[point.id].checkpoint.dir
+        if chosen is None or not found.configs[point.id].checkpoint.every:
+            continue
+        if chosen in places:
+            raise UserError(
+                f"checkpoint.dir={chosen}: points {places[chosen]} and {point.id} would both save there; leave it out, "
+                "and each has its own in its run directory"
+            )
+        places[chosen] = point.id
+
+
+def print_plans(freezer: PointFreezer, found: FrozenSweep) -> None:
+    """What parallel=auto has decided, a line each decision, and which combinations are one run."""
+    for line, count in freezer.plans.items():
+        print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
+    if found.same:
+        one, other = found.same[0]
+        more = f" and {len(found.same) - 1} more" if len(found.same) > 1 else ""
+        print(f"hpc-train: {one} is the same run as {other}{more}: each is run once", file=sys.stderr)
+
+
+_NOT_HASHED = frozenset({"run_dir", "schema_version", "data.cache", "data.source", "model.source", "cluster.source"})
+"""Where it lies, and what others say of its parts. All else that a sweep can be over belongs to it: of the settings
+that a continued run may change (training/folder.py) those that are swept are the very point of the sweep."""
+_SWEEP_SETTINGS = frozenset({"launch.parallel_points", "launch.points_per_job", "launch.kind"})
+_MAX_WORDS_LENGTH = 40
+_DIGEST_DIGITS = 12
+
+
+def make_point_id(swept: Sequence[str], own: str) -> str:
+    """`lr-0.1_seed-2-3f9a0c1d2b4e`: the same for the same overrides and the same frozen config, whenever it is asked.
+
+    own: its `digest`.
+    """
+    words = "_".join(filter(None, map(_shorten_override, swept)))[:_MAX_WORDS_LENGTH].rstrip("-_.") or "point"
+    return f"{words}-{own[:_DIGEST_DIGITS]}"
+
+
+def config_digest(container: dict[str, Any]) -> str:
+    """Of the frozen config: equal where, and only where, two points are the same run."""
+    left_out = _NOT_HASHED | _SWEEP_SETTINGS
+    own = {key: value for key, value in _flatten(container, "") if key not in left_out}
+    return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _shorten_override(word: str) -> str:
+    """optim.lr=0.1 as lr-0.1."""
+    key, _, value = word.partition("=")
+    last = re.split(r"[./]", key.lstrip("+~"))[-1]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{last}-{value}").strip("-.")
+
+
+def _flatten(node: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        return [pair for name, sub in node.items() for pair in _flatten(sub, f"{path}{name}.")]
+    return [(path[:-1], node)]

@@ -1,0 +1,255 @@
+"""`hpc-train submit -m`: freeze every point, hand them to Slurm as few arrays, return at once.
+
+All arrays are submitted or none, and no element starts before all are accepted: several arrays are held until the
+last one is there, and released together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train import __version__
+from hpc_train.config.compose_sweep import Composer
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.slurm.request import check_partition, node_count
+from hpc_train.launch.slurm.sbatch import BatchExecutor, require_sbatch, submission_environment
+from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, max_array_size, run_client
+from hpc_train.launch.snapshot.code_snapshot import Snapshot, remove_unused_snapshots, snapshot_code
+from hpc_train.launch.submit import jobs_to_wait_for, submission_transaction
+from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.arrays import JobArray, make_arrays
+from hpc_train.launch.sweep.points import (
+    FrozenSweep,
+    Grid,
+    PointFreezer,
+    freeze_points,
+    name_point,
+    print_plans,
+    read_grid,
+    set_code,
+)
+from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, write_points
+from hpc_train.training.run_directory import RunDirectory
+
+
+def submit_sweep(
+    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
+) -> int:
+    """Submit all points of a sweep or, if anything at all is wrong, none; returns the exit code.
+
+    dry_run: print what would be submitted. after: runs that must have ended well before this sweep starts.
+    """
+    grid = read_grid(overrides, config_dir)
+    composer = Composer(frozenset(grid.keys), config_dir)
+    first = compose_first(grid, composer)
+    _check_launch(first)
+    folder = new_sweep_directory(first)
+    freezer = PointFreezer(folder, _known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node)
+    freezer.build = not dry_run
+    frozen = freeze_points(grid, composer, freezer)
+    code = snapshot_code(first, folder.path, *frozen.configs.values())
+    points = set_code(frozen.points, code)
+    waits = jobs_to_wait_for(after, run_client)
+    arrays = [
+        array.after(waits)
+        for array in make_arrays(points, folder, code, require_array_size(run_client), frozen.config_of)
+    ]
+    print_plans(freezer, frozen)
+    if dry_run:
+        return _print_dry_run(folder, arrays, as_json)
+    check_arrays(arrays, run_client)
+    jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
+    return _print_submission(folder, frozen, arrays, jobs, as_json)
+
+
+def compose_first(grid: Grid, composer: Composer) -> RunConfig:
+    """What all points agree in is read from the first. Raises UserError naming the point."""
+    combination = next(iter(grid))
+    try:
+        return composer.compose(combination.words)
+    except UserError as error:
+        raise name_point(combination, error) from None
+
+
+def new_sweep_directory(config: RunConfig) -> SweepDirectory:
+    """The directory of a new sweep; nothing is made. Raises UserError if there is something in it."""
+    now = datetime.now()
+    path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return SweepDirectory(path)
+    folder = SweepDirectory(path)
+    if folder.points.exists():
+        raise UserError(
+            f"run_dir={path}: holds a sweep; `hpc-train resume {path}` runs what it lacks, or use a new run_dir"
+        )
+    raise UserError(f"run_dir={path}: is not empty; a sweep needs a new directory")
+
+
+def write_sweep_directory(folder: SweepDirectory, points: Sequence[FrozenPoint]) -> None:
+    """Write the sweep directory, and of its points only the list; inside of `submission`."""
+    folder.path.chmod(0o700)
+    for place in (folder.logs, folder.runs, folder.scripts):
+        place.mkdir(mode=0o700)
+    write_points(folder.points, points)
+
+
+def _check_launch(config: RunConfig) -> None:
+    if config.launch.kind != "slurm":
+        raise UserError(
+            f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train -m` to run here"
+        )
+    if config.launch.chain > 1:
+        raise UserError(
+            f"launch.chain={config.launch.chain}: a chain is of single runs; leave it out: points that stop at their "
+            "time limit are requeued (launch.max_attempts)"
+        )
+
+
+def _known_ranks(config: RunConfig) -> int | None:
+    nodes = config.cluster.nodes
+    return nodes * config.cluster.ranks_per_node if nodes else None
+
+
+def _submit_arrays(
+    folder: SweepDirectory,
+    points: Sequence[FrozenPoint],
+    arrays: Sequence[JobArray],
+    code: Snapshot | None,
+    told: dict[str, list[str]],
+) -> list[str]:
+    source = {"snapshot": code.hash, "sources": code.sources} if code else {}
+    with delay_signals(), submission_transaction(folder.path), code.kept_for(folder.path) if code else nullcontext():
+        write_sweep_directory(folder, points)
+        jobs = send_arrays(folder, arrays, run_client)
+        sweep_directory.append_event(folder.ledger, "sweep", points=len(points), version=__version__, **told, **source)
+        record_arrays(folder, arrays, jobs)
+    if len(jobs) > 1:
+        release_jobs(jobs, run_client)
+    if code:
+        remove_unused_snapshots(code.path.parent)
+    return jobs
+
+
+def _print_dry_run(folder: SweepDirectory, arrays: Sequence[JobArray], as_json: bool) -> int:
+    if as_json:
+        shown = [
+            {**row, "sbatch": _command_options(arrays, it), "script": render_array_script(folder, it)}
+            for it, row in zip(arrays, _array_rows(arrays), strict=True)
+        ]
+        print(json.dumps({"run_dir": str(folder.path), "arrays": shown}))
+        return 0
+    for index, array in enumerate(arrays):
+        print(f"# array {index + 1} of {len(arrays)}: {describe_array(array)}")
+        print(f"# {' '.join(['sbatch', *_command_options(arrays, array)])}")
+        print(render_array_script(folder, array))
+    return 0
+
+
+def _command_options(arrays: Sequence[JobArray], array: JobArray) -> list[str]:
+    return sbatch_array_options(arrays, array, [f"<job of array {index + 1}>" for index in range(len(arrays))])
+
+
+def describe_array(array: JobArray) -> str:
+    """What it has and asks for, in a few words."""
+    per_job = max(map(len, array.elements))
+    shared = f" in {len(array.elements)} jobs of {per_job} side by side" if array.packed else ""
+    behind = f", when array {array.behind + 1} has ended" if array.behind is not None else ""
+    running = array.request.parameters["additional_parameters"]["array"].partition("%")[2]
+    limit = f", {running} at a time" if running else ""
+    nodes, ranks = array.request.nodes, array.ranks // array.request.nodes
+    return f"{len(array.points)} points{shared}, each nodes {nodes} x ranks {ranks}{limit}{behind}"
+
+
+def _array_rows(arrays: Sequence[JobArray]) -> list[dict[str, object]]:
+    return [{"nodes": it.request.nodes, "ranks": it.ranks, "points": it.points, "behind": it.behind} for it in arrays]
+
+
+def _print_submission(
+    folder: SweepDirectory, frozen: FrozenSweep, arrays: Sequence[JobArray], jobs: Sequence[str], as_json: bool
+) -> int:
+    if as_json:
+        rows = [{"job_id": job, **row} for job, row in zip(jobs, _array_rows(arrays), strict=True)]
+        print(json.dumps({"run_dir": str(folder.path), "points": [it.id for it in frozen.points], "jobs": rows}))
+        return 0
+    for array, job in zip(arrays, jobs, strict=True):
+        print(f"job {job}: {describe_array(array)}")
+    if len(jobs) > 1 and frozen.configs and (most := arrays[0].config.launch.parallel_points):
+        print(f"launch.parallel_points={most} is shared by the {len(jobs)} arrays, so that no more run at a time")
+    print(f"{len(frozen.points)} points, sweep directory {folder.path}")
+    return 0
+
+
+def require_array_size(ask: RunClient) -> int:
+    """Of one array. Raises UserError where a cluster takes none."""
+    most = max_array_size(ask)
+    if most < 1:
+        raise UserError("this cluster takes no job arrays (MaxArraySize=0); submit the points one by one")
+    return most
+
+
+def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
+    """Everything that can be checked before sbatch is called. Raises UserError."""
+    require_sbatch()
+    for array in arrays:
+        submission_environment(array.request)
+        check_partition(array.config, array.request, ask)
+
+
+def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClient, hold: bool = False) -> list[str]:
+    """Submit; returns a job id an array. Several are held until `release`, and so is one with `hold`.
+
+    Raises UserError with sbatch's own reason if it refuses one; then none is left, and no file of them.
+    """
+    jobs: list[str] = []
+    there = set(folder.scripts.glob("*"))
+    try:
+        for array in arrays:
+            options = sbatch_array_options(arrays, array, jobs, hold)
+            jobs.append(BatchExecutor(_as_run_folder(folder), array.request).send(*options))
+    except BaseException:  # Ctrl-C, too
+        if jobs:
+            ask(["scancel", *jobs])
+        for left in set(folder.scripts.glob("*")) - there:
+            left.unlink()
+        raise
+    return jobs
+
+
+def sbatch_array_options(
+    arrays: Sequence[JobArray], array: JobArray, jobs: Sequence[str], hold: bool = False
+) -> list[str]:
+    """Options of sbatch beside those in the script, whose place they take. jobs: of the arrays so far."""
+    options = ["--hold"] if hold or len(arrays) > 1 else []
+    if array.behind is not None:
+        waits = [array.request.parameters.get("dependency"), f"afterany:{jobs[array.behind]}"]
+        options.append(f"--dependency={','.join(filter(None, waits))}")
+    return options
+
+
+def release_jobs(jobs: Sequence[str], ask: RunClient) -> None:
+    """Let jobs that were held start. Raises UserError if Slurm will not."""
+    said = ask(["scontrol", "release", ",".join(jobs)])
+    if said.code:
+        raise UserError(f"scontrol release {','.join(jobs)}: {said.reason}; the jobs are held: try that again")
+
+
+def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequence[str], **more: Any) -> None:
+    """Write down which job runs which points."""
+    for array, job in zip(arrays, jobs, strict=True):
+        shape = {"nodes": array.request.nodes, "ranks": array.ranks, "packed": array.packed}
+        sweep_directory.append_event(folder.ledger, "submit", job_id=job, **shape, elements=array.elements, **more)
+
+
+def render_array_script(folder: SweepDirectory, array: JobArray) -> str:
+    """The batch script, as it is handed to sbatch."""
+    return BatchExecutor(_as_run_folder(folder), array.request).script()
+
+
+def _as_run_folder(folder: SweepDirectory) -> RunDirectory:
+    return RunDirectory(folder.path, folder.path / "checkpoints")

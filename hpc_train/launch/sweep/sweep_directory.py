@@ -1,0 +1,215 @@
+"""The files of a sweep directory: points.jsonl and ledger.jsonl.
+
+points.jsonl says what each point runs, a frozen job spec per line, written once at submission. ledger.jsonl says
+what was done with the sweep and is only ever appended to. Its events: sweep (overrides, swept keys), submit (one
+array: job id, the points of each element), local (points run by this machine's pool, and the process that runs
+them), resume (mode), cancel (jobs of points that waited).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+from hpc_train.launch.job_spec import JobSpec, parse_spec, read_own_file
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+
+POINTS_FILE = "points.jsonl"
+
+
+@dataclass(frozen=True)
+class FrozenPoint:
+    """One point."""
+
+    id: str
+    overrides: tuple[str, ...]
+    """Those in which the points differ."""
+    spec: JobSpec
+    files: dict[str, str] = field(default_factory=dict)
+    """Name -> text of what lies beside job.json: the plan, the schedule."""
+
+    def line(self) -> str:
+        return json.dumps({**vars(self), "spec": vars(self.spec)}) + "\n"
+
+
+@dataclass(frozen=True)
+class SweepDirectory:
+    """Paths of one sweep."""
+
+    path: Path
+
+    @property
+    def points(self) -> Path:
+        return self.path / POINTS_FILE
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What the batch scripts print, a file an element."""
+        return self.path / "logs"
+
+    @property
+    def scripts(self) -> Path:
+        """The batch scripts that were submitted."""
+        return self.path / ".submitit"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "points"
+
+    def run(self, point: str) -> Path:
+        """Run directory of a point, made when it begins."""
+        return self.runs / point
+
+
+def find_sweep(path: Path) -> SweepDirectory | None:
+    """The sweep whose directory this is, or whose point's run directory; None if it is neither."""
+    for folder in (path, *([path.parent.parent] if path.parent.name == "points" else [])):
+        if (folder / POINTS_FILE).is_file():
+            return SweepDirectory(folder)
+    return None
+
+
+def write_points(path: Path, points: Iterable[FrozenPoint]) -> None:
+    """Readable and writable by its owner alone, and on the disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.writelines(point.line() for point in points)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
+    """All points in their order. Raises UserError as `read_spec` does."""
+    return [_parse_point(line, folder) for line in read_own_file(folder.points).splitlines()]
+
+
+def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
+    """These points only, which is quicker; in the order of `ids`. Raises UserError if one is missing."""
+    found = {point.id: point for point in _matching_lines(folder, ids)}
+    if missing := [it for it in ids if it not in found]:
+        raise UserError(f"{folder.points}: has no point {missing[0]}")
+    return [found[it] for it in ids]
+
+
+def point_ids(folder: SweepDirectory) -> list[str]:
+    """The ids of all points in their order."""
+    return [str(_parse_record(line, folder)["id"]) for line in read_own_file(folder.points).splitlines()]
+
+
+def _matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
+    starts = tuple(f'{{"id": {json.dumps(it)},' for it in ids)
+    for line in read_own_file(folder.points).splitlines():
+        if line.startswith(starts):
+            yield _parse_point(line, folder)
+
+
+def _parse_point(line: str, folder: SweepDirectory) -> FrozenPoint:
+    values = _parse_record(line, folder)
+    try:
+        spec = parse_spec(json.dumps(values["spec"]), folder.points)
+        return FrozenPoint(values["id"], tuple(values["overrides"]), spec, dict(values["files"]))
+    except (KeyError, TypeError, ValueError):
+        raise _damaged_error(folder) from None
+
+
+def _parse_record(line: str, folder: SweepDirectory) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        values["id"]
+    except (ValueError, TypeError, KeyError):
+        raise _damaged_error(folder) from None
+    return values
+
+
+def _damaged_error(folder: SweepDirectory) -> UserError:
+    return UserError(f"{folder.points}: is damaged; submit the sweep again")
+
+
+LedgerEvent = dict[str, Any]
+
+
+def append_event(path: Path, kind: str, **fields: Any) -> None:
+    """Add one event; it is on the disk when this returns. A line that a crash has torn off before it stays alone."""
+    line = json.dumps({"event": kind, "time": time.time(), **fields}) + "\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (("\n" if torn else "") + line).encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_ledger(path: Path) -> list[LedgerEvent]:
+    """All whole lines, in order."""
+    found = []
+    for line in read_regular(path, MAX_TEXT_BYTES, follow=True).split(b"\n") if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and {"event", "time"} <= event.keys():
+            found.append(event)
+    return found
+
+
+@dataclass(frozen=True)
+class PointPlacement:
+    """Where a point was last sent to."""
+
+    time: float
+    job: str | None = None
+    """`12_3`; None: this machine's pool."""
+    packed: bool = False
+    """Whether its job has, or had, room for other points."""
+    process: int = 0
+    started: str = ""
+    machine: str = ""
+    """Of the pool: see state.attempts.Begun."""
+
+
+def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
+    """Point -> where it was last sent to."""
+    found: dict[str, PointPlacement] = {}
+    for event in events:
+        if event["event"] == "submit":
+            for index, points in enumerate(event["elements"]):
+                job = f"{event['job_id']}_{index}"
+                found |= dict.fromkeys(points, PointPlacement(event["time"], job, bool(event.get("packed"))))
+        elif event["event"] == "local":
+            pool = PointPlacement(event["time"], None, False, event["process"], event["started"], event["machine"])
+            found |= dict.fromkeys(event["points"], pool)
+    return found
+
+
+def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
+    """The arrays of which a point was sent elsewhere since."""
+    placed = latest_placements(events)
+    return {
+        event["job_id"]
+        for event in events
+        if event["event"] == "submit"
+        for index, points in enumerate(event["elements"])
+        if any(placed[point].job != f"{event['job_id']}_{index}" for point in points)
+    }
+
+
+def find_cancellations(events: list[LedgerEvent]) -> dict[str, list[tuple[str, float]]]:
+    """Point -> (job, time) of each cancellation that was asked for while it waited."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for event in events:
+        if event["event"] == "cancel":
+            for point, job in event["points"].items():
+                found.setdefault(point, []).append((job, event["time"]))
+    return found

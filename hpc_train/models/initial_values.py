@@ -1,0 +1,120 @@
+"""Initial values, each a function of the seed, the parameter's name and the place in it: the same at any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+
+CHUNK_ELEMENTS = 1 << 20
+"""Values drawn from one generator: small enough for a shard to skip what it does not hold."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution; with std 0 a constant."""
+
+    mean: float
+    std: float
+
+
+ONES = Normal(1.0, 0.0)
+ZEROS = Normal(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Region:
+    """What this rank holds of a parameter: a rectangle of it."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    offset: tuple[int, ...]
+    """Where `local` begins in it."""
+    local: Tensor
+
+
+@runtime_checkable
+class Initialised(Protocol):
+    """A model that has its own initial values."""
+
+    def init_rule(self, name: str) -> Normal:
+        """The distribution that the parameter `name` is drawn from."""
+
+
+def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
+    """GPT-2 (Radford et al. 2019, section 2.3): the layers that write to the residual have std / sqrt(2 layers)."""
+    module, _, last = name.rpartition(".")
+    if last == "bias":
+        return ZEROS
+    if module.endswith("norm"):
+        return ONES
+    writes_residual = module.endswith(("attention.o", "feed_forward.down"))
+    return Normal(0.0, std / math.sqrt(2 * layers) if writes_residual else std)
+
+
+def whole_region(parameter: Tensor) -> Region:
+    """The region of a parameter that is not sharded."""
+    assert not hasattr(parameter, "placements"), "a sharded parameter needs its own `region`"
+    return Region(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+@torch.no_grad()
+def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor], Region] = whole_region) -> None:
+    """Fill every parameter in place with what the model's `init_rule` and (seed, name) say.
+
+    `region` says what a rank holds of a sharded parameter. A module without `init_rule`, such as a user's own, keeps
+    what its constructor drew. Raises UserError if such a module has parameters on the meta device.
+    """
+    if not isinstance(module, Initialised):
+        _check_materialised(module)
+        return
+    for name, parameter in module.named_parameters():
+        held = region(parameter)
+        held.local.copy_(
+            draw_values(module.init_rule(name), seed, name, held.shape, held.offset, tuple(held.local.shape))
+        )
+
+
+def draw_values(
+    rule: Normal, seed: int, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> Tensor:
+    """The rectangle `size` at `offset` of the parameter `name` of `shape`, float32, on the CPU.
+
+    Whole chunks of rows are drawn, so that the cost is that of the rows that the rectangle touches.
+    """
+    if rule.std == 0 or math.prod(size) == 0:
+        return torch.full(size, rule.mean, device="cpu")
+    row = shape[1:]
+    rows = max(1, CHUNK_ELEMENTS // max(1, math.prod(row)))
+    begin, end = (offset[0], offset[0] + size[0]) if shape else (0, 1)
+    out = torch.empty(size, device="cpu")
+    for first in range(begin - begin % rows, end, rows):
+        last = min(first + rows, shape[0] if shape else 1)
+        chunk = torch.empty((last - first, *row), device="cpu")
+        chunk.normal_(rule.mean, rule.std, generator=_generator(seed, name, first))
+        low, high = max(begin, first), min(end, last)
+        window = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
+        out.view(-1, *size[1:])[low - begin : high - begin] = chunk[(slice(low - first, high - first), *window)]
+    return out
+
+
+def _generator(seed: int, name: str, row: int) -> torch.Generator:
+    key = blake2b(f"{seed}/{name}/{row}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
+
+
+def _check_materialised(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            kind = type(module).__name__
+            raise UserError(
+                f"{kind}.{name}: on the meta device, and {kind} does not say how to draw it; give {kind} a method "
+                "init_rule(name)"
+            )

@@ -1,0 +1,214 @@
+"""Layers of the transformers here: rotary positions, attention, feed-forward, the pre-norm block, and the loss.
+
+Multi-head (arXiv:1706.03762) and grouped-query attention (arXiv:2305.13245); rotary position embedding (Su et al.
+2021, arXiv:2104.09864) in the half-split form of the Llama checkpoints; SwiGLU (Shazeer 2020, arXiv:2002.05202) or
+GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are modules of their own so that a
+technique can replace them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.config.model import TransformerConfig
+from hpc_train.interfaces import IGNORED_TARGET
+from hpc_train.models.dropout import Dropout, DropoutSite, attend_with_dropout, list_positions
+
+
+class LinearGroup(nn.Module):
+    """Apply several linear layers to one input; has no parameters of its own.
+
+    It is a module so that a technique can replace its forward: tensor parallelism gathers the input once for all layers
+    of the group, and sums their input gradients once.
+    """
+
+    def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        """Map x (..., K) to the output (..., N_i) of each layer."""
+        return tuple(layer(x) for layer in layers)
+
+
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
+"""Wavelengths over LENGTH / LOW positions are stretched, those under LENGTH / HIGH are kept (Llama 3.1)."""
+
+RotaryTable = tuple[Tensor, Tensor]
+"""Cosine and sine of every angle, each (positions, 1, head_dim / 2): the 1 stands for the heads."""
+
+
+def compute_inverse_frequencies(
+    config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Angle per position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), scaled if so configured."""
+    exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+    frequencies = 1.0 / (config.rope_theta**exponent)
+    return _scale_llama3(frequencies, config.rope_factor) if config.rope_scaling == "llama3" else frequencies
+
+
+def _scale_llama3(frequencies: Tensor, factor: float) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and pass linearly from one to the other between them."""
+    turns = LLAMA3_LENGTH * frequencies / (2 * math.pi)
+    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+    """The table for `positions` (T,), in float64 for a float64 model and in float32 for any other."""
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = torch.outer(positions.to(wide), compute_inverse_frequencies(config, head_dim, wide, positions.device))
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
+    """Turn each pair of channels (i, i + head_dim / 2) of x (..., T, heads, head_dim) by the angle of its position."""
+    cosine, sine = (part.to(x.dtype) for part in table)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class ScaledDotProduct(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v. A module of its own so that a technique can put another in its place."""
+
+    site: DropoutSite | None = None
+    """Where the weights are dropped; see models.dropout."""
+
+    def __init__(self, *, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.causal = causal
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, heads, T, head_dim); k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim)."""
+        dropout = self.dropout if self.training else 0.0
+        if dropout > 0 and self.site is not None:
+            places = list_positions(q.shape[2], q.device)
+            return attend_with_dropout(q, k, v, places, places, self.causal, self.site, dropout)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """q, k, v by their own linear layers, attention, and the output layer o.
+
+    The number of heads is what the outputs of q, k and v hold, so that a rank which has only some of their columns
+    attends with its own heads.
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, causal: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = nn.Linear(hidden, heads * head_dim, bias=bias)
+        self.k = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.v = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.o = nn.Linear(heads * head_dim, hidden, bias=bias)
+        self.qkv = LinearGroup()
+        self.core = ScaledDotProduct(causal=causal, dropout=dropout)
+
+    def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x, self.q, self.k, self.v))
+        if table is not None:
+            q, k = apply_rotary(q, table), apply_rotary(k, table)
+        mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, width, bias=bias)
+        self.up = nn.Linear(hidden, width, bias=bias)
+        self.down = nn.Linear(width, hidden, bias=bias)
+        self.inputs = LinearGroup()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., hidden) -> (..., hidden)."""
+        gate, up = self.inputs(x, self.gate, self.up)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))), with the exact GELU or its tanh approximation."""
+
+    def __init__(self, hidden: int, width: int, *, bias: bool, tanh: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, width, bias=bias)
+        self.down = nn.Linear(width, hidden, bias=bias)
+        self.approximate = "tanh" if tanh else "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., hidden) -> (..., hidden)."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return out
+
+
+def make_feed_forward(hidden: int, width: int, activation: str, *, bias: bool) -> nn.Module:
+    """The layer for an activation of conf/model: swiglu, gelu or gelu_tanh."""
+    if activation == "swiglu":
+        return SwiGLU(hidden, width, bias=bias)
+    assert activation in ("gelu", "gelu_tanh"), activation
+    return GELU(hidden, width, bias=bias, tanh=activation == "gelu_tanh")
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), with dropout on both branches."""
+
+    def __init__(
+        self, attention: Attention, feed_forward: nn.Module, norm: Callable[[], nn.Module], dropout: float
+    ) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.feed_forward_norm = norm()
+        self.feed_forward = feed_forward
+        self.attention_dropout = Dropout(dropout)
+        self.feed_forward_dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), table))
+        out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out
+
+
+def list_block_names(layers: int) -> list[str]:
+    """Module names of all blocks of a model, in order."""
+    return [f"layers.{index}" for index in range(layers)]
+
+
+def find_stage_ends(names: list[str], layers: int) -> tuple[bool, bool]:
+    """Whether the stage with the blocks `names` is the first of its model, and whether it is the last."""
+    every = list_block_names(layers)
+    assert names, "a stage holds at least one block"
+    assert names == [name for name in every if name in names], f"not blocks of this model in its order: {names}"
+    return names[0] == every[0], names[-1] == every[-1]
+
+
+def make_stage_blocks(names: list[str], make: Callable[[], Block]) -> nn.ModuleDict:
+    """The blocks `names` under the keys that give their parameters the names they have in the whole model."""
+    return nn.ModuleDict({name.removeprefix("layers."): make() for name in names})
+
+
+def match_tensor_plan(plan: dict[str, str], module: nn.Module) -> dict[str, str]:
+    """The lines of a plan that match a module here: a stage and a variant of a model lack some."""
+    names = [name for name, _ in module.named_modules()]
+    return {glob: how for glob, how in plan.items() if any(fnmatchcase(name, glob) for name in names)}
+
+
+def cross_entropy_sum(logits: Tensor, target: Tensor) -> Tensor:
+    """Sum of the cross entropy in nats over all targets that are not IGNORED_TARGET, a scalar in at least float32.
+
+    logits: (..., classes). target: (...), int64.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")

@@ -1,0 +1,1 @@
+"""Data parallelism: whole copies (ddp), or shards of parameters, gradients and optimizer state (fully_shard)."""

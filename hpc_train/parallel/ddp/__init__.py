@@ -1,1 +1,0 @@
-"""DistributedDataParallel: every rank holds the whole model; what is done to gradients on their way."""

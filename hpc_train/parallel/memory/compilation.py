@@ -1,0 +1,93 @@
+"""torch.compile of each block by itself: the same code for all of them, compiled once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_train._torch import graph_breaks
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.parallel.tensor.local_parameters import read_parameters_first
+from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
+
+log = logging.getLogger(__name__)
+
+
+def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str | None:
+    """A pass: compile what each block does. Collectives that hooks start, such as fully_shard's, stay outside."""
+    if not config.parallel.compile:
+        return None
+    blocks = get_blocks(part, "parallel.compile=true")
+    check_compiler(world.device)
+    check_precision(config, world.device)
+    reported: set[str] = set()
+    for block in blocks:
+        replace_forward(block, _compiled)
+        replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
+        replace_forward(block, partial(read_parameters_first, block))
+    return f"compile: {len(blocks)} blocks"
+
+
+def _compiled(forward: Forward) -> Forward:
+    compiled: Forward = torch.compile(forward)
+    return compiled
+
+
+def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forward:
+    """Wrap `forward` to warn, once per reason, when torch runs a part of it uncompiled.
+
+    block: name of the module in the warning. reported: reasons already reported, shared by all blocks of a model.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = graph_breaks()
+        out = forward(*args, **kwargs)
+        after = graph_breaks()
+        if after != before:
+            for reason in after.keys() - before.keys() - reported:
+                reported.add(reason)
+                log.warning("parallel.compile=true: a part of %s runs uncompiled: %s", block, _shorten(reason))
+        return out
+
+    return call
+
+
+def _shorten(reason: str) -> str:
+    """Shorten torch's message about a graph break to one line: its kind and the explanation."""
+    kind, *more = reason.strip().splitlines()
+    explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
+    return ": ".join([kind, *explained[:1]])
+
+
+def check_precision(config: RunConfig, device: torch.device) -> None:
+    """Raise UserError where the code that torch makes is known to fail in the first backward."""
+    if (
+        config.precision.name == "fp64"
+        and device.type == "cpu"
+        and torch.__version__ < torch.torch_version.TorchVersion("2.13")
+    ):
+        raise UserError(
+            f"parallel.compile=true: torch {torch.__version__} compiles attention in float64 wrongly on CPUs; use "
+            "torch 2.13, another precision, or parallel.compile=false"
+        )
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError where torch would find out in its first step, in many lines, that it cannot compile."""
+    compiler = os.environ.get("CXX", "g++")  # torch's own rule
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"parallel.compile=true: there is no C++ compiler {compiler} here; load a module that has one, set CXX, or "
+            "use parallel.compile=false"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("parallel.compile=true: Triton is not installed; install it, or use parallel.compile=false")

@@ -1,0 +1,283 @@
+"""Sharded parameters and optimizer state in CPU memory or in files, each by itself.
+
+parallel.offload.parameters: fully_shard keeps the shards in CPU memory, pinned if a GPU copies from it.
+parallel.offload.optimizer: an optimizer whose state and update are on the CPU, one part of the parameters at a time.
+`file` for either of them: tensors whose memory is a file on the node's disk (ZeRO-Infinity: Rajbhandari et al. 2021,
+arXiv:2104.07857), mapped, so that the kernel reads pages when they are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from hpc_train._torch import move_shards, set_local
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+
+log = logging.getLogger(__name__)
+
+
+_LINE = 64
+"""Tensors begin at multiples of this many bytes."""
+_MIN_FILE_BYTES, _MAX_FILE_BYTES = 2**20, 2**30
+"""Size of a file in bytes, where one tensor does not need more: each is as large as all before it."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies."""
+
+    mapped: mmap.mmap
+    offset: int
+    size: int
+
+
+class FileMemory:
+    """Gives out tensors that lie in files mapped into memory: the kernel reads pages when they are used.
+
+    What is not in use costs no memory that could not be taken back at once. The files have no name, so that they are
+    gone with the process, however it ends.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        """folder: on a disk of the node; None: the temporary directory. Raises UserError if it is not there."""
+        self.folder = Path(folder or tempfile.gettempdir())
+        self._places: dict[int, _Place] = {}
+        """By the address of a tensor's storage."""
+        self._mapped: mmap.mmap | None = None
+        self._used = self._total = 0
+        if not self.folder.is_dir():
+            raise UserError(f"parallel.offload.dir={self.folder}: no such folder on this node")
+        if is_memory_file_system(self.folder):
+            log.warning("parallel.offload.dir=%s: is kept in memory itself; offload to it saves nothing", self.folder)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor in a file, contiguous. Raises UserError if the disk is full."""
+        if tensor.numel() == 0:
+            return tensor.contiguous()
+        place = self._room(tensor.nbytes)
+        copy = torch.frombuffer(place.mapped, dtype=tensor.dtype, count=tensor.numel(), offset=place.offset)
+        self._places[copy.data_ptr()] = place
+        copy.copy_(tensor.flatten())
+        self.drop(copy)
+        return copy.view(tensor.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of these."""
+        return tensor.untyped_storage().data_ptr() in self._places
+
+    def drop(self, tensor: Tensor) -> None:
+        """Take the pages of a tensor, if it is one of these, out of this process; they come back when they are used."""
+        place = self._places.get(tensor.untyped_storage().data_ptr())
+        if place is not None:
+            begin = place.offset - place.offset % mmap.PAGESIZE
+            place.mapped.madvise(mmap.MADV_DONTNEED, begin, place.offset + place.size - begin)
+
+    def _room(self, size: int) -> _Place:
+        if self._mapped is None or self._used + size > len(self._mapped):
+            self._mapped = self._map(max(size, min(self._total, _MAX_FILE_BYTES), _MIN_FILE_BYTES))
+            self._used, self._total = 0, self._total + len(self._mapped)
+        place = _Place(self._mapped, self._used, size)
+        self._used += math.ceil(size / _LINE) * _LINE
+        return place
+
+    def _map(self, size: int) -> mmap.mmap:
+        try:
+            with tempfile.TemporaryFile(dir=self.folder, prefix="hpc_train-offload-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here and not as a signal in a step
+                return mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise UserError(
+                f"parallel.offload.dir={self.folder}: {why}, for {size / 2**20:.3g} MiB more; give a folder on a disk "
+                "that has room, or leave it out"
+            ) from error
+
+
+def is_memory_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether a folder lies on a file system without a disk."""
+    best, kind = "", ""
+    place = str(folder.resolve())
+    for line in mounts.read_text().splitlines() if mounts.exists() else []:
+        _, point, name, *_ = line.split(" ")
+        inside = place == point or place.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, name
+    return kind in ("tmpfs", "ramfs")
+
+
+PART_MIB = 64.0
+"""Bytes of parameters that are updated together: bounds what is in memory at once, but for a larger parameter."""
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Does what `inner` would do, to the bit, on the device `place`, one part of the parameters after the other.
+
+    A parameter that lives elsewhere has a copy there, which `inner` updates. Its state is kept at `place`, which may be
+    in files. Gradients are freed as they are used.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        place: torch.device,
+        files: FileMemory | None,
+        state_in_files: bool,
+        part_mib: float = PART_MIB,
+    ) -> None:
+        """inner: over sharded parameters, before its first step. files: where parameters or its state are, if any."""
+        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self._twins = {p: p if _local(p).device == place else _copy_parameter(p, place) for p in parameters}
+        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
+        for group in inner.param_groups:
+            group["params"] = [self._twins[parameter] for parameter in group["params"]]
+        self._inner, self._place, self._files, self._state_in_files = inner, place, files, state_in_files
+        self._parts = _split_parameters(parameters, part_mib * 2**20)
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; the gradients are gone afterwards."""
+        assert closure is None
+        for outer, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            own.update({name: value for name, value in outer.items() if name != "params"})
+        gradients = {parameter: parameter.grad for parameter in self._twins}
+        for parameter in self._twins:
+            parameter.grad = None
+        for part in self._parts:
+            self._update({parameter: gradients.pop(parameter) for parameter in part})
+
+    def _update(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
+        for parameter, gradient in gradients.items():
+            twin = self._twins[parameter]
+            if twin is not parameter:
+                _local(twin).copy_(_local(parameter))
+            twin.grad = None if gradient is None else gradient.to(self._place)
+        self._inner.step()
+        for parameter in gradients:
+            twin = self._twins[parameter]
+            twin.grad = None
+            if twin is not parameter:
+                _local(parameter).copy_(_local(twin))
+            self._keep(parameter, self._inner.state[twin])
+
+    def _keep(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        self.state[parameter] = state
+        if self._files is None:
+            return
+        tensors = [value for value in state.values() if isinstance(value, DTensor)]
+        for value in tensors if self._state_in_files else []:
+            if not self._files.holds(_local(value)):
+                set_local(value, self._files.take(_local(value)))
+        for used in [parameter, *tensors]:
+            self._files.drop(_local(used))
+
+
+def _copy_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(place))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _split_parameters(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    parts: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = _local(parameter).nbytes  # none, where other ranks have all rows
+        if not parts or filled + size > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(parameter)
+        filled += size
+    return parts
+
+
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+CPU = torch.device("cpu")
+
+
+def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolicy:
+    """What fully_shard is told: parameters in CPU memory, pinned where a GPU copies from it."""
+    where = config.parallel.offload.parameters
+    if where == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=where == "cpu" and device.type == "cuda")
+
+
+def get_parameter_home(config: RunConfig, world: World) -> torch.device:
+    """Where the sharded parameters live."""
+    return get_parameter_device(config, world.device)
+
+
+def get_parameter_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Device of the sharded parameters and their reduced gradients between uses; device: the rank's own."""
+    return device if config.parallel.offload.parameters == "none" else CPU
+
+
+def get_optimizer_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Device of the optimizer's state and of its update; device: the rank's own.
+
+    Offloaded parameters take their optimizer with them: an update on the GPU would need all of them there, plus twice
+    as much state.
+    """
+    offload = config.parallel.offload
+    return device if (offload.optimizer, offload.parameters) == ("none", "none") else CPU
+
+
+def open_offload_files(config: RunConfig) -> FileMemory | None:
+    """The files of this rank, where anything goes into one."""
+    offload = config.parallel.offload
+    return FileMemory(offload.dir) if "file" in (offload.parameters, offload.optimizer) else None
+
+
+def settle_parameters(part: nn.Module, config: RunConfig, world: World, files: FileMemory | None) -> str | None:
+    """After materialising in `home`: buffers go to the device, parameters into `files`. Returns what was done."""
+    offload = config.parallel.offload
+    if offload.parameters == "none":
+        return None
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(world.device))
+    if offload.parameters == "file":
+        assert files is not None
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                move_shards(module, files.take)
+        return f"offload: sharded parameters in files in {files.folder}"
+    beside = ", where this rank computes anyway" if world.device.type == "cpu" else ""
+    return f"offload: sharded parameters in CPU memory{beside}"
+
+
+def offload_optimizer(
+    make: OptimizerFactory, config: RunConfig, world: World, files: FileMemory | None
+) -> OptimizerFactory:
+    """Wrap an optimizer factory so that its state and updates are on `optimizer_device`."""
+    offload = config.parallel.offload
+    if offload.optimizer == "none" and offload.parameters == "none":
+        return make
+    place = get_optimizer_device(config, world.device)
+    keeps_state = offload.optimizer == "file"
+
+    def placed(split: nn.Module) -> torch.optim.Optimizer:
+        where = f"in files in {files.folder}" if files is not None and keeps_state else f"in {place} memory"
+        log.info("offload: optimizer state %s, updated on %s", where, place)
+        return OffloadedOptimizer(make(split), place, files, keeps_state)
+
+    return placed

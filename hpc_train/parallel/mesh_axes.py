@@ -1,0 +1,102 @@
+"""Where this rank stands on the mesh, and which part of a tensor and of a sequence it holds.
+
+First the axes: the size of an axis, this rank's index on it, over which axes a tensor is split, and which copy of a
+shard is this rank's. Then the positions of a sequence: with context parallelism each rank of cp holds some of them, and
+a forward hook tells the model which. Every technique may use this; nothing here changes a parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from hpc_train.config.parallel import AXES
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+
+SHARD_CP_AXIS = "dp_shard_cp"
+"""dp_shard and cp as one axis: ranks of one sequence hold gradients of different tokens, so they reduce together."""
+
+
+def get_axis_degree(world: World, axis: str) -> int:
+    """Size of a mesh axis."""
+    return world.mesh.size(AXES.index(axis))  # slicing the mesh takes half a millisecond, and this is asked often
+
+
+def get_axis_index(world: World, axis: str) -> int:
+    """Where this rank is on a mesh axis."""
+    return world.mesh.get_local_rank(axis)
+
+
+def find_split_axes(tensor: Tensor) -> set[str]:
+    """The mesh axes over which ranks hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    split = {name for name, how in zip(names, tensor.placements, strict=True) if not isinstance(how, Replicate)}
+    return (split - {SHARD_CP_AXIS}) | ({"dp_shard", "cp"} if SHARD_CP_AXIS in split else set())
+
+
+def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:
+    """(which copy of what this rank holds of a parameter it is, of how many); stages are not copies of one another."""
+    split, mine, count = find_split_axes(tensor), 0, 1
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+        if axis not in split:
+            mine = mine * get_axis_degree(world, axis) + get_axis_index(world, axis)
+            count *= get_axis_degree(world, axis)
+    return mine, count
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """How the positions of a sequence lie on the ranks of the cp axis, and which of those ranks this is."""
+
+    rank: int
+    ranks: int
+    balanced: bool
+    """Cut into 2 x ranks chunks, of which rank r takes chunks r and 2 x ranks - 1 - r; else a chunk a rank."""
+
+    def positions(self, length: int) -> Tensor:
+        """Those of this rank, (length / ranks,), int64, ascending. UserError where `length` does not divide."""
+        chunks = self.ranks * (2 if self.balanced else 1)
+        if length % chunks:
+            raise UserError(
+                f"a sequence of {length} positions does not divide into the {chunks} equal parts that parallel.cp="
+                f"{self.ranks} takes; use sequences of a multiple of {chunks}"
+            )
+        size = length // chunks
+        mine = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
+        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in mine])
+
+
+def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
+    """This rank's share of every sequence."""
+    context, ranks = config.parallel.context, get_axis_degree(world, "cp")
+    return SequenceShare(
+        get_axis_index(world, "cp"), ranks, context.method == "ring" and context.balanced and ranks > 1
+    )
+
+
+def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
+    """Give every forward of `part` the argument `positions` (T,), T being the length before tp splits positions.
+
+    A caller's own `positions` go first, so that two techniques may both ask for this.
+    """
+    mine, tp = get_sequence_share(config, world), get_axis_degree(world, "tp")
+    splits = config.parallel.tensor.sequence and "seq" in getattr(part, "plan", {}).values()
+
+    def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if len(args) > 1 or kwargs.get("positions") is not None:
+            return None
+        x: Tensor = args[0]
+        whole = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
+        length = x.shape[1] * (tp if splits and not whole else 1)
+        positions = mine.positions(length * mine.ranks).to(x.device, non_blocking=True)
+        return args, {**kwargs, "positions": positions}
+
+    part.register_forward_pre_hook(fill, with_kwargs=True)

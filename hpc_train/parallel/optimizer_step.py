@@ -1,0 +1,222 @@
+"""What follows backward, the same for every engine: norm, clipping, the optimizer, and the shards that it updates.
+
+The norm of the gradient is over all axes; of several copies of a shard only the first counts. What a rank holds of the
+model and of the optimizer is listed as rectangles of logical tensors (TensorShard), which is all that a checkpoint
+sees. The order of the list is the same on every call and on every rank that holds the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import heapreplace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train._torch import multiply_tensors, shard_offset
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
+from hpc_train.parallel.precision import LossScale
+
+
+def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
+    """Norm of the whole model's gradient, a scalar on the device, the same on every rank.
+
+    parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings). Of several
+    copies of a shard only the first counts.
+    """
+    gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+    local = not any(find_split_axes(p) for p in parameters) and get_axis_degree(world, "pp") == 1
+    counted = [g for p, g in gradients if local or (p not in borrowed and find_replica(p, world)[0] == 0)]
+    norm = nn.utils.get_total_norm([_local_gradient(gradient) for gradient in counted]).to(world.device)
+    if local or world.size == 1:
+        return norm
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+def _local_gradient(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients so that a total norm of `norm` becomes at most max_norm.
+
+    As torch.nn.utils.clip_grads_with_norm_, but by what this rank holds: over DTensors torch plans the product of the
+    whole list at the first step, which takes a second for 26 tensors on three axes.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in (_local_gradient(p.grad) for p in parameters if p.grad is not None):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), gradients in alike.items():
+        multiply_tensors(gradients, factor.to(device))
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    gradients = [_local_gradient(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        multiply_tensors(gradients, factor)
+
+
+class GradientUpdate(Protocol):
+    """What an engine needs once its gradients are there."""
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    def norm(self) -> Tensor: ...
+
+    def clip(self, max_norm: float | None) -> Tensor: ...
+
+    def update(self, lr: float) -> bool: ...
+
+    def forget(self) -> None: ...
+
+    def pieces(self) -> Iterator[TensorShard]: ...
+
+
+class OptimizerUpdates:
+    """Gradients in, new parameters out, for all stages that this rank holds."""
+
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        borrowed: frozenset[nn.Parameter] = frozenset(),
+        scaling: LossScale | None = None,
+    ) -> None:
+        """borrowed: parameters of this rank that another stage owns (tied embeddings). scaling: for fp16."""
+        self._parts, self._optimizer, self._world, self._borrowed = parts, optimizer, world, borrowed
+        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._scaling = scaling
+        self._norm: Tensor | None = None
+        """Of the gradient, once it is freed of the loss scale."""
+        initialise_optimizer_state(optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """What an engine multiplies the loss by before backward; 1 but for fp16."""
+        return 1.0 if self._scaling is None else self._scaling.factor
+
+    def norm(self) -> Tensor:
+        """Norm of the gradient as it is now, over all axes, without the loss scale."""
+        norm = compute_total_norm(self._trained, self._world, self._borrowed)
+        return norm if self._scaling is None else norm / self.loss_scale
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See api.Engine."""
+        norm = self.norm()
+        if self._scaling is not None:
+            scale_gradients(self._trained, 1.0 / self.loss_scale)
+            self._norm = norm
+        if max_norm is not None:
+            clip_gradients(self._trained, max_norm, norm)
+        return norm
+
+    def update(self, lr: float) -> bool:
+        """See api.Engine. Waits for the device where the loss is scaled, to know whether the gradient is finite."""
+        if self._scaling is not None and not self._usable():
+            self.forget()
+            return False
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.forget()
+        return True
+
+    def _usable(self) -> bool:
+        """Whether the scaled gradient is finite, the same on every rank; the scale learns of it."""
+        assert self._scaling is not None
+        norm = self.clip(None) if self._norm is None else self._norm
+        self._norm = None
+        finite = bool(norm.isfinite())
+        self._scaling.learn(finite)
+        return finite
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def pieces(self) -> Iterator[TensorShard]:
+        """See api.Engine."""
+        yield from list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed)
+        if self._scaling is not None:
+            yield from self._scaling.pieces(self._world)
+
+
+def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state, which torch makes at the first step only, so that it can be saved and loaded.
+
+    A step with a learning rate and a gradient of 0 leaves every parameter as it is.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"].zero_()
+
+
+def list_tensor_shards(
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    borrowed: frozenset[nn.Parameter] = frozenset(),
+) -> Iterator[TensorShard]:
+    """Parameters, persistent buffers and optimizer state of this rank's stages.
+
+    In the same order on every call, and on every rank that holds the same stages. What belongs to a `borrowed`
+    parameter is loaded here and written by the stage that owns it. What is trained, and its optimizer state, is still:
+    a forward may write buffers, and parameters that are not trained.
+    """
+    writers = _WriterChoice()
+    for part in parts:
+        for parameter, name, tensor in _list_tensors(part, optimizer):
+            still = parameter is not None and parameter.requires_grad
+            yield replace(_make_tensor_shard(name, tensor.detach(), writers, world, parameter in borrowed), still=still)
+
+
+def _list_tensors(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter | None, str, Tensor]]:
+    named = [(p, name) for name, p in part.named_parameters() if p.requires_grad]
+    frozen = [(p, name) for name, p in part.named_parameters() if not p.requires_grad]
+    persistent = set(part.state_dict(keep_vars=True))
+    entries: list[tuple[nn.Parameter | None, str, Tensor]] = [(p, name, p) for p, name in [*named, *frozen]]
+    entries += [(None, name, buffer) for name, buffer in part.named_buffers() if name in persistent]
+    for p, name in named:
+        entries += [(p, f"optim.{key}.{name}", value) for key, value in optimizer.state[p].items()]
+    return entries
+
+
+class _WriterChoice:
+    """Which of several holders of a copy writes it: the one that has least to write so far, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, list[tuple[int, int]]] = {}
+
+    def next(self, copies: int, elements: int) -> int:
+        loads = self._loads.setdefault(copies, [(0, holder) for holder in range(copies)])
+        load, holder = loads[0]
+        heapreplace(loads, (load + elements, holder))
+        return holder
+
+
+def _make_tensor_shard(name: str, tensor: Tensor, writers: _WriterChoice, world: World, borrowed: bool) -> TensorShard:
+    mine, count = find_replica(tensor, world)
+    replica = (mine - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        return TensorShard(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)
+    return TensorShard(name, shape, tensor.dtype, (0,) * tensor.ndim, tensor, replica)

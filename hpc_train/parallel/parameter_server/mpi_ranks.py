@@ -1,0 +1,111 @@
+"""The ranks as MPI knows them, in groups that act as one worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.mpi import load_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_ANSWER_SECONDS = 0.0005
+
+
+@dataclass(frozen=True)
+class MpiRanks:
+    """Communicators of a job, in the order of its ranks."""
+
+    calling: threading.Lock
+    """To be held around every call of MPI, which is for one thread at a time."""
+    every: MPI.Intracomm
+    group: MPI.Intracomm
+    """Ranks that reduce their gradients among themselves before one of them, rank 0 of it, pushes."""
+    group_index: int
+    groups: int
+    nodes: tuple[int, ...]
+    """The node of every rank, counted from 0."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with self.calling:
+            self.every.Barrier()
+
+    @property
+    def leads(self) -> bool:
+        return self.group.rank == 0
+
+
+def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
+    """The communicators; a collective, every rank calls it. hybrid: a group is a node, else a rank.
+
+    Raises UserError if mpi4py is not installed, MPI did not start the ranks, or the model is on a GPU.
+    """
+    try:
+        MPI = load_mpi()
+    except ImportError:
+        raise UserError("parallel.server: install mpi4py (pip install 'hpc_train[mpi]')") from None
+    if world.device.type != "cpu":
+        raise UserError(f"parallel.server: parameters are on {world.device}; MPI windows are in CPU memory")
+    if MPI.COMM_WORLD.size != world.size:
+        raise UserError(
+            f"parallel.server: MPI knows of {MPI.COMM_WORLD.size} processes, the job has {world.size} ranks; "
+            "start the ranks with mpirun, or srun --mpi=pmix"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
+    every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
+    local_ranks = np.empty(world.size, dtype=np.int64)
+    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # no pickles
+    nodes = _number_nodes(local_ranks.tolist())
+    calling = threading.Lock()
+    mine = nodes[world.rank] if hybrid else world.rank
+    group = MPI.Intracomm(every.Split(mine, world.rank))
+    if nodes[-1] > 0:
+        _check_windows(every, MPI)
+        threading.Thread(target=_answer_one_sided, args=(every.Dup(), calling), name="mpi", daemon=True).start()
+    return MpiRanks(calling, every, group, mine, max(nodes) + 1 if hybrid else world.size, nodes)
+
+
+def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:
+    try:
+        library.Win.Allocate(8, 1, comm=ranks).Free()
+    except library.Exception as error:
+        raise UserError(
+            f"parallel.server: this MPI library has no one-sided communication between nodes ({error}); with Open MPI "
+            "set OMPI_MCA_osc=ucx or OMPI_MCA_osc=pt2pt, in a job by launch.setup"
+        ) from None
+
+
+def _answer_one_sided(ranks: MPI.Comm, calling: threading.Lock) -> None:
+    """Let the MPI library serve the other nodes' reads and writes while this rank computes or waits for something else.
+
+    Between nodes one-sided communication may need its target to call MPI; within a node it is shared memory.
+    """
+    while True:
+        with calling:
+            ranks.Iprobe()
+        time.sleep(_ANSWER_SECONDS)
+
+
+def _number_nodes(local_ranks: list[int]) -> tuple[int, ...]:
+    """A node begins where the local ranks begin again."""
+    nodes, node = [], -1
+    for local in local_ranks:
+        node += local == 0
+        nodes.append(node)
+    return tuple(nodes)
+
+
+def spread_evenly(index: int, of: int, ranks: int) -> int:
+    """The rank of the `index`-th of `of` things that are spread evenly over the ranks."""
+    return index * ranks // of

@@ -1,0 +1,83 @@
+"""Peer to peer: every rank trains its own copy and averages it with its neighbours' (D-PSGD, arXiv:1705.09056)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.interfaces import TensorShard
+from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class NeighbourUpdates:
+    """updates.Updating: this rank's own step, then the mean with the ranks before and after it on a ring."""
+
+    loss_scale = 1.0
+
+    def __init__(
+        self, own: OptimizerUpdates, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: MpiRanks
+    ) -> None:
+        """A collective: every rank calls it, with the same model."""
+        from mpi4py import MPI
+
+        self._mpi, self._own, self._ranks, self._optimizer = MPI, own, ranks, optimizer
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        flat = torch.cat([parameter.detach().flatten() for parameter in self._trained])
+        self._type = MPI.DOUBLE if flat.dtype == torch.float64 else MPI.FLOAT
+        self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.every)
+        self._shown = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
+        """What the neighbours read."""
+        self._read = torch.empty_like(flat)
+        me, count = ranks.every.rank, ranks.every.size
+        self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})
+
+    def norm(self) -> Tensor:
+        """See updates.Updating: of this rank's own gradient."""
+        return self._own.norm()
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See api.Engine."""
+        return self._own.clip(max_norm)
+
+    def update(self, lr: float) -> bool:
+        """See api.Engine."""
+        self._own.update(lr)
+        self._average()
+        return True
+
+    def forget(self) -> None:
+        """See updates.Updating."""
+        self._own.forget()
+
+    def pieces(self) -> Iterator[TensorShard]:
+        """See api.Engine. A collective: all ranks first become equal, so that there is one model to save."""
+        state = [value for p in self._trained for value in self._optimizer.state[p].values()]
+        for tensor in [*(p.detach() for p in self._trained), *state]:
+            with self._ranks.calling:
+                self._ranks.every.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+            tensor /= self._ranks.every.size
+        return self._own.pieces()
+
+    def _average(self) -> None:
+        torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._shown)
+        mean = self._shown.clone()
+        self._ranks.barrier()
+        for rank in self._neighbours:
+            with self._ranks.calling:
+                self._window.Lock(rank, self._mpi.LOCK_SHARED)
+                self._window.Get([self._read.numpy(), self._type], rank, (0, self._read.numel(), self._type))
+                self._window.Unlock(rank)
+            mean += self._read
+        mean /= len(self._neighbours) + 1
+        parts = torch.split(mean, [parameter.numel() for parameter in self._trained])
+        with torch.no_grad():
+            for parameter, part in zip(self._trained, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+        self._ranks.barrier()  # nobody changes what a neighbour still reads

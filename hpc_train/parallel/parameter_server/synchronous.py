@@ -1,0 +1,77 @@
+"""Synchronous parameter servers: push gradients, one update on the servers, pull parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks
+from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, list_server_shards
+
+
+class SynchronousUpdates:
+    """updates.Updating: the numbers of an all-reduce, by another way."""
+
+    loss_scale = 1.0
+
+    def __init__(self, model: nn.Module, windows: list[ShareWindow], ranks: MpiRanks, world: World) -> None:
+        self._model, self._windows, self._ranks, self._world = model, windows, ranks, world
+        self._factor: float | None = None
+        """What the pushed gradients are to be multiplied by; None: nothing is pushed yet."""
+
+    def refresh(self) -> None:
+        """Pull the parameters as all ranks have them now. A collective."""
+        self._ranks.barrier()
+        for window in self._windows:
+            window.pull()
+
+    def norm(self) -> Tensor:
+        """See updates.Updating: of the mean of what all ranks push."""
+        if self._factor is None:
+            self._push()
+        mine = [window.pushed() for window in self._windows]
+        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in mine if g is not None)
+        with self._ranks.calling:
+            total = self._ranks.every.allreduce(square)
+        return torch.tensor(total, dtype=torch.float64).sqrt() / self._ranks.groups
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See api.Engine."""
+        norm = self.norm()
+        if max_norm is not None:
+            self._factor = min(1.0, max_norm / (float(norm) + 1e-6)) / self._ranks.groups
+        return norm
+
+    def update(self, lr: float) -> bool:
+        """See api.Engine."""
+        if self._factor is None:
+            self._push()
+        assert self._factor is not None
+        for window in self._windows:
+            gradient = window.pushed()
+            if gradient is not None:
+                window.apply(gradient * self._factor, lr)
+                gradient.zero_()
+        self.forget()
+        self.refresh()
+        return True
+
+    def forget(self) -> None:
+        """See updates.Updating."""
+        self._factor = None
+        self._model.zero_grad(set_to_none=True)
+
+    def pieces(self) -> Iterator[TensorShard]:
+        """See api.Engine."""
+        return list_server_shards(self._model, self._windows, self._world)
+
+    def _push(self) -> None:
+        for window in self._windows:
+            gradient = window.gradient()
+            if self._ranks.leads:
+                window.push(gradient)
+        self._ranks.barrier()
+        self._factor = 1.0 / self._ranks.groups

@@ -1,0 +1,204 @@
+"""Times of a pipeline: a timeline of every computation, and the time of each block.
+
+parallel.pipeline.timeline records when each rank did what and writes a trace that a browser shows; from it comes the
+bubble. parallel.pipeline.resplit times the forward of each block in a few steps and keeps the times in the run
+directory, from which a resumed run splits its stages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Model, World
+from hpc_train.messages import all_gather_values
+from hpc_train.parallel.rules.pipeline import TIMED_STEPS, TIMELINE_STEPS
+from hpc_train.regular_files import read_text
+from hpc_train.traffic.stages import BlockCosts
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """One computation of one stage."""
+
+    start: float
+    """Seconds of a clock that the ranks of a node share."""
+    end: float
+    kind: str
+    """F forward, B backward, I that of the stage's input alone, W that of its weights, L loss."""
+    stage: int
+    micro: int
+    step: int
+
+
+@dataclass
+class Timeline:
+    """This rank's events of training. On a GPU each of them waits for the device, so that it has its real time."""
+
+    device: torch.device
+    on: bool = False
+    file: Path | None = None
+    """Where they are written when the last step that is recorded has ended."""
+    rank: int = 0
+    events: list[TimelineEvent] = field(default_factory=list)
+    step: int = 0
+
+    @contextmanager
+    def record(self, kind: str, stage: int, micro: int) -> Iterator[None]:
+        """Of what is done inside."""
+        if not self.on or not torch.is_grad_enabled():
+            yield
+            return
+        start = self._now()
+        yield
+        self.events.append(TimelineEvent(start, self._now(), kind, stage, micro, self.step))
+
+    def end_step(self) -> None:
+        """What follows belongs to the next step."""
+        self.step += 1
+        if not self.on or self.step < TIMELINE_STEPS:
+            return
+        self.on = False
+        if self.file is not None:
+            self.file.parent.mkdir(exist_ok=True, parents=True)
+            self.file.write_text(format_chrome_trace(self.events, self.rank))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic()
+
+
+def measure_bubble(ranks: Sequence[Sequence[TimelineEvent]]) -> list[float]:
+    """Idle share of each rank between the first start and the last end on any rank of one step; several are averaged.
+
+    ranks: the events of each rank of one pipeline, by the same clock. In theory (p - 1) / (n + p - 1) for GPipe and
+    1F1B over p ranks with n micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.1).
+    """
+    steps = sorted({event.step for events in ranks for event in events})
+    idle = [_sum_idle_time([[e for e in events if e.step == step] for events in ranks]) for step in steps]
+    return [sum(shares) / len(steps) for shares in zip(*idle, strict=True)]
+
+
+def _sum_idle_time(ranks: Sequence[Sequence[TimelineEvent]]) -> list[float]:
+    begin = min(event.start for events in ranks for event in events)
+    end = max(event.end for events in ranks for event in events)
+    return [1 - sum(event.end - event.start for event in events) / (end - begin) for events in ranks]
+
+
+def format_chrome_trace(events: Iterable[TimelineEvent], rank: int) -> str:
+    """The Trace Event Format that chrome://tracing and Perfetto open: a row for each stage, times in microseconds."""
+    rows = [
+        {
+            "name": f"{event.kind}{event.micro}",
+            "cat": event.kind,
+            "ph": "X",
+            "ts": event.start * 1e6,
+            "dur": (event.end - event.start) * 1e6,
+            "pid": rank,
+            "tid": event.stage,
+            "args": {"stage": event.stage, "micro_batch": event.micro, "step": event.step},
+        }
+        for event in events
+    ]
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+
+
+FIRST_TIMED_STEP, LAST_TIMED_STEP = 1, TIMED_STEPS
+"""Steps that are measured, counted from 0, the last not included: the very first one also sets up."""
+_BEFORE, _AFTER = "before", "after"
+
+
+def get_times_path(run_dir: str) -> Path:
+    """Where the times of a run are kept."""
+    return Path(run_dir) / "stage_times.json"
+
+
+def read_block_times(path: Path, blocks: list[str]) -> BlockCosts | None:
+    """What an earlier attempt has measured; None if there was none. Raises UserError for a damaged file."""
+    if not path.exists():
+        return None
+    try:
+        seconds = json.loads(read_text(path))
+        return BlockCosts(
+            float(seconds[_BEFORE]), tuple(float(seconds[name]) for name in blocks), float(seconds[_AFTER])
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"parallel.pipeline.resplit=true: {path} does not hold the times of this model's blocks; remove it"
+        ) from error
+
+
+class BlockTimes:
+    """Seconds of the forward of each block of this rank, in a few steps of training; backward is taken to follow them.
+
+    On a GPU every block waits for the device in these steps.
+    """
+
+    def __init__(self, parts: Mapping[int, nn.Module], last: int, world: World, file: Path) -> None:
+        """parts: this rank's stages; last: the last stage of the model."""
+        self._parts, self._last, self._world, self._file = parts, last, world, file
+        self._step = 0
+        self._started: dict[str, float] = {}
+        self._seconds: dict[str, list[float]] = {}
+        self._hooks: list[Any] = []
+
+    def end_step(self) -> None:
+        """At the end of each step, on every rank: begin, or gather what was measured and write it."""
+        self._step += 1
+        if self._step == FIRST_TIMED_STEP:
+            for stage, part in self._parts.items():
+                assert isinstance(part, Model)
+                self._watch(str(stage), part)
+                for name, block in part.blocks().items():
+                    self._watch(name, block)
+        if self._step == LAST_TIMED_STEP:
+            for hook in self._hooks:
+                hook.remove()
+            self._write()
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def begin(*_: Any) -> None:
+            self._started[name] = self._now()
+
+        def end(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                self._seconds.setdefault(name, []).append(self._now() - self._started[name])
+
+        self._hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+    def _now(self) -> float:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
+
+    def _write(self) -> None:
+        """All stages' times, by the first rank of the job."""
+        group = self._world.mesh["pp"].get_group()
+        everybody = all_gather_values(self._mine(), group)
+        if self._world.rank:
+            return
+        beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        beside.write_text(json.dumps({name: seconds for mine in everybody for name, seconds in mine.items()}, indent=1))
+        beside.replace(self._file)
+
+    def _mine(self) -> dict[str, float]:
+        """Medians; what a stage takes beside its blocks is the embedding in the first one, and the head in the last."""
+        seconds = {name: median(values) for name, values in self._seconds.items()}
+        for stage, part in self._parts.items():
+            assert isinstance(part, Model)
+            rest = max(0.0, seconds.pop(str(stage)) - sum(seconds[name] for name in part.blocks()))
+            if stage in (0, self._last):
+                seconds[_BEFORE if stage == 0 else _AFTER] = rest
+        return seconds

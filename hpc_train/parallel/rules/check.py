@@ -1,0 +1,29 @@
+"""check_support: the rules of every technique, in the order in which a user would read them."""
+
+from __future__ import annotations
+
+from hpc_train.config.parallel import Degrees, resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.parallel.rules import context, data_parallel, memory, parameter_server, pipeline, tensor
+
+RULES = (
+    parameter_server.check_server_rules,
+    data_parallel.check_data_parallel_rules,
+    tensor.check_tensor_rules,
+    pipeline.check_pipeline_rules,
+    context.check_context_rules,
+    data_parallel.check_gradient_rules,
+    memory.check_memory_rules,
+    memory.check_offload_rules,
+)
+
+
+def check_support(config: RunConfig, world: int) -> Degrees:
+    """The degrees of this run on `world` ranks. Raises UserError, saying what would work, if nothing here can do it.
+
+    An option that would have no effect, such as parallel.tensor.asynchronous without tp, is refused too.
+    """
+    degrees = resolve_degrees(config.parallel, world)
+    for rule in RULES:
+        rule(config, degrees)
+    return degrees

@@ -1,0 +1,55 @@
+"""Rules of recomputation, of compilation, and of the offload of parameters and optimizer state."""
+
+from __future__ import annotations
+
+from hpc_train.config.parallel import Degrees, RecomputeConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.traffic.stages import splits_backward
+
+
+def check_memory_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what cannot be saved."""
+    _check_recompute(config.parallel.recompute)
+    _check_schedule(config, degrees)
+
+
+def _check_recompute(recompute: RecomputeConfig) -> None:
+    mode, default = recompute.mode, RecomputeConfig()
+    if mode == "none" and recompute.every != default.every:
+        raise UserError(f"parallel.recompute.every={recompute.every}: without effect at mode=none; use full, selective")
+    if mode != "selective" and recompute.keep != default.keep:
+        raise UserError(f"parallel.recompute.keep: without effect at mode={mode}; use mode=selective")
+    if mode == "selective" and not recompute.keep:
+        raise UserError("parallel.recompute.keep=[]: selective without anything to keep; use mode=full")
+    if mode == "selective" and recompute.offload:
+        raise UserError(
+            "parallel.recompute.offload=true: what mode=selective keeps cannot be moved; use mode=full or mode=none"
+        )
+
+
+def _check_schedule(config: RunConfig, degrees: Degrees) -> None:
+    """torch would recompute a block once for each of its matrices in a split backward, and fail at mode=selective."""
+    pipeline, mode = config.parallel.pipeline, config.parallel.recompute.mode
+    if degrees.pp > 1 and mode != "none" and splits_backward(pipeline):
+        raise UserError(
+            f"parallel.recompute.mode={mode}: parallel.pipeline.schedule={pipeline.schedule} splits backward, and "
+            "would recompute a block for each of its parameters; use 1f1b or interleaved_1f1b, or mode=none"
+        )
+
+
+def check_offload_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what cannot be offloaded."""
+    offload, strategy = config.parallel.offload, config.parallel.strategy
+    asked = {name: getattr(offload, name) for name in ("optimizer", "parameters") if getattr(offload, name) != "none"}
+    for name, place in asked.items():
+        if strategy == "ddp":
+            raise UserError(
+                f"parallel.offload.{name}={place}: only what the zero strategies shard can live elsewhere, ddp keeps "
+                "all on each rank; use parallel=zero1, zero2 or fsdp"
+            )
+    if offload.dir is not None and "file" not in asked.values():
+        raise UserError(
+            f"parallel.offload.dir={offload.dir}: without effect, nothing is offloaded to a file; set "
+            "parallel.offload.optimizer=file or parallel.offload.parameters=file"
+        )

@@ -1,0 +1,302 @@
+"""The one table of what can be done: each technique, what does it, and whether its numbers are one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXACT = "equal to one device"
+"""Design law 1: 1e-10 of the norm in float64, for loss, gradients, clipped norm, parameters and optimizer state."""
+INEXACT = "not equal: "
+"""How the numbers of every other technique begin."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One line of the table; docs/parallelism.md shows it."""
+
+    name: str
+    option: str
+    """Overrides that turn it on."""
+    backend: str
+    """What does the work."""
+    numbers: str
+    """EXACT, or INEXACT and why."""
+    needs: str
+    """What it must have, or does not go with; empty: nothing."""
+    proof: str
+    """The test that shows it."""
+
+
+def format_support_table() -> str:
+    """The table as docs/parallelism.md has it."""
+    lines = [_format_row(("technique", "options", "done by", "numbers", "needs", "proof")), _format_row(["---"] * 6)]
+    for row in SUPPORT_TABLE:
+        proof = f"[{row.proof.rpartition('/')[2]}](../{row.proof})"
+        lines.append(_format_row((row.name, f"`{row.option}`", row.backend, row.numbers, row.needs, proof)))
+    return "\n".join(lines) + "\n"
+
+
+def _format_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+SUPPORT_TABLE: tuple[Technique, ...] = (
+    Technique(
+        "data parallel",
+        "parallel=ddp",
+        "DistributedDataParallel; fully_shard where tp or pp > 1",
+        EXACT,
+        "",
+        "tests/parallel/test_parity.py",
+    ),
+    Technique(
+        "ZeRO-1: sharded optimizer state",
+        "parallel=zero1",
+        "fully_shard, gathered and reduced once a step",
+        EXACT,
+        "",
+        "tests/parallel/test_zero.py",
+    ),
+    Technique(
+        "ZeRO-2: sharded gradients too",
+        "parallel=zero2",
+        "fully_shard, reduced in every micro-batch",
+        EXACT,
+        "",
+        "tests/parallel/test_zero.py",
+    ),
+    Technique(
+        "ZeRO-3: sharded parameters too (FSDP2)",
+        "parallel=fsdp",
+        "fully_shard, block by block",
+        EXACT,
+        "",
+        "tests/parallel/test_zero.py",
+    ),
+    Technique(
+        "hybrid sharding (HSDP)",
+        "parallel=hsdp",
+        "fully_shard on dp_replicate x dp_shard",
+        EXACT,
+        "",
+        "tests/parallel/test_parity.py",
+    ),
+    Technique(
+        "tensor parallel, norms, embedding, head and loss too",
+        "parallel=tp",
+        "DTensor parameters, our own autograd functions",
+        EXACT,
+        "tp divides heads, feed_forward and the positions",
+        "tests/parallel/test_tensor.py",
+    ),
+    Technique(
+        "asynchronous tensor parallel",
+        "parallel=tp parallel.tensor.asynchronous=true",
+        "our own ring of products and messages",
+        EXACT,
+        "tensor.sequence; a whole backward; no ViT",
+        "tests/parallel/test_async_tensor.py",
+    ),
+    Technique(
+        "context parallel: ring attention",
+        "parallel=cp",
+        "our own ring over fused attention, balanced causal order",
+        EXACT,
+        "2 cp divides the positions; no ViT; with dropout keys and values are gathered",
+        "tests/parallel/test_context.py",
+    ),
+    Technique(
+        "context parallel: Ulysses",
+        "parallel=cp parallel.context.method=ulysses",
+        "our own all-to-all of heads and positions",
+        EXACT,
+        "cp divides heads / tp and the positions; no ViT",
+        "tests/parallel/test_context.py",
+    ),
+    Technique(
+        "pipeline: gpipe, 1f1b, looped_bfs, interleaved_1f1b",
+        "parallel=pp parallel.pipeline.schedule=gpipe",
+        "torch.distributed.pipelining",
+        EXACT,
+        "a model with stages; micro-batches for the schedule",
+        "tests/parallel/test_pipeline.py",
+    ),
+    Technique(
+        "pipeline, split backward: interleaved_zero_bubble, zbv, dualpipev",
+        "parallel=pp parallel.pipeline.schedule=zbv",
+        "torch.distributed.pipelining",
+        EXACT,
+        "the same; no recomputation, no compilation",
+        "tests/parallel/test_pipeline.py",
+    ),
+    Technique(
+        "pipeline: naive, or an order from a file",
+        "parallel=pp parallel.pipeline.schedule=naive",
+        "torch's pipeline runtime over an order that is proved first",
+        EXACT,
+        "the same; a file is for one number of micro-batches",
+        "tests/parallel/test_pipeline.py",
+    ),
+    Technique(
+        "3D: pipeline x data x tensor",
+        "parallel=3d",
+        "all of the above",
+        EXACT,
+        "",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
+        "4D: pipeline x data x context x tensor",
+        "parallel=3d parallel.cp=2",
+        "all of the above",
+        EXACT,
+        "",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
+        "recomputation of whole blocks, all or every k-th",
+        "parallel.recompute.mode=full",
+        "torch.utils.checkpoint",
+        EXACT,
+        "a model with blocks; a whole backward",
+        "tests/parallel/test_recompute.py",
+    ),
+    Technique(
+        "recomputation by operator",
+        "parallel.recompute.mode=selective",
+        "torch's selective checkpoint contexts",
+        EXACT,
+        "the same; every operator in keep must run",
+        "tests/parallel/test_recompute.py",
+    ),
+    Technique(
+        "offload of activations",
+        "parallel.recompute.offload=true",
+        "our own saved-tensor hooks, pinned memory",
+        EXACT,
+        "GPUs; recompute.mode none or full",
+        "tests/parallel/test_recompute.py",
+    ),
+    Technique(
+        "offload of optimizer state (cpu, file)",
+        "parallel=fsdp parallel.offload.optimizer=cpu",
+        "our own, a part of the parameters at a time",
+        EXACT,
+        "a zero strategy; for a file a disk of the node",
+        "tests/parallel/test_offload.py",
+    ),
+    Technique(
+        "offload of parameters (cpu, file)",
+        "parallel=fsdp parallel.offload.parameters=cpu",
+        "CPUOffloadPolicy, over shards in a mapped file",
+        EXACT,
+        "a zero strategy; for a file a disk of the node",
+        "tests/parallel/test_offload.py",
+    ),
+    Technique(
+        "compilation",
+        "parallel.compile=true",
+        "torch.compile of each block",
+        EXACT,
+        "a C++ compiler, on GPUs Triton; a model with blocks",
+        "tests/parallel/test_compile.py",
+    ),
+    Technique(
+        "mixed precision: bfloat16",
+        "precision=bf16",
+        "autocast; fully_shard's mixed precision",
+        INEXACT + "computed in bfloat16",
+        "on GPUs, one that has it",
+        "tests/parallel/test_precision.py",
+    ),
+    Technique(
+        "mixed precision: float16, dynamic loss scale",
+        "precision=fp16",
+        "the same, and our own scale over all axes",
+        INEXACT + "computed in float16; a step that overflows is skipped",
+        "no parameter servers",
+        "tests/parallel/test_fp16.py",
+    ),
+    Technique(
+        "dropout",
+        "model.dropout=0.1",
+        "our own masks, by sample, layer, position and channel",
+        EXACT,
+        "models.dropout; torch's own layers: other masks elsewhere, not over tp or cp",
+        "tests/parallel/test_dropout.py",
+    ),
+    Technique(
+        "synchronised BatchNorm",
+        "parallel.sync_batchnorm=true",
+        "our own layer on CPUs, torch's on GPUs",
+        EXACT,
+        "statistics are of one micro-batch of all ranks; pp = cp = tp = 1",
+        "tests/parallel/test_batch_norm.py",
+    ),
+    Technique(
+        "static graph",
+        "parallel.static_graph=true",
+        "DistributedDataParallel",
+        EXACT,
+        "ddp",
+        "tests/parallel/test_ddp_options.py",
+    ),
+    Technique(
+        "parameters that take no part",
+        "parallel.unused_parameters=true",
+        "DistributedDataParallel",
+        EXACT,
+        "ddp",
+        "tests/parallel/test_ddp_options.py",
+    ),
+    Technique(
+        "reduction through MPI",
+        "parallel.reduce_with=mpi",
+        "mpi4py, in the buckets of DistributedDataParallel",
+        EXACT,
+        "ddp on CPUs; ranks that MPI starts",
+        "tests/parallel/test_mpi_hook.py",
+    ),
+    Technique(
+        "gradients in half the bytes (bf16, fp16)",
+        "parallel.compression.method=bf16",
+        "our own hook of DistributedDataParallel",
+        INEXACT + "gradients are rounded",
+        "ddp; not precision=fp64",
+        "tests/parallel/test_compression.py",
+    ),
+    Technique(
+        "compressed gradients (powersgd, topk)",
+        "parallel.compression.method=powersgd",
+        "our own hook of DistributedDataParallel",
+        INEXACT + "part of a gradient comes in later steps",
+        "ddp; not precision=fp16",
+        "tests/parallel/test_compression.py",
+    ),
+    Technique(
+        "parameter servers, synchronous",
+        "parallel=server",
+        "our own, over MPI windows",
+        EXACT,
+        "ddp on CPUs; ranks that MPI starts",
+        "tests/parallel/test_server.py",
+    ),
+    Technique(
+        "parameter servers, asynchronous",
+        "parallel=server parallel.server.mode=asynchronous",
+        "our own, over MPI windows",
+        INEXACT + "a gradient may be server.staleness updates old",
+        "ddp on CPUs; ranks that MPI starts",
+        "tests/parallel/test_server.py",
+    ),
+    Technique(
+        "peers: averaging with neighbours",
+        "parallel=server parallel.server.mode=peer",
+        "our own, over MPI windows",
+        INEXACT + "the ranks' parameters differ",
+        "ddp on CPUs; ranks that MPI starts",
+        "tests/parallel/test_server.py",
+    ),
+)
+"""Every technique that exists."""

@@ -1,0 +1,102 @@
+"""Rules of tensor parallelism, and of its asynchronous form."""
+
+from __future__ import annotations
+
+import math
+
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import Degrees, TensorConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.traffic.stages import splits_backward
+
+
+def check_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what tensor parallelism cannot do."""
+    options = config.parallel.tensor
+    if degrees.tp == 1:
+        _check_unused_tensor_options(options)
+        return
+    if isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
+        _check_widths(config.model, degrees.tp)
+    if isinstance(config.model, VisionTransformerConfig):
+        _check_images(options)
+    if isinstance(config.model, TransformerConfig):
+        _check_vocabulary(config.model, options, degrees.tp)
+        _check_positions(config, degrees)
+    check_async_tensor_rules(config, degrees)
+
+
+def _check_unused_tensor_options(options: TensorConfig) -> None:
+    default = TensorConfig()
+    for name in ("sequence", "vocabulary", "asynchronous"):
+        if (value := getattr(options, name)) != getattr(default, name):
+            raise UserError(
+                f"parallel.tensor.{name}={str(value).lower()}: has no effect with parallel.tp=1; leave it out or set tp"
+            )
+
+
+def _check_images(options: TensorConfig) -> None:
+    for name in ("sequence", "vocabulary"):
+        if not getattr(options, name):
+            raise UserError(
+                f"parallel.tensor.{name}=false: has no effect on a vision transformer, which has neither positions nor "
+                "a vocabulary to split; leave it out"
+            )
+
+
+def _check_widths(model: TransformerConfig | VisionTransformerConfig, tp: int) -> None:
+    """Key and value heads need not divide: a rank computes those that its query heads attend to."""
+    for key in ("heads", "feed_forward"):
+        width = getattr(model, key)
+        if width % tp:
+            common = math.gcd(model.heads, model.feed_forward)
+            legal = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise UserError(f"parallel.tp={tp}: does not divide model.{key}={width}; tp can be {legal}")
+
+
+def _check_vocabulary(model: TransformerConfig, options: TensorConfig, tp: int) -> None:
+    if options.vocabulary and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+        raise UserError(
+            f"parallel.tp={tp}: a vocabulary of {model.vocab_size} leaves a rank without a part of it; "
+            "use a smaller tp, or parallel.tensor.vocabulary=false"
+        )
+
+
+def _check_positions(config: RunConfig, degrees: Degrees) -> None:
+    length, parts = config.train.sequence_length, degrees.cp * degrees.tp
+    if config.parallel.tensor.sequence and length % parts:
+        ranks = f"tp={degrees.tp}" if degrees.cp == 1 else f"cp={degrees.cp} x tp={degrees.tp}"
+        lower = length // parts * parts
+        legal = f"{lower} or {lower + parts}" if lower else str(parts)
+        raise UserError(
+            f"train.sequence_length={length}: its positions do not divide over {ranks}; use {legal}, "
+            "or parallel.tensor.sequence=false"
+        )
+
+
+_OPTION = "parallel.tensor.asynchronous=true"
+
+
+def check_async_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what does not go with it."""
+    parallel = config.parallel
+    if not parallel.tensor.asynchronous:
+        return
+    if not parallel.tensor.sequence:
+        raise UserError(f"{_OPTION}: overlaps the exchange of positions; use parallel.tensor.sequence=true")
+    if isinstance(config.model, VisionTransformerConfig):
+        raise UserError(
+            f"{_OPTION}: overlaps the exchange of positions, and a vision transformer's do not divide; leave it out"
+        )
+    if parallel.recompute.mode == "selective" and "mm" in parallel.recompute.keep:
+        raise UserError(
+            f"{_OPTION}: computes products in parts, which parallel.recompute.mode=selective cannot keep; "
+            "use parallel.recompute.keep=[attention], or mode=full"
+        )
+    schedule = parallel.pipeline.schedule
+    if degrees.pp > 1 and splits_backward(parallel.pipeline):
+        raise UserError(
+            f"{_OPTION}: computes the gradients of activations and weights together, and "
+            f"parallel.pipeline.schedule={schedule} asks for each by itself; use 1f1b or interleaved_1f1b"
+        )

@@ -1,0 +1,65 @@
+"""A model's plan read against its modules: which of them is split over tp, and how."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Model
+
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "col": (nn.Linear,),
+    "row": (nn.Linear,),
+    "vocab": (nn.Linear, nn.Embedding),
+    "seq": (nn.Module,),
+}
+
+
+def read_tensor_plan(part: nn.Module, *, whole: bool) -> dict[str, str]:
+    """Module name -> col, row, seq or vocab, for every module that a line of the plan matches.
+
+    whole: `part` is no stage but the whole model, in which every line must match.
+    Raises UserError for a line that matches nothing, contradicts another one, or asks for what its module cannot do.
+    """
+    assert isinstance(part, Model)
+    title = f"{type(part).__name__}.plan"
+    modules = dict(part.named_modules())
+    found: dict[str, str] = {}
+    for glob, how in part.plan.items():
+        names = [name for name in modules if fnmatchcase(name, glob)]
+        if whole and not names:
+            raise UserError(f"{title}: {glob!r} matches no module; correct or remove that line")
+        for name in names:
+            _check_line(title, glob, name, modules[name], how)
+            if found.setdefault(name, how) != how:
+                raise UserError(f"{title}: {name} is both {found[name]} and {how}; keep one of these lines")
+    if not set(found.values()) & {"col", "row", "vocab"}:
+        raise UserError(f"{title}: no line col, row or vocab matches a module, so parallel.tp has nothing to split")
+    return found
+
+
+def _check_line(title: str, glob: str, name: str, module: nn.Module, how: str) -> None:
+    if how not in _KINDS:
+        raise UserError(f"{title}: {glob!r} is {how!r}; use col, row, seq or vocab")
+    tied_head = how == "vocab" and not any(True for _ in module.parameters())
+    if not isinstance(module, _KINDS[how]) and not tied_head:
+        wanted = " or ".join(kind.__name__ for kind in _KINDS[how])
+        raise UserError(f"{title}: {name} is {type(module).__name__}, and only {wanted} can be {how}")
+
+
+def check_plan_coverage(part: nn.Module, plan: dict[str, str]) -> None:
+    """Raise UserError for parameters that no line names, where the plan splits positions.
+
+    Nobody could tell whether such a module sees all positions or this rank's, hence whether to add its gradients up.
+    """
+    kind = type(part).__name__
+    for name, _ in part.named_parameters():
+        owner = name.rpartition(".")[0]
+        parents = [owner.rsplit(".", cut)[0] for cut in range(owner.count(".") + 1)]
+        if not any(parent in plan for parent in parents):
+            raise UserError(
+                f"{kind}.plan: names {name} in no line, but has lines seq; name it seq if it sees the positions "
+                "between layers, or use parallel.tensor.sequence=false"
+            )

@@ -1,1 +1,0 @@
-"""The zero strategies: what is sharded over data-parallel ranks (fully_shard), and where the shards live."""

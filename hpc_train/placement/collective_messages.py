@@ -1,0 +1,351 @@
+"""Which messages a collective is made of, and how those of an axis load a fabric, for any order of its nodes.
+
+`nccl`: rings over the ranks of a group in rank order, which is the order NCCL numbers nodes in; its trees and its
+NVLink SHARP change the constant, not the order that is best, and are NCCL's own choice. `gloo`: what torch's
+ProcessGroupGloo runs, read in gloo's source and counted on a loopback device (bytes of 4 ranks and a buffer of 4 MiB):
+
+    all_reduce       ring: reduce-scatter, then all-gather                   2 (n-1)/n of the buffer on an edge
+    reduce_scatter   gloo: an all_reduce, of which each rank keeps a part    2 (n-1)/n     (6.01 buffers counted in all)
+                     nccl: ring                                              (n-1)/n
+    all_gather       ring                                                    (n-1)/n       (3.01)
+    all_to_all       every pair                                              1/n           (3.00)
+    broadcast        gloo: binomial tree from the first rank                 1             (3.00)
+                     nccl: a chain, in pieces                                1
+    reduce           gloo: ring reduce-scatter, all parts to the first rank  (n-1)/n, 1/n  (3.76)
+                     nccl: a chain, in pieces                                1
+    send_recv        to the next rank of the axis                            1
+
+The pattern of an axis is built once and measured for many orders. Only whole nodes move, so messages are kept between
+positions of nodes, equal ones as one with a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.placement.fabric import Fabric, FabricLevel
+from hpc_train.placement.mesh_groups import GroupRows
+from hpc_train.traffic.axes import Flow
+
+Backend = Literal["nccl", "gloo"]
+EdgeKind = Literal["ring", "chain", "star", "tree", "pairs"]
+
+
+@dataclass(frozen=True)
+class CollectivePhase:
+    """Messages of one collective that are under way together."""
+
+    edges: EdgeKind
+    fraction: float
+    """Bytes on each edge, of the flow's bytes."""
+    hops: int
+    """Messages that wait for one another, each on the next edge; 1: the slowest edge alone decides."""
+    round: int = 0
+    """tree: the round, from 0."""
+
+
+def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePhase, ...]:
+    """The phases of one call in a group of `ranks` ranks, one after the other; none in a group of one."""
+    if ranks == 1:
+        return ()
+    part = (ranks - 1) / ranks
+    rounds = math.ceil(math.log2(ranks))
+    ring = CollectivePhase("ring", part, ranks - 1)
+    both = CollectivePhase("ring", 2 * part, 2 * (ranks - 1))
+    pieces = CollectivePhase("chain", 1.0, ranks - 1)
+    gloo = backend == "gloo"
+    match flow.collective:
+        case "all_reduce":
+            return (both,)
+        case "reduce_scatter":
+            return (both,) if gloo else (ring,)
+        case "all_gather":
+            return (ring,)
+        case "all_to_all":
+            return (CollectivePhase("pairs", 1 / ranks, ranks - 1),)
+        case "broadcast":
+            return tuple(CollectivePhase("tree", 1.0, 1, number) for number in range(rounds)) if gloo else (pieces,)
+        case "reduce":
+            return (ring, CollectivePhase("star", 1 / ranks, 1)) if gloo else (pieces,)
+        case "send_recv":
+            return (CollectivePhase("ring" if flow.ring else "chain", 1.0, 1),)
+
+
+def list_edges(edges: EdgeKind, ranks: int, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(from, to): indices within a group of every message of a phase; number: the round of a tree. Not for pairs."""
+    all_ranks = np.arange(ranks)
+    match edges:
+        case "ring":
+            return all_ranks, np.roll(all_ranks, -1)
+        case "chain":
+            return all_ranks[:-1], all_ranks[1:]
+        case "star":
+            return all_ranks[1:], np.zeros(ranks - 1, np.int64)
+        case "tree":
+            senders = np.arange(min(2**number, ranks - 2**number))
+            return senders, senders + 2**number
+        case "pairs":
+            raise AssertionError("pairs are counted, not listed")
+
+
+DOMAIN_LEVEL = "domain"
+"""The level of NVLink domains that span nodes."""
+
+_COMPARED = 32
+"""Entries of a row up to which comparing all pairs is faster than sorting."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MeasuredPhase:
+    """One phase under several orders, per byte on an edge."""
+
+    seconds: Floats
+    """[orders]: of one byte on every edge: the busiest uplink of any level, or a rank's own link inside its node."""
+    beside: Floats
+    """[orders]: the same next to busy neighbours, who leave this job only its share of the uplinks."""
+    latency: Floats
+    """[orders]: of one hop in the slowest group."""
+    crossings: Floats
+    """[orders]: messages times levels above the node that they cross."""
+
+
+@dataclass(frozen=True)
+class ListedMessages:
+    """Messages that can be listed, between positions of nodes; those inside a node are only counted."""
+
+    source: Ints
+    """[messages]: position."""
+    target: Ints
+    row: Ints
+    """[messages]: row of the groups that the message is of."""
+    weight: Floats
+    """[messages]: equal messages that it stands for."""
+    inside: Ints
+    """[rows]: messages inside a node."""
+    count: int
+    """Messages of one group, inside and between nodes."""
+    port: float
+    """Most messages inside a node that one rank sends, or receives."""
+    slowest: bool
+    """Whether the slowest message is the latency, or the mean of them all."""
+
+    closed: bool
+    """Whether they form rings: as many enter a part of the fabric as leave it."""
+
+    @cached_property
+    def node_load(self) -> float:
+        """Most messages that leave, or enter, one node: the same in any order."""
+        return float(max(np.bincount(end, self.weight).max(initial=0.0) for end in (self.source, self.target)))
+
+
+@dataclass(frozen=True)
+class CountedPairs:
+    """Every rank of a group to every other; too many to list, so members of a group in a subtree are counted."""
+
+    position: Ints
+    """[entries]"""
+    row: Ints
+    """[entries]"""
+    members: Ints
+    """[entries]: ranks of the row's group at the position."""
+    copies: Floats
+    """[rows]"""
+    count: int
+    """Ranks of a group."""
+
+    @cached_property
+    def width(self) -> int:
+        """Entries of each row; 0 where rows differ."""
+        entries = np.bincount(self.row)
+        return int(entries[0]) if (entries == entries[0]).all() else 0
+
+
+MessagePattern = ListedMessages | CountedPairs
+
+
+@dataclass(frozen=True)
+class LevelLinks:
+    """What messages leave the groups of a level by: a group's uplink, or each node's share of it."""
+
+    index: Ints
+    """[orders, positions]"""
+    count: int
+    bandwidth: Floats
+    """[links], or [orders, links]"""
+    share: Floats
+    """`bandwidth` left for this job next to busy neighbours."""
+    shared: bool
+    """Whether a group has one link for all its nodes."""
+
+    @staticmethod
+    def of(level: FabricLevel, group: Ints) -> LevelLinks:
+        """group: [orders, positions]: the level's group of the node there."""
+        if level.name != DOMAIN_LEVEL:
+            return LevelLinks(group, len(level.uplink), level.uplink, level.busy_uplink, True)
+        each = (level.uplink / np.bincount(level.group))[group]
+        return LevelLinks(np.broadcast_to(np.arange(group.shape[1]), group.shape), group.shape[1], each, each, False)
+
+    def busiest(self, load: Floats) -> tuple[Floats, Floats]:
+        """Return [orders] seconds of the busiest link, twice: alone and beside neighbours. load: [orders, links]."""
+        alone = (load / self.bandwidth).max(axis=1)
+        return alone, alone if self.share is self.bandwidth else (load / self.share).max(axis=1)
+
+
+def has_uniform_uplinks(level: FabricLevel) -> bool:
+    """Whether all groups of the level have the same uplink."""
+    return bool((level.uplink == level.uplink[0]).all())
+
+
+def build_pattern(rows: GroupRows, phase: CollectivePhase) -> MessagePattern:
+    """The messages of one phase of a collective in groups of these rows."""
+    return _count_pairs(rows) if phase.edges == "pairs" else _list_messages(rows, phase)
+
+
+def _list_messages(rows: GroupRows, phase: CollectivePhase) -> ListedMessages:
+    source, target = list_edges(phase.edges, rows.position.shape[1], phase.round)
+    sources, targets = rows.position[:, source], rows.position[:, target]
+    between = sources != targets
+    inside = np.count_nonzero(~between, axis=1)
+    row = np.nonzero(between)[0]
+    return ListedMessages(
+        source=sources[between],
+        target=targets[between],
+        row=row,
+        weight=rows.copies[row].astype(np.float64),
+        inside=inside,
+        count=len(source),
+        port=float(inside.max() if phase.edges == "star" else inside.any()),
+        slowest=phase.hops == 1,
+        closed=phase.edges == "ring",
+    )
+
+
+def _count_pairs(rows: GroupRows) -> CountedPairs:
+    starts = np.ones(rows.position.shape, bool)
+    starts[:, 1:] = rows.position[:, 1:] != rows.position[:, :-1]
+    at = np.flatnonzero(starts)
+    return CountedPairs(
+        position=rows.position.ravel()[at],
+        row=at // rows.position.shape[1],
+        members=np.diff(at, append=rows.position.size),
+        copies=rows.copies.astype(np.float64),
+        count=rows.position.shape[1],
+    )
+
+
+def measure_orders(it: MessagePattern, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    """orders: [orders, positions], each row the node at every position."""
+    return (
+        _measure_messages(it, fabric, orders) if isinstance(it, ListedMessages) else _measure_pairs(it, fabric, orders)
+    )
+
+
+def count_loads(it: MessagePattern, level: FabricLevel, orders: Ints) -> tuple[Floats, Floats]:
+    """Messages that (leave, enter) every group of a level: two arrays [orders, groups]."""
+    if isinstance(it, CountedPairs):
+        out = _pair_loads(it, level.group[orders], level.group[orders], len(level.uplink))[0]
+        return out, out
+    group = level.group[orders]
+    source, target = group[:, it.source], group[:, it.target]
+    out, into = (_message_loads(it, end, source != target, len(level.uplink)) for end in (source, target))
+    return out, into
+
+
+def _measure_messages(it: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    seconds = np.full(len(orders), it.port / fabric.inside_bandwidth)
+    beside = seconds
+    latency = np.full((len(orders), len(it.source)), fabric.levels[0].latency)
+    crossings = np.zeros(len(orders))
+    for number, level in enumerate(fabric.levels):
+        if not number and has_uniform_uplinks(level):
+            seconds = beside = np.maximum(seconds, it.node_load / level.uplink[0])
+            continue
+        group = level.group[orders]
+        crossed = group[:, it.source] != group[:, it.target]
+        links = LevelLinks.of(level, group)
+        load = _message_loads(it, links.index[:, it.source], crossed, links.count)
+        if not (it.closed and links.shared):
+            load = np.maximum(load, _message_loads(it, links.index[:, it.target], crossed, links.count))
+        alone, shared = links.busiest(load)
+        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
+        if number:
+            latency[crossed] = level.latency
+            crossings += crossed @ it.weight
+    return MeasuredPhase(seconds, beside, _measure_hops(it, fabric.inside_latency, latency), crossings)
+
+
+def _message_loads(it: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
+    """[orders, links] messages on every link; link: [orders, messages]; only those that are crossed count."""
+    key = np.nonzero(crossed)[0] * count + link[crossed]
+    weight = np.broadcast_to(it.weight, crossed.shape)[crossed]
+    return np.asarray(np.bincount(key, weight, len(link) * count).reshape(-1, count), np.float64)
+
+
+def _measure_hops(it: ListedMessages, inside_latency: float, latency: Floats) -> Floats:
+    """[orders]: latency of a hop in the slowest row; latency: [orders, messages] of those between nodes.
+
+    A ring has no barrier: what one rank waits for has passed the edges before it one after the other, so that a hop
+    takes their mean; where messages do not wait for one another the slowest decides.
+    """
+    if it.slowest:
+        within = inside_latency if it.inside.any() else 0.0
+        return np.asarray(np.maximum(latency.max(axis=1, initial=0.0), within))
+    size = len(it.inside)
+    key = it.row + size * np.arange(len(latency))[:, None]
+    total = np.bincount(key.ravel(), latency.ravel(), size * len(latency)).reshape(-1, size)
+    return np.asarray((total + it.inside * inside_latency).max(axis=1) / it.count)
+
+
+def _measure_pairs(it: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    seconds = beside = np.full(len(orders), (it.members.max() - 1) / fabric.inside_bandwidth)
+    shape = (len(orders), len(it.copies))
+    near = np.full(shape, it.count, np.float64)
+    latency = np.zeros(shape)
+    crossings = np.zeros(len(orders))
+    slower = fabric.inside_latency
+    for number, level in enumerate(fabric.levels):
+        group = level.group[orders]
+        links = LevelLinks.of(level, group)
+        load, together = _pair_loads(it, group, links.index, links.count)
+        alone, shared = links.busiest(load)
+        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
+        latency += (together - near) * slower
+        near, slower = together, level.latency
+        if number:
+            crossings += (it.count**2 - together) @ it.copies
+    latency += (it.count**2 - near) * slower
+    return MeasuredPhase(seconds, beside, latency.max(axis=1) / (it.count * (it.count - 1)), crossings)
+
+
+def _pair_loads(it: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
+    """(messages on every link [orders, links]; pairs of a row that stay in a group [orders, rows], a rank with itself
+    counted). group, link: [orders, positions]: what each position is in, and by which link its messages leave it."""
+    count = len(it.copies)
+    order = np.arange(len(group))[:, None]
+    members = _count_members(it, group[:, it.position])
+    out = it.copies[it.row] * it.members * (it.count - members)
+    load = np.bincount((order * links + link[:, it.position]).ravel(), out.ravel(), len(group) * links)
+    together = np.bincount((order * count + it.row).ravel(), (it.members * members).ravel(), len(group) * count)
+    return np.asarray(load.reshape(-1, links), np.float64), np.asarray(together.reshape(-1, count), np.float64)
+
+
+def _count_members(it: CountedPairs, group: Ints) -> Ints:
+    """[orders, entries]: ranks of the entry's row in the same group as the entry; group: [orders, entries]."""
+    width = it.width
+    if width and width <= _COMPARED:
+        table, members = group.reshape(len(group), -1, width), it.members.reshape(-1, width)
+        same = table[..., :, None] == table[..., None, :]
+        return np.asarray(np.einsum("orij,rj->ori", same, members).reshape(group.shape), np.int64)
+    row = np.arange(len(group))[:, None] * len(it.copies) + it.row
+    _, inverse = np.unique(row * (group.max() + 1) + group, return_inverse=True)
+    counted = np.bincount(inverse.ravel(), np.broadcast_to(it.members, row.shape).ravel())
+    return np.asarray(counted[inverse.reshape(row.shape)], np.int64)

@@ -1,0 +1,186 @@
+"""Which processors and which memory each rank of a node may use, and how a process is held to them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
+"""Number of the system call; glibc has no function for it."""
+
+
+@dataclass(frozen=True)
+class RankSeat:
+    """What of one local rank decides its share of the node."""
+
+    allowed: frozenset[int]
+    """Processors that the launcher lets it use."""
+    near: frozenset[int] = frozenset()
+    """Processors next to its GPU; empty without a GPU, and where the machine does not tell."""
+
+
+@dataclass(frozen=True)
+class CpuBinding:
+    """What one rank is held to."""
+
+    cpus: tuple[int, ...]
+    """Empty: left as the launcher made it."""
+    cores: int
+    """Physical cores among them, which is how many threads have something to do."""
+    memory: int | None
+    """NUMA node that holds all of them; None where they are of several, or where the machine does not tell."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeProcessors:
+    """How the processors of this node hang together."""
+
+    numa: Mapping[int, frozenset[int]]
+    """NUMA node -> its processors; only nodes that have some."""
+    siblings: Mapping[int, frozenset[int]]
+    """Processor -> the hardware threads of its core, itself counted."""
+
+    def numa_of(self, cpus: Iterable[int]) -> int | None:
+        """The NUMA node that has all of these processors; None if there is no such node, or only one in all."""
+        wanted = frozenset(cpus)
+        found = [node for node, members in self.numa.items() if wanted <= members]
+        return found[0] if found and len(self.numa) > 1 else None
+
+    def cores(self, cpus: frozenset[int]) -> list[tuple[int, ...]]:
+        """Physical cores among these processors, whole or in part, those of one NUMA node side by side."""
+        place = {cpu: node for node, members in self.numa.items() for cpu in members}
+        found = {tuple(sorted(self.siblings.get(cpu, frozenset({cpu})) & cpus)) for cpu in cpus}
+        return sorted(found, key=lambda core: (place.get(core[0], -1), core))
+
+
+def read_processors(root: Path = Path("/")) -> NodeProcessors:
+    """What sysfs under `root` tells; what it does not tell is empty."""
+    system = root / "sys/devices/system"
+    numa = {int(path.parent.name[4:]): _read_list(path) for path in system.glob("node/node[0-9]*/cpulist")}
+    threads = {
+        int(path.parts[-3][3:]): _read_list(path) for path in system.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")
+    }
+    return NodeProcessors({node: cpus for node, cpus in sorted(numa.items()) if cpus}, threads)
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Linux's list of processors, such as 0-3,8; ValueError for what is none."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            low, _, high = part.partition("-")
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """A set of processors as Linux writes it: 0-3,8."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[CpuBinding]:
+    """A binding for every local rank of a node, in their order.
+
+    A rank gets whole physical cores next to its GPU, shared evenly with the other ranks there; without GPUs its share
+    of all that is allowed. All are left alone where the launcher has given each its own processors already, and where
+    there are more ranks than processors.
+    """
+    if len(seats) > 1 and all(not a.allowed & b.allowed for a, b in combinations(seats, 2)):
+        return [
+            _leave_unbound(seat, processors, "the launcher has given each rank its own processors") for seat in seats
+        ]
+    wanted = [seat.allowed & seat.near or seat.allowed for seat in seats]
+    if any(a & b and a != b for a, b in combinations(wanted, 2)):
+        return [_leave_unbound(seat, processors, "the ranks' processors overlap in part") for seat in seats]
+    found: dict[int, CpuBinding] = {}
+    for cpus in set(wanted):
+        together = [index for index, its in enumerate(wanted) if its == cpus]
+        if len(cpus) < len(together):
+            why = f"{len(together)} ranks on {len(cpus)} processors"
+            return [_leave_unbound(seat, processors, why) for seat in seats]
+        found |= zip(together, _split_evenly(cpus, len(together), processors), strict=True)
+    return [_name_binding(found[index], seats[index]) for index in range(len(seats))]
+
+
+def _leave_unbound(seat: RankSeat, processors: NodeProcessors, why: str) -> CpuBinding:
+    return CpuBinding((), len(processors.cores(seat.allowed)), None, f"not bound: {why}")
+
+
+def _name_binding(binding: CpuBinding, seat: RankSeat) -> CpuBinding:
+    if seat.near and not seat.allowed & seat.near:
+        reason = "a share of the node: none of the processors next to its GPU are allowed"
+    else:
+        reason = "next to its GPU" if seat.near else "its share of the node"
+    return CpuBinding(binding.cpus, binding.cores, binding.memory, reason)
+
+
+def _split_evenly(cpus: frozenset[int], ranks: int, processors: NodeProcessors) -> list[CpuBinding]:
+    """Even shares, by physical cores if there is at least one for each rank, else by hardware threads."""
+    shares = _make_shares(cpus, ranks, processors)
+    flat = [tuple(sorted(cpu for core in share for cpu in core)) for share in shares]
+    return [CpuBinding(its, len(share), processors.numa_of(its), "") for its, share in zip(flat, shares, strict=True)]
+
+
+def split_cpus(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> list[tuple[int, ...]]:
+    """Even shares of these processors, physical cores whole where there are at least as many as parts."""
+    return [tuple(sorted(cpu for core in share for cpu in core)) for share in _make_shares(cpus, parts, processors)]
+
+
+def _make_shares(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> list[list[tuple[int, ...]]]:
+    cores = processors.cores(cpus)
+    if len(cores) < parts:
+        cores = [(cpu,) for core in cores for cpu in core]
+    return [cores[index * len(cores) // parts : (index + 1) * len(cores) // parts] for index in range(parts)]
+
+
+def bind_process(binding: CpuBinding) -> str | None:
+    """Hold this process, with all threads it has and will have, to a binding; why its memory is not, if it is not.
+
+    Raises OSError if the kernel refuses the processors.
+    """
+    if not binding.cpus:
+        return None
+    done: set[str] = set()
+    while new := {entry.name for entry in Path("/proc/self/task").iterdir()} - done:  # one may start another meanwhile
+        for thread in new:
+            try:
+                os.sched_setaffinity(int(thread), binding.cpus)
+            except ProcessLookupError:
+                continue
+        done |= new
+    return None if binding.memory is None else prefer_numa_memory(binding.memory)
+
+
+def prefer_numa_memory(node: int) -> str | None:
+    """Let this thread, and those it starts, take memory of a NUMA node while it has any; why not, if it cannot."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return f"the system call is not known for {platform.machine()}"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel takes one bit less than it is told.
+    if libc.syscall(number, _MPOL_PREFERRED, mask, len(mask) * bits + 1):
+        return os.strerror(ctypes.get_errno())
+    return None
+
+
+def _read_list(path: Path) -> frozenset[int]:
+    try:
+        return parse_cpus(path.read_text())
+    except (OSError, ValueError):
+        return frozenset()

@@ -1,0 +1,172 @@
+"""Canvas: a sheet whose unit is the typographic point, so that a text's size is known where it is placed.
+
+With it the colours of groups and of loads. matplotlib is imported when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.cluster.hostlist import escape_unprintable
+from hpc_train.errors import UserError
+
+IDLE_COLOUR = "#c9d1d9"
+"""A link of which no load is known, or none."""
+PLAIN_COLOUR = "#9fb4c7"
+"""A GPU that is in no group."""
+_FEW = (
+    "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d",
+    "#2f4b7c", "#ff9da6", "#8cd17d", "#79706e",
+)  # fmt: skip
+_LIGHT, _HEAVY = (254, 217, 118), (177, 0, 38)
+_MIDDLE = (252, 78, 42)
+
+
+def choose_group_colour(number: int, groups: int) -> str:
+    """Distinct colours for a few groups; of many, neighbours are alike, so that order looks smooth."""
+    if groups <= len(_FEW):
+        return _FEW[number % len(_FEW)]
+    at = number / groups
+    red, green, blue = colorsys.hls_to_rgb(at * 0.92, 0.44 + 0.14 * (number % 2), 0.62)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def choose_ink(colour: str) -> str:
+    """Black or white, whichever is read better on it."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#1f2328" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "white"
+
+
+def choose_load_colour(load: float | None, heaviest: float) -> str:
+    """Yellow to dark red by the share of the heaviest load."""
+    if not load or not heaviest:
+        return IDLE_COLOUR
+    share = min(load / heaviest, 1.0)
+    first, second, at = (_LIGHT, _MIDDLE, share * 2) if share < 0.5 else (_MIDDLE, _HEAVY, share * 2 - 1)
+    return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(first, second, strict=True))
+
+
+def choose_load_width(load: float | None, heaviest: float) -> float:
+    """Points."""
+    return 1.2 if not load or not heaviest else 1.2 + 5.8 * min(load / heaviest, 1.0)
+
+
+def format_seconds(value: float) -> str:
+    """As a person says it: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0" if value == 0 else f"{value * 1e9:.3g} ns"
+
+
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+INK_COLOUR = "#1f2328"
+FAINT_COLOUR = "#8c959f"
+LINE_COLOUR = "#d0d7de"
+_FONT = "DejaVu Sans"
+_DPI = 160
+
+
+@dataclass
+class Canvas:
+    """Things to draw; the origin is the top left corner, y grows downwards."""
+
+    width: float
+    height: float
+    rectangles: list[tuple[float, float, float, float, dict[str, Any]]] = field(default_factory=list)
+    lines: list[tuple[tuple[float, float], tuple[float, float], dict[str, Any]]] = field(default_factory=list)
+    texts: list[tuple[float, float, str, dict[str, Any]]] = field(default_factory=list)
+    images: list[tuple[float, float, float, float, NDArray[np.uint8]]] = field(default_factory=list)
+
+    def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
+        """style: of matplotlib's Rectangle; gid names it in an SVG."""
+        self.rectangles.append((x, y, width, height, {"linewidth": 0.5, "edgecolor": "white", **style}))
+
+    def line(self, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
+        """style: of matplotlib's Line2D."""
+        self.lines.append((start, end, {"solid_capstyle": "butt", "zorder": 1, **style}))
+
+    def text(self, x: float, y: float, text: str, size: float, room: float | None = None, **style: Any) -> None:
+        """Centred on y; room: points that it may take, beyond which it is cut in the middle."""
+        shown = escape_unprintable(text)
+        if room is not None:
+            shown = shorten_text(shown, size, room, style.get("fontweight") == "bold")
+        self.texts.append((x, y, shown, {"fontsize": size, "va": "center", "color": INK_COLOUR, "zorder": 4, **style}))
+
+    def image(self, x: float, y: float, width: float, height: float, pixels: NDArray[np.uint8], gid: str) -> None:
+        """pixels: [rows, columns, 3]; what would be thousands of rectangles."""
+        self.images.append((x, y, width, height, pixels))
+        self.box(x, y, width, height, facecolor="none", linewidth=0, gid=gid)  # images have no id in an SVG
+
+    def save(self, path: Path) -> None:
+        """Raises UserError for another suffix, a folder that is not there, and without matplotlib."""
+        check_picture_path(path)
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context({"svg.hashsalt": "hpc_train", "font.family": _FONT}):
+            figure = Figure(figsize=(self.width / 72, self.height / 72), facecolor="white")
+            self._fill(figure.add_axes((0, 0, 1, 1)))
+            undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+            try:
+                figure.savefig(path, dpi=_DPI, metadata=undated)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}") from None
+
+    def _fill(self, axes: Any) -> None:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Rectangle
+
+        axes.set_axis_off()
+        for x, y, width, height, style in self.rectangles:
+            axes.add_patch(Rectangle((x, y), width, height, **{"zorder": 2, **style}))
+        for x, y, width, height, pixels in self.images:
+            extent = (x, x + width, y + height, y)
+            axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
+        axes.set_xlim(0, self.width)
+        axes.set_ylim(self.height, 0)
+        for start, end, style in self.lines:
+            axes.add_line(Line2D((start[0], end[0]), (start[1], end[1]), **style))
+        for x, y, text, style in self.texts:
+            axes.text(x, y, text, parse_math=False, **style)
+
+
+def check_picture_path(path: Path) -> None:
+    """Raises UserError, one line, where a picture cannot be written, before anything is computed for it."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise UserError(
+            f"--picture {path}: the name must end in {', '.join(PICTURE_SUFFIXES[:-1])} or {PICTURE_SUFFIXES[-1]}"
+        )
+    if not path.parent.is_dir():
+        raise UserError(f"--picture {path}: no folder {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--picture needs matplotlib: pip install 'hpc_train[plot]'") from None
+
+
+@lru_cache(maxsize=1 << 16)
+def measure_text(text: str, size: float, bold: bool = False) -> float:
+    """Points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family=_FONT, size=size, weight="bold" if bold else "normal")
+    return float(text_to_path.get_text_width_height_descent(text, font, False)[0])
+
+
+def shorten_text(text: str, size: float, room: float, bold: bool = False) -> str:
+    """The text, or its beginning and end, so that it takes no more than `room` points."""
+    if measure_text(text, size, bold) <= room:
+        return text
+    cuts = [f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}" for kept in range(len(text))]
+    fitting = bisect_right(cuts, room, key=lambda cut: measure_text(cut, size, bold))
+    return cuts[fitting - 1] if fitting else ""

@@ -1,0 +1,129 @@
+"""Panel: everything that one side of a picture shows, without saying where on the paper.
+
+Which levels are worth a row of boxes, and which of the two layouts a panel gets, is decided here too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.placement.fabric import NamedLevel
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One order of ranks on one fabric."""
+
+    key: str
+    """Prefix of its SVG ids: before, after or here."""
+    title: str
+    levels: tuple[NamedLevel, ...]
+    """Innermost first, as placement.levels gives them; the first is `node`."""
+    gpus: int
+    """Cells of a node."""
+    colour: NDArray[np.int64] | None = None
+    """[nodes, gpus]: number of the axis' group that the GPU's rank is in."""
+    place: NDArray[np.int64] | None = None
+    """[nodes, gpus]: which of its group's ranks it is."""
+    first_rank: NDArray[np.int64] | None = None
+    """[nodes]: lowest rank on the node."""
+    load: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Level -> [groups]: seconds a step that the link out of a group is busy."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.levels[0].labels
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Nodes so that those of one group stand together at every level, and groups by name: no lines cross."""
+        names = [
+            [_natural_key(label, number) for number, label in enumerate(it.labels)] for it in reversed(self.levels)
+        ]
+        groups = [level.group.tolist() for level in reversed(self.levels)]
+        keys = [
+            tuple(name[group[node]] for name, group in zip(names, groups, strict=True)) for node in range(self.nodes)
+        ]
+        return sorted(range(self.nodes), key=keys.__getitem__)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.names)
+
+    @property
+    def heaviest(self) -> float:
+        """Seconds of the busiest link."""
+        return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
+
+    def load_of(self, level: NamedLevel, group: int) -> float | None:
+        """None where it is not known, as on a picture of a machine without a run."""
+        load = self.load.get(level.name)
+        return None if load is None else float(load[group])
+
+    def members(self, level: NamedLevel) -> list[list[int]]:
+        """[groups]: its nodes, in drawing order."""
+        held: list[list[int]] = [[] for _ in level.labels]
+        for node in self.order:
+            held[int(level.group[node])].append(node)
+        return held
+
+
+def _natural_key(label: str, number: int) -> tuple[list[tuple[str, int]], int]:
+    """leaf2 before leaf10; number tells groups of one name apart."""
+    pieces = re.findall(r"(\D*)(\d{0,18})", label)
+    return [(text, int(digits or -1)) for text, digits in pieces], number
+
+
+MAX_DRAWN_NODES = 64
+"""Nodes that are drawn one by one."""
+MAX_COLUMNS = 8
+_AND = " / "
+
+
+@dataclass(frozen=True)
+class DrawnLevel:
+    """One row of boxes."""
+
+    level: NamedLevel
+    load: NDArray[np.float64] | None
+    """[groups]"""
+
+    def load_of(self, group: int) -> float | None:
+        return None if self.load is None else float(self.load[group])
+
+
+def select_drawn_levels(panel: Panel) -> list[DrawnLevel]:
+    """Those above the nodes, innermost first; of levels that have the same groups one, with the heavier load."""
+    drawn: list[DrawnLevel] = []
+    for level in panel.levels[1:]:
+        load = panel.load.get(level.name)
+        if drawn and np.array_equal(drawn[-1].level.group, level.group):
+            drawn[-1] = DrawnLevel(_join_names(drawn[-1].level, level), _choose_heavier(drawn[-1].load, load))
+        elif not drawn or len(drawn[-1].level.labels) > 1:
+            drawn.append(DrawnLevel(level, load))
+    return drawn
+
+
+def draws_each_node(panel: Panel, drawn: list[DrawnLevel]) -> bool:
+    """Whether every node gets its own cells."""
+    columns = len(drawn[0].level.labels) if drawn else 1
+    return len(panel.names) <= MAX_DRAWN_NODES and columns <= MAX_COLUMNS
+
+
+def _join_names(inner: NamedLevel, outer: NamedLevel) -> NamedLevel:
+    """Both names of every group, unless they are one name; of a group that has no leaves of its own, the group."""
+    if inner.labels == outer.labels:
+        return outer
+    pairs = zip(inner.labels, outer.labels, strict=True)
+    labels = tuple(a if b in a.split(_AND) else f"{a}{_AND}{b}" for a, b in pairs)
+    return NamedLevel(inner.name, inner.group, labels)
+
+
+def _choose_heavier(one: NDArray[np.float64] | None, other: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
+    return np.maximum(one, other) if one is not None and other is not None else one if other is None else other

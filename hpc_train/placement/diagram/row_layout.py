@@ -1,0 +1,188 @@
+"""The layout for many nodes: a row a leaf with its nodes as thin cells, and a bar of how long its uplink is busy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.cluster.hostlist import pluralise_level
+from hpc_train.placement.diagram.canvas import (
+    FAINT_COLOUR,
+    INK_COLOUR,
+    LINE_COLOUR,
+    PLAIN_COLOUR,
+    Canvas,
+    choose_group_colour,
+    choose_load_colour,
+    format_seconds,
+    measure_text,
+)
+from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+
+MAX_ROWS = 64
+"""Of one block; where the lowest level has more groups, its rows are those of a level above, or the first ones."""
+_TITLE, _HEAD, _BLOCK = 26.0, 14.0, 10.0
+_STRIP, _BAR, _VALUE, _GAP = 300.0, 100.0, 46.0, 8.0
+_ROWS = ((6, 28.0), (20, 17.0), (MAX_ROWS, 11.0))
+"""Rows up to which they have this height."""
+_WIDEST_CELL, _THIN = 24.0, 3.0
+_MOST_CELLS = 256
+"""Up to this many nodes each is a shape of its own: a shape takes a millisecond to draw and 200 bytes in the file."""
+_SIZE = 7.0
+_WIDEST_NAME = 110.0
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """The rows of one level; only the first block shows nodes."""
+
+    drawn: DrawnLevel
+    groups: list[int]
+    """In drawing order."""
+    left_out: int
+    row: float
+    """Height of a row, points."""
+
+    @property
+    def height(self) -> float:
+        return _HEAD + self.row * len(self.groups) + _BLOCK
+
+
+def size_of(panel: Panel) -> tuple[float, float]:
+    """(width, height) of the panel."""
+    blocks = _make_blocks(panel)
+    height = sum(block.height for block in blocks)
+    width = _measure_names(blocks) + _GAP + _measure_strip(panel) + _measure_bars(panel)
+    return max(width, measure_text(panel.title, 10, bold=True)), _TITLE + height
+
+
+def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
+    """The panel with its top left corner there."""
+    canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
+    blocks = _make_blocks(panel)
+    name, top = _measure_names(blocks), y + _TITLE
+    for number, block in enumerate(blocks):
+        _draw_block(canvas, panel, block, (x, top), name, heaviest, cells=number == 0)
+        top += block.height
+
+
+def _make_blocks(panel: Panel) -> list[RowBlock]:
+    drawn = select_drawn_levels(panel)
+    if not drawn:
+        everything = type(panel.levels[0])("all", np.zeros(len(panel.names), np.int64), ("all nodes",))
+        drawn = [DrawnLevel(everything, None)]
+    few = [it for it in drawn if len(it.level.labels) <= MAX_ROWS] or drawn[-1:]
+    blocks = []
+    for it in few:
+        if it is few[0] or len(it.level.labels) > 1:
+            order = list(dict.fromkeys(int(it.level.group[node]) for node in panel.order))
+            shown = order[:MAX_ROWS]
+            row = next(height for most, height in _ROWS if len(shown) <= most) if it is few[0] else _ROWS[-1][1]
+            blocks.append(RowBlock(it, shown, len(order) - len(shown), row))
+    return blocks
+
+
+def _measure_names(blocks: list[RowBlock]) -> float:
+    labels = [measure_text(block.drawn.level.labels[group], _SIZE) for block in blocks for group in block.groups]
+    return min(max(labels), _WIDEST_NAME) + 4
+
+
+def _measure_strip(panel: Panel) -> float:
+    return _STRIP if len(panel.names) > 1 else 60.0
+
+
+def _measure_bars(panel: Panel) -> float:
+    return _GAP + _BAR + 4 + _VALUE if panel.load else 0.0
+
+
+def _draw_block(
+    canvas: Canvas,
+    panel: Panel,
+    block: RowBlock,
+    corner: tuple[float, float],
+    name: float,
+    heaviest: float,
+    cells: bool,
+) -> None:
+    """name: width of the labels' column; cells: whether nodes are drawn or counted."""
+    level = block.drawn.level
+    members = panel.members(level)
+    most = max(len(members[group]) for group in block.groups)
+    strip = corner[0] + name + _GAP
+    bars = strip + _measure_strip(panel) + _GAP
+    _draw_header(canvas, panel, block, most, corner, bars)
+    for number, group in enumerate(block.groups):
+        top = corner[1] + _HEAD + number * block.row
+        height = block.row - 1
+        gid = f"{panel.key}-{level.name}-{group}"
+        canvas.box(corner[0], top, name, height, facecolor="white", linewidth=0, gid=gid)
+        canvas.text(corner[0], top + height / 2, level.labels[group], _SIZE, name - 2)
+        if cells:
+            _draw_cells(canvas, panel, members[group], (strip, top), (_measure_strip(panel) / most, height))
+        else:
+            canvas.text(strip, top + height / 2, f"{len(members[group])} nodes", _SIZE, color=FAINT_COLOUR)
+        _draw_bar(canvas, panel, block.drawn, group, (bars, top + height / 2), heaviest)
+
+
+def _draw_header(
+    canvas: Canvas, panel: Panel, block: RowBlock, most: int, corner: tuple[float, float], bars: float
+) -> None:
+    name = block.drawn.level.name
+    rest = f", the first {len(block.groups)} of {len(block.drawn.level.labels)}" if block.left_out else ""
+    canvas.text(corner[0], corner[1] + 5, f"{pluralise_level(name)}, up to {most} nodes each{rest}", _SIZE)
+    if panel.load:
+        canvas.text(bars, corner[1] + 5, "uplink busy a step", _SIZE)
+
+
+def _draw_cells(
+    canvas: Canvas, panel: Panel, nodes: list[int], corner: tuple[float, float], size: tuple[float, float]
+) -> None:
+    """Draw one cell per node; if cells are thin, or there are many, those of a row are one image."""
+    width = min(size[0], _WIDEST_CELL)
+    if width < _THIN or panel.nodes > _MOST_CELLS:
+        colours = np.full((len(nodes), 1), -1) if panel.colour is None else panel.colour[nodes]
+        gid = f"{panel.key}-nodes-{nodes[0]}"
+        canvas.image(*corner, width * len(nodes), size[1], _make_pixels(colours, panel), gid)
+        return
+    for number, node in enumerate(nodes):
+        _draw_node(canvas, panel, node, (corner[0] + number * width, corner[1]), (width - 0.6, size[1]))
+
+
+def _make_pixels(colours: NDArray[np.int64], panel: Panel) -> NDArray[np.uint8]:
+    """[GPUs, nodes, 3] of the colours [nodes, GPUs]."""
+    groups = 0 if panel.colour is None else int(panel.colour.max()) + 1
+    palette = [choose_group_colour(number, groups) for number in range(groups)] + [PLAIN_COLOUR]
+    known = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in palette], np.uint8)
+    pixels: NDArray[np.uint8] = known[colours.T]
+    return pixels
+
+
+def _draw_node(canvas: Canvas, panel: Panel, node: int, corner: tuple[float, float], size: tuple[float, float]) -> None:
+    """The colours of its GPUs one above the other."""
+    gid = f"{panel.key}-node-{node}"
+    if panel.colour is None:
+        canvas.box(*corner, *size, facecolor=PLAIN_COLOUR, linewidth=0, gid=gid)
+        return
+    groups = int(panel.colour.max()) + 1
+    found = list(dict.fromkeys(panel.colour[node].tolist()))
+    height = size[1] / len(found)
+    for number, group in enumerate(found):
+        style = {"facecolor": choose_group_colour(group, groups), "gid": f"{gid}-{number}" if number else gid}
+        canvas.box(corner[0], corner[1] + number * height, size[0], height, linewidth=0, **style)
+
+
+def _draw_bar(
+    canvas: Canvas, panel: Panel, drawn: DrawnLevel, group: int, left: tuple[float, float], heaviest: float
+) -> None:
+    """left: the middle of its left edge."""
+    load = drawn.load_of(group)
+    if load is None:
+        return
+    x, y = left
+    canvas.box(x, y - 4, _BAR, 8, facecolor="#f3f6f9", edgecolor=LINE_COLOUR, linewidth=0.4)
+    length = _BAR * (load / heaviest if heaviest else 0.0)
+    gid = f"{panel.key}-link-{drawn.level.name}-{group}"
+    canvas.box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
+    canvas.text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)

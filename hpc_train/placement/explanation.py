@@ -1,0 +1,192 @@
+"""What a placement gains and why, in one line; and what to ask the scheduler for where no order of nodes helps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
+from hpc_train.placement.mesh_groups import (
+    CrossableGroups,
+    find_crossable_groups,
+    format_axes,
+    list_rows,
+    pluralise_groups,
+)
+from hpc_train.placement.node_orders import order_along_tree
+from hpc_train.placement.placement_result import CostCase, Placement
+from hpc_train.traffic.axes import Flow
+
+StraddlingTable = dict[str, dict[str, dict[str, int]]]
+_SETTINGS = {"leaf": "cluster.fabric.oversubscription"}
+_ABOVE = "cluster.fabric.group_oversubscription"
+
+
+def explain_placement(
+    fabric: Fabric,
+    cases: Sequence[CostCase],
+    table: StraddlingTable,
+    kept: bool,
+    worth: float,
+    unknown: Sequence[str] = (),
+) -> str:
+    """Explain the gain. cases: cost under each assumption; kept: launcher's order stays; worth: least gain that counts.
+
+    unknown: levels whose taper nobody has told; then `fabric` has an assumed one.
+    """
+    before = cases[0].identity
+    if kept:
+        return f"no gain expected: {_explain_no_gain(fabric, before, worth)}"
+    fewer = _format_fewer_straddling(fabric, table)
+    if not fewer and not any(_is_gain(case, worth) for case in cases):
+        fewer = "but fewer bytes cross its switches"
+    parts = [_explain_gains(fabric, cases, worth, unknown), fewer]
+    return "; ".join(part for part in parts if part)
+
+
+def name_taper_settings(unknown: Sequence[str]) -> str:
+    """Name the settings that give the tapers of these levels."""
+    return " and ".join(dict.fromkeys(f"{_SETTINGS.get(level, _ABOVE)}=..." for level in unknown))
+
+
+def _explain_gains(fabric: Fabric, cases: Sequence[CostCase], worth: float, unknown: Sequence[str]) -> str:
+    tapers = list(dict.fromkeys(case.taper for case in cases))
+    if not unknown or tapers == [None]:
+        if any(_is_gain(case, worth) for case in cases):
+            return f"communication of a step {_format_both(cases, worth)}"
+        nothing = "in the slowest link" if find_tapered_levels(fabric) else ": no level of the fabric is oversubscribed"
+        return f"no gain expected {nothing}".replace(" :", ":")
+    parts = []
+    for taper in sorted((taper for taper in tapers if taper is not None), reverse=True):
+        of_taper = [case for case in cases if case.taper == taper]
+        what = "non-blocking" if taper == 1 else f"{taper:g}:1"
+        parts.append(f"if it is {what}, communication of a step {_format_both(of_taper, worth)}")
+    levels = " and ".join(unknown)
+    return f"the taper of the {levels} uplinks is not known, give {name_taper_settings(unknown)}: {'; '.join(parts)}"
+
+
+def _format_both(cases: Sequence[CostCase], worth: float) -> str:
+    """Format the gain without neighbours and, if different, next to busy ones."""
+    alone, *beside = cases
+    if not beside or _gain(alone, worth) == _gain(beside[0], worth):
+        return _gain(alone, worth)
+    return (
+        f"{_gain(alone, worth)} if no other job uses the uplinks, {_gain(beside[0], worth)} if the other nodes of "
+        "these switches use their fair share"
+    )
+
+
+def _gain(case: CostCase, worth: float) -> str:
+    if not _is_gain(case, worth):
+        return f"{_format_time(case.placed)}, no gain"
+    return f"{_format_time(case.identity)} -> {_format_time(case.placed)}, {case.identity / case.placed:.2f}x faster"
+
+
+def _is_gain(case: CostCase, worth: float) -> bool:
+    return case.placed < case.identity * (1 - worth)
+
+
+def _explain_no_gain(fabric: Fabric, before: float, worth: float) -> str:
+    count = len(fabric.nodes)
+    if count == 1:
+        return "one node"
+    if before == 0:
+        return "the axes of this mesh move nothing"
+    if is_uniform(fabric):
+        return f"all {count} nodes are on one switch, as far as is known"
+    if len(fabric.levels) > 1 and not find_tapered_levels(fabric):
+        return "no level of the fabric is oversubscribed"
+    order = "the launcher's order follows the topology and" if _is_sorted(fabric) else "the launcher's order"
+    return f"{order} is within {worth:.0%} of the best that was found"
+
+
+def _is_sorted(fabric: Fabric) -> bool:
+    return bool((order_along_tree(fabric) == range(len(fabric.nodes))).all())
+
+
+def _format_fewer_straddling(fabric: Fabric, table: StraddlingTable) -> str:
+    """Say how many groups still straddle each level, where there are fewer than before."""
+    parts = []
+    for level in (level.name for level in fabric.levels[1:]):
+        for axis, levels in table.items():
+            if level in levels and levels[level]["placed"] < levels[level]["identity"]:
+                it = levels[level]
+                change = f"{it['identity']} -> {it['placed']} of {it['groups']}"
+                parts.append(f"{axis} groups that straddle a {level}: {change}")
+    return ", ".join(parts)
+
+
+def _format_time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+FIRST_SLURM_WITH_SEGMENT = (24, 5)
+"""Version of Slurm whose sbatch has --segment, for topology/block."""
+
+
+def advise_allocation(
+    fabric: Fabric,
+    sizes: Mapping[str, int],
+    flows: Sequence[Flow],
+    placement: Placement,
+    slurm: tuple[int, int] | None = None,
+) -> tuple[str, ...]:
+    """One line for every axis whose groups, as placed, straddle an oversubscribed level that could hold one.
+
+    Of axes whose groups lie on neighbouring nodes of the mesh; an outer axis crosses so that inner ones need not.
+    slurm: version of the cluster's Slurm as (year, month); None: not known.
+    """
+    groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
+    order, narrow = np.array(placement.nodes)[None], set(find_tapered_levels(fabric))
+    lines = []
+    for it in find_crossable_groups(fabric, groups):
+        straddle = int(it.straddle(fabric, order)[0])
+        if straddle and it.level in narrow and _are_neighbours(it):
+            lines.append(_format_advice(fabric, it, straddle, slurm))
+    return tuple(lines)
+
+
+def count_least_straddling(fabric: Fabric, it: CrossableGroups) -> int:
+    """Groups that straddle the level in any order of the nodes; 0 where that cannot be told.
+
+    A group of the level holds as many sets of `spread` nodes as fit into it whole. Sets that share no node are counted.
+    """
+    nodes = int(it.spread.max())
+    if (it.spread != nodes).any() or len(it.rows) * nodes != len(np.unique(it.rows)):
+        return 0
+    whole = int((np.bincount(fabric.levels[it.level].group) // nodes).sum())
+    return max(0, len(it.rows) - whole) * int(it.copies.min())
+
+
+def _are_neighbours(it: CrossableGroups) -> bool:
+    return bool((it.rows[:, -1] - it.rows[:, 0] + 1 == it.spread).all())
+
+
+def _format_advice(fabric: Fabric, it: CrossableGroups, straddle: int, slurm: tuple[int, int] | None) -> str:
+    level, nodes = fabric.levels[it.level].name, int(it.spread.max())
+    what = f"{straddle} of {it.groups} {it.axis} groups ({nodes} nodes each) lie in several {pluralise_groups(level)}"
+    least = count_least_straddling(fabric, it)
+    if not least:
+        return f"{what}: the other axes weigh more; a smaller degree of {it.axis} would fit"
+    why = f"no permutation can fix it (in any order of these nodes at least {least} do)"
+    return f"{what}: {why}; {_format_request(fabric, it, slurm)}"
+
+
+def _format_request(fabric: Fabric, it: CrossableGroups, slurm: tuple[int, int] | None) -> str:
+    level, nodes = fabric.levels[it.level], int(it.spread.max())
+    if level.name == "domain":
+        if slurm is None:
+            return f"ask for --segment={nodes} (topology/block, Slurm 24.05 or newer), or for a smaller {it.axis}"
+        if slurm >= FIRST_SLURM_WITH_SEGMENT:
+            return f"ask for --segment={nodes}"
+        return f"this Slurm has no --segment: ask for nodes by name (--nodelist), or for a smaller {it.axis}"
+    sizes = np.bincount(level.group)
+    fewest = math.ceil(len(fabric.nodes) / int(sizes.max()))
+    if level.name == "leaf" and fewest < len(sizes):
+        return f"ask for --switches={fewest}, or for a smaller {it.axis}"
+    return f"ask for nodes in whole multiples of {nodes} a {level.name} (--nodelist), or for a smaller {it.axis}"

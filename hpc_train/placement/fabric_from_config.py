@@ -1,0 +1,351 @@
+"""From the configuration, and what is known of an allocation, to the Fabric that ranks are placed on.
+
+Bandwidths and latencies are measured ones where there are any, else from conf/cluster, else stated defaults; every one
+that a cost rests on and that was neither given nor measured is listed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.cluster.calibration import Calibration, read_calibration
+from hpc_train.cluster.switch_tree import UnitUplink
+from hpc_train.config.cluster import ClusterConfig
+from hpc_train.config.parallel import smallest_world
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.placement.fabric import Fabric, FabricLevel, NamedLevel, build_levels
+from hpc_train.placement.node_locations import NodeLocations
+
+DEFAULT_UPLINK = 1e9
+"""Bytes/s of a node whose NICs are unknown: 8 Gbit/s. An order of nodes depends on ratios only."""
+DEFAULT_INSIDE = 1e10
+"""Bytes/s between the ranks of a node whose links are unknown."""
+
+# Seconds of a hop as NCCL's own tuning has them (src/graph/tuning.cc, ring, protocol Simple), and of a TCP message.
+_INSIDE_LATENCY = {"nvlink": 3.4e-6, "nvswitch": 3.4e-6, "xgmi": 3.4e-6, "pcie": 5.7e-6, "none": 2e-5}
+_NETWORK_LATENCY = 1.4e-5
+_SOCKET_LATENCY = 5e-5
+_SWITCH_LATENCY = 1e-6
+"""Of one level more: two more switches and their cables."""
+
+
+@dataclass(frozen=True)
+class FabricFigures:
+    """What one cluster can move, in bytes/s in one direction, and how long a message takes, in seconds."""
+
+    inside_bandwidth: float
+    inside_latency: float
+    nic_uplink: float
+    """Of a node, all its NICs together."""
+    nvlink_uplink: float
+    """Of a node to the others of its NVLink domain; nic_uplink where that is unknown."""
+    port: float
+    """Rate of one NIC, and of a cable whose rate is unknown."""
+    network_latency: float
+    oversubscription: float | None
+    """Taper of a leaf; None: unknown."""
+    group_oversubscription: float | None
+    nodes_per_leaf: int
+    """Nodes on a leaf; 0: unknown."""
+    nodes_per_group: int
+    measured: Calibration | None
+
+    def measured_uplink(self, level: str) -> float | None:
+        """Return the measured bytes/s out of one group of the level, if any."""
+        constants = self.measured.of(level) if self.measured is not None else None
+        return constants.bandwidth if constants is not None else None
+
+    def taper(self, level: str) -> float | None:
+        """Return the taper: what the nodes below a switch of the level can send over what leaves it; None: unknown."""
+        return self.oversubscription if level == "leaf" else self.group_oversubscription
+
+    def nodes_below(self, level: str) -> int:
+        """Return the number of cluster nodes below a switch of the level; 0: unknown."""
+        return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
+
+    def latency(self, level: str, above: int, domains: bool) -> float:
+        """Seconds of a message that leaves a group of the level; above: levels of switches that it has passed."""
+        if self.measured is not None and (constants := self.measured.of(level)) is not None:
+            return constants.latency
+        return self.inside_latency if level == "node" and domains else self.network_latency + above * _SWITCH_LATENCY
+
+
+def collect_figures(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 0.0) -> FabricFigures:
+    """Collect the figures of a cluster.
+
+    nics, node_gbit_s: NICs of a node and their total rate according to a topology, used if the cluster does not say.
+    Raises UserError, one line, for a calibration file that cannot be read.
+    """
+    node, fabric = cluster.node, cluster.fabric
+    nic_uplink = (node.nics * node.nic_gbit_s or node_gbit_s) / 8 * 1e9 or DEFAULT_UPLINK
+    inside = node.gpu_link_gb_s * 1e9 or node.pcie_gb_s * 1e9 or max(DEFAULT_INSIDE, nic_uplink)
+    measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
+    within = measured.of("inside") if measured else None
+    return FabricFigures(
+        inside_bandwidth=within.bandwidth if within else inside,
+        inside_latency=within.latency if within else _INSIDE_LATENCY[node.gpu_link],
+        nic_uplink=nic_uplink,
+        nvlink_uplink=node.gpus * node.gpu_link_gb_s * 1e9 or nic_uplink,
+        port=node.nic_gbit_s / 8 * 1e9 or nic_uplink / (node.nics or nics or 1),
+        network_latency=_SOCKET_LATENCY if fabric.kind == "none" else _NETWORK_LATENCY,
+        oversubscription=fabric.oversubscription,
+        group_oversubscription=fabric.group_oversubscription,
+        nodes_per_leaf=fabric.nodes_per_leaf,
+        nodes_per_group=fabric.nodes_per_group,
+        measured=measured,
+    )
+
+
+def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[str, ...]:
+    """Return one line for each figure a cost rests on that was neither given nor measured.
+
+    node_gbit_s: total rate of a node's NICs according to a topology; 0: unknown.
+    """
+    node = cluster.node
+    measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
+    known = {it.level for it in measured.levels} if measured else set()
+    notes = []
+    if not node.nics * node.nic_gbit_s and not node_gbit_s and "node" not in known:
+        notes.append(
+            f"cluster.node.nics and nic_gbit_s are not known: {DEFAULT_UPLINK / 1e9:g} GB/s a node is assumed; "
+            f"ratios hold, seconds do not"
+        )
+    if not node.gpu_link_gb_s and not node.pcie_gb_s and "inside" not in known:
+        notes.append(
+            f"cluster.node.gpu_link_gb_s is not known: {DEFAULT_INSIDE / 1e9:g} GB/s between the ranks of a node is "
+            f"assumed"
+        )
+    return tuple(notes)
+
+
+Floats = NDArray[np.float64]
+_CONTRADICTS = 0.1
+"""Relative difference that counts as a contradiction; a few broken cables or an extra host or two do not."""
+LOCAL_RANKS = 2
+"""Ranks of a machine of which nothing is described, as `launch=local` starts them without GPUs."""
+
+
+def build_fabric(
+    config: RunConfig,
+    nodes: Sequence[str],
+    ranks_per_node: int,
+    paths: Mapping[str, Sequence[str]] | None = None,
+    domains: Mapping[str, str] | None = None,
+    unknown_taper: float = 1.0,
+) -> Fabric:
+    """Return the fabric of a job on `nodes` (launcher's order), given only these nodes; see `fabric_at`."""
+    where = NodeLocations(tuple(nodes), paths or {}, domains or {})
+    return build_located_fabric(config, where, ranks_per_node, unknown_taper)
+
+
+def build_located_fabric(
+    config: RunConfig, where: NodeLocations, ranks_per_node: int, unknown_taper: float = 1.0
+) -> Fabric:
+    """The fabric of a job on nodes of which is known where they are.
+
+    Levels, innermost first: node, domain, leaf, group, level3, ...; one that holds all nodes in one group is left out,
+    for nothing leaves it. Uplinks: a node its NICs, or in a domain that spans nodes its GPUs' NVLink; a domain its
+    nodes' NICs; a switch the cables that the topology lists, else the NICs of all compute nodes below it (of the job or
+    not) over its taper, which is cluster.fabric.oversubscription of a leaf and group_oversubscription above. Where
+    Slurm's LinkSpeed= differs within a level, that is the uplink of the fastest ones, and the others have as much less
+    as their LinkSpeed says (it has no unit). Next to busy neighbours the job has its share, by nodes, of an uplink.
+    A level of cluster.calibration replaces both its uplink, of one group, and its latency.
+
+    unknown_taper: where a taper is not known. Raises UserError for a calibration that cannot be read.
+    """
+    named = build_levels(where.nodes, where.paths, where.domains)
+    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
+    spans = any(level.name == "domain" for level in named)
+    node, *above = named
+    kept = [node, *(level for level in above if len(level.labels) > 1)]
+    return Fabric(
+        nodes=where.nodes,
+        ranks_per_node=ranks_per_node,
+        inside_bandwidth=figures.inside_bandwidth,
+        inside_latency=figures.inside_latency,
+        levels=tuple(
+            _make_level(level, figures, number, spans, where, unknown_taper) for number, level in enumerate(kept)
+        ),
+    )
+
+
+def find_unknown_tapers(config: RunConfig, where: NodeLocations) -> tuple[str, ...]:
+    """Return the levels whose uplinks are unknown: no cables, no taper, no measurement. Innermost first."""
+    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
+    levels = [level for level in build_levels(where.nodes, where.paths, where.domains) if level.switches]
+    placed = np.array([bool(where.paths.get(node)) for node in where.nodes])
+    return tuple(
+        level.name
+        for level in levels
+        if len(set(level.group[placed].tolist())) > 1
+        and figures.taper(level.name) is None
+        and figures.measured_uplink(level.name) is None
+        and not all(
+            any(_list_cables(where, switch) for switch in level.switches[group])
+            for group in set(level.group[placed].tolist())
+        )
+    )
+
+
+def list_capacity_notes(config: RunConfig, where: NodeLocations) -> tuple[str, ...]:
+    """Return one line for each stated taper that the topology's cables contradict, and for LinkSpeeds that differ."""
+    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
+    notes = []
+    for level in build_levels(where.nodes, where.paths, where.domains):
+        if not level.switches or len(level.labels) < 2 or figures.measured_uplink(level.name) is not None:
+            continue
+        sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
+        below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, where))
+        cabled = np.array([_sum_cables(where, switches, figures) for switches in level.switches])
+        stated = figures.taper(level.name)
+        if (cabled > 0).all():
+            found = float(np.median(below * figures.nic_uplink / cabled))
+            if stated is not None and abs(found / stated - 1) > _CONTRADICTS:
+                notes.append(
+                    f"the {level.name} uplinks are {found:.2g}:1 by the cables of {where.source}; the {stated:g}:1 of "
+                    f"cluster={config.cluster.name} is not used"
+                )
+        elif (_relative_speeds(level, where) < 1).any():
+            notes.append(
+                f"LinkSpeed= differs between the {level.name} switches of {where.source}: the fastest have the uplink "
+                "that the taper gives, the others as much less as their LinkSpeed says"
+            )
+    return tuple(notes)
+
+
+def build_described_fabric(config: RunConfig) -> Fabric:
+    """The fabric that cluster=<name> describes, for a job of its first nodes: node0001, node0002, ..."""
+    return build_located_fabric(
+        config,
+        locate_described_cluster(config, name_described_nodes(count_nodes(config))),
+        count_ranks_per_node(config),
+    )
+
+
+def locate_described_cluster(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
+    """Return the locations of the described cluster's nodes, as `described_places` defines them."""
+    fabric = config.cluster.fabric
+    paths, domains = find_described_places(config, nodes)
+    size = {"group": fabric.nodes_per_group, "leaf": fabric.nodes_per_leaf}
+    uplinks = {
+        path[:end]: UnitUplink(size[path[end - 1].rstrip("0123456789")])
+        for path in set(paths.values())
+        for end in range(1, len(path) + 1)
+    }
+    return NodeLocations(tuple(nodes), paths, domains, f"conf/cluster/{config.cluster.name}.yaml", uplinks)
+
+
+def name_described_nodes(count: int) -> tuple[str, ...]:
+    """Names of the first nodes of a described cluster."""
+    width = max(4, len(str(count)))
+    return tuple(f"node{number:0{width}d}" for number in range(1, count + 1))
+
+
+def find_described_places(config: RunConfig, nodes: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """(paths, domains) of nodes named as `described_nodes` names them, filled up in the order of their numbers.
+
+    Raises UserError for a node of another name, and for two names of one node.
+    """
+    cluster, fabric = config.cluster, config.cluster.fabric
+    group = ("group", fabric.nodes_per_group)
+    leaf = ("leaf", fabric.nodes_per_leaf) if fabric.nodes_per_leaf else group
+    sizes = [(name, size) for name, size in (group, leaf) if size]
+    numbers = {node: _parse_node_number(node, cluster.total_nodes) for node in nodes}
+    if len(set(numbers.values())) < len(numbers):
+        raise UserError(f"nodes {', '.join(_find_shared_names(numbers))}: different names of the same node")
+    paths = {node: tuple(f"{name}{at // size + 1}" for name, size in sizes) for node, at in numbers.items()}
+    within = cluster.node.nvlink_domain_gpus // max(cluster.node.gpus, 1)
+    return paths, {node: f"domain{at // within + 1}" for node, at in numbers.items()} if within > 1 else {}
+
+
+def count_nodes(config: RunConfig) -> int:
+    """Nodes of the run as it is described: cluster.nodes, or what launch.ranks or the degrees need."""
+    if config.cluster.nodes:
+        return config.cluster.nodes
+    return math.ceil((config.launch.ranks or smallest_world(config.parallel)) / count_ranks_per_node(config))
+
+
+def count_ranks_per_node(config: RunConfig) -> int:
+    """The cluster's; of a machine of which nothing is described: all ranks of a local run."""
+    cluster = config.cluster
+    described = cluster.node.gpus or cluster.node.ranks or cluster.nodes or config.launch.kind != "local"
+    if described:
+        return min(cluster.ranks_per_node, config.launch.ranks or cluster.ranks_per_node)
+    return config.launch.ranks or max(smallest_world(config.parallel), LOCAL_RANKS)
+
+
+def _make_level(
+    level: NamedLevel, figures: FabricFigures, number: int, spans: bool, where: NodeLocations, unknown_taper: float
+) -> FabricLevel:
+    sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
+    latency = figures.latency(level.name, number, spans)
+    measured = figures.measured_uplink(level.name)
+    if measured is not None:
+        return FabricLevel(level.name, level.group, np.full(len(sizes), measured), latency)
+    if not level.switches:
+        each = figures.nvlink_uplink if level.name == "node" and spans else figures.nic_uplink
+        return FabricLevel(level.name, level.group, sizes * each, latency)
+    below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, where))
+    cabled = np.array([_sum_cables(where, switches, figures) for switches in level.switches])
+    taper = figures.taper(level.name) or unknown_taper
+    reckoned = below * (figures.nic_uplink / taper) * _relative_speeds(level, where)
+    uplink = np.where(cabled > 0, cabled, reckoned)
+    return FabricLevel(
+        level.name, level.group, uplink, latency, uplink * sizes / below if (sizes < below).any() else None
+    )
+
+
+def _count_nodes_below(level: NamedLevel, sizes: Floats, figures: FabricFigures, where: NodeLocations) -> Floats:
+    """Return [groups]: number of compute nodes below each group.
+
+    If unknown: the median of the other groups, else the cluster's description, else the job's nodes on its fullest
+    group.
+    """
+    told = [[where.uplinks[it].nodes for it in switches if it in where.uplinks] for switches in level.switches]
+    middle = statistics.median([sum(nodes) for nodes in told if nodes] or [figures.nodes_below(level.name)])
+    return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in told], np.float64)
+
+
+def _list_cables(where: NodeLocations, switch: tuple[str, ...]) -> int:
+    return where.uplinks[switch].cables if switch in where.uplinks else 0
+
+
+def _sum_cables(where: NodeLocations, switches: Iterable[tuple[str, ...]], figures: FabricFigures) -> float:
+    """Return bytes/s of all cables out of the switches; 0 if none is listed. Cables without a rate count as a NIC."""
+    found = [where.uplinks[switch] for switch in switches if switch in where.uplinks]
+    return sum((it.cables * figures.port if it.gbit_s is None else it.gbit_s / 8 * 1e9 for it in found), 0.0)
+
+
+def _relative_speeds(level: NamedLevel, where: NodeLocations) -> Floats:
+    """Return [groups]: LinkSpeed of each group's switches relative to the fastest group; 1 if unknown."""
+    told = [[where.uplinks[it].link_speed for it in switches if it in where.uplinks] for switches in level.switches]
+    speeds = np.array([statistics.fmean(it) if it else math.nan for it in told])
+    return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(told) else np.ones(len(told))
+
+
+def _parse_node_number(node: str, total: int) -> int:
+    """Index of a described node, from 0."""
+    digits = node.removeprefix("node")
+    if not (digits.isascii() and digits.isdecimal() and digits != node and len(digits) <= 9 and int(digits) > 0):
+        raise UserError(
+            f"node {node}: nothing says where it is; give cluster.topology=FILE, or nodes of the described cluster, "
+            f"such as node[0001-0008]"
+        )
+    if total and int(digits) > total:
+        raise UserError(f"node {node}: the described cluster has {total} nodes")
+    return int(digits) - 1
+
+
+def _find_shared_names(numbers: Mapping[str, int]) -> list[str]:
+    """The names of the first node that has several."""
+    counts = Counter(numbers.values())
+    return [node for node, number in numbers.items() if number == next(it for it in counts if counts[it] > 1)]

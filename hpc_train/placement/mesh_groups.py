@@ -1,0 +1,153 @@
+"""The mesh seen by placement: which ranks form the groups of an axis, and on which nodes' places they sit.
+
+At the end: which of these groups straddle a level of the fabric of which one group could hold them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.config.parallel import AXES
+from hpc_train.errors import UserError
+from hpc_train.placement.fabric import Fabric
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """The groups of an axis as positions of nodes; groups that sit on the same positions are one row."""
+
+    position: NDArray[np.int64]
+    """[rows, ranks of a group]: which node, counted along the rank map, holds each rank; ascending within a row."""
+    copies: NDArray[np.int64]
+    """[rows]: groups that the row stands for."""
+
+    @property
+    def spread(self) -> NDArray[np.int64]:
+        """[rows]: nodes that a group sits on."""
+        return np.asarray(1 + np.count_nonzero(np.diff(self.position, axis=1), axis=1))
+
+
+def list_degrees(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """One degree an axis, in the order of AXES; axes that are not given have degree 1."""
+    unknown = [axis for axis in sizes if axis not in AXES]
+    if unknown:
+        raise UserError(f"{unknown[0]}: not a mesh axis; the axes are {', '.join(AXES)}")
+    return tuple(int(sizes.get(axis, 1)) for axis in AXES)
+
+
+def check_world(fabric: Fabric, sizes: Mapping[str, int], nodes: int) -> None:
+    """Raises UserError, one line, for degrees that do not fill `nodes` nodes exactly."""
+    degrees = list_degrees(sizes)
+    if math.prod(degrees) != nodes * fabric.ranks_per_node:
+        equation = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, degrees, strict=True))
+        raise UserError(
+            f"{equation} = {math.prod(degrees)} ranks, but {nodes} nodes x {fabric.ranks_per_node} ranks a node are "
+            f"{nodes * fabric.ranks_per_node}; a placement needs as many of one as of the other"
+        )
+
+
+def list_groups(sizes: Mapping[str, int], axes: tuple[str, ...]) -> NDArray[np.int64]:
+    """[groups, ranks]: the ranks of every group along the axes together, ascending, as torch orders a group.
+
+    Ranks are row-major over AXES, the last fastest.
+    """
+    degrees = list_degrees(sizes)
+    inside = [number for number, axis in enumerate(AXES) if axis in axes]
+    outside = [number for number in range(len(AXES)) if number not in inside]
+    ranks = np.arange(math.prod(degrees)).reshape(degrees).transpose(*outside, *inside)
+    return ranks.reshape(-1, math.prod(degrees[number] for number in inside))
+
+
+def list_rows(sizes: Mapping[str, int], axes: tuple[str, ...], ranks_per_node: int) -> GroupRows:
+    """Rows of the groups along the axes.
+
+    Groups come with ascending ranks, and so with ascending positions in every column: equal rows are neighbours.
+    """
+    position = list_groups(sizes, axes) // ranks_per_node
+    first = np.ones(len(position), bool)
+    first[1:] = (position[1:] != position[:-1]).any(axis=1)
+    starts = np.flatnonzero(first)
+    return GroupRows(position[starts], np.diff(starts, append=len(position)))
+
+
+def format_axes(axes: tuple[str, ...]) -> str:
+    """What a cost calls the axes: dp_shard, or dp_shard+cp."""
+    return "+".join(axis for axis in AXES if axis in axes)
+
+
+def find_node_grid(sizes: Mapping[str, int], ranks_per_node: int) -> tuple[int, ...]:
+    """Degrees of the part of the mesh that lies between nodes, outermost first; those of 1 are left out.
+
+    The inner axes fill a node; the axis that the edge of the node cuts keeps the part beyond it. Where a node's ranks
+    are no whole block of the mesh, the grid is one axis: nodes still move, but only as a line.
+    """
+    grid, room = list(list_degrees(sizes)), ranks_per_node
+    for number in reversed(range(len(grid))):
+        common = math.gcd(grid[number], room)
+        if common != min(grid[number], room):
+            return (math.prod(list_degrees(sizes)) // ranks_per_node,)
+        grid[number], room = grid[number] // common, room // common
+        if room == 1:
+            break
+    return tuple(size for size in grid if size > 1)
+
+
+@dataclass(frozen=True)
+class CrossableGroups:
+    """The groups of one axis that one group of a level could hold."""
+
+    axis: str
+    """Label of the axes."""
+    level: int
+    """Index in fabric.levels."""
+    rows: NDArray[np.int64]
+    """[rows, ranks]: positions of nodes."""
+    spread: NDArray[np.int64]
+    """[rows]: nodes that each sits on."""
+    copies: NDArray[np.int64]
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return int(self.copies.sum())
+
+    def straddle(self, fabric: Fabric, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[orders]: groups that lie in several groups of the level; orders: [orders, positions]."""
+        group = fabric.levels[self.level].group[orders]
+        # Not the first against the last: an order may leave a group and come back to it.
+        counts = [(part[self.rows] != part[self.rows[:, :1]]).any(axis=1) @ self.copies for part in group]
+        return np.array(counts, np.int64)
+
+
+def pluralise_groups(level: str) -> str:
+    """The groups of a level, in the plural."""
+    return "leaves" if level == "leaf" else f"{level}s"
+
+
+def find_crossable_groups(fabric: Fabric, groups: dict[str, GroupRows]) -> list[CrossableGroups]:
+    """One for every axis and level above the node where there is anything to count."""
+    found = []
+    for axis, rows in groups.items():
+        spread = rows.spread
+        for number in range(1, len(fabric.levels)):
+            fits = (spread > 1) & (spread <= np.bincount(fabric.levels[number].group).max())
+            if fits.any():
+                found.append(CrossableGroups(axis, number, rows.position[fits], spread[fits], rows.copies[fits]))
+    return found
+
+
+def count_straddling(
+    fabric: Fabric, groups: dict[str, GroupRows], identity: NDArray[np.int64], placed: NDArray[np.int64]
+) -> dict[str, dict[str, dict[str, int]]]:
+    """As Placement.straddling has it."""
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for it in find_crossable_groups(fabric, groups):
+        before, after = it.straddle(fabric, np.stack([identity, placed])).tolist()
+        counts = {"groups": it.groups, "identity": before, "placed": after}
+        table.setdefault(it.axis, {})[fabric.levels[it.level].name] = counts
+    return table

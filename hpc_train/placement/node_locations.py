@@ -1,0 +1,359 @@
+"""Find where the nodes of a job are; used by both `topology place` and the job itself.
+
+Sources, in this order: the file of cluster.topology; Slurm (`scontrol show topology` and, if that does not name a node,
+the node's own SLURM_TOPOLOGY_ADDR). NVLink domains that span nodes come from NVML on the nodes; else from the file's
+GPUs; else from Slurm's blocks, if the cluster's description has domains of that size. A node that no source names is
+alone on a switch; the others are placed as usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
+from hpc_train.cluster.readers.slurm_environment import parse_address
+from hpc_train.cluster.readers.slurm_topology import query_topology
+from hpc_train.cluster.spec import Cluster
+from hpc_train.cluster.switch_tree import (
+    UnitUplink,
+    describe_hardware,
+    find_compute_nodes,
+    find_paths,
+    find_uplinks,
+    group_by_hardware,
+)
+from hpc_train.config.cluster import ClusterConfig
+from hpc_train.errors import UserError
+
+TopologyQuery = Callable[[], Cluster | None]
+"""Returns what `scontrol show topology` says; None if it says nothing."""
+_SLURM = "Slurm"
+_NOTHING = "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
+
+
+@dataclass(frozen=True)
+class JobHost:
+    """A node of the job and what it knows about itself."""
+
+    name: str
+    slurm_name: str | None = None
+    """Slurm's name for it, SLURMD_NODENAME."""
+    address: str | None = None
+    """SLURM_TOPOLOGY_ADDR of a job step on it."""
+    pattern: str | None = None
+    """SLURM_TOPOLOGY_ADDR_PATTERN of the same step."""
+    clique: str | None = None
+    """Its NVLink domain by NVML; None if NVML does not run, or reports none that spans nodes."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names a source may use for it."""
+        return (self.slurm_name or self.name, self.name, self.name.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class NodeLocations:
+    """Nodes of one job, and what is known about where they are."""
+
+    nodes: tuple[str, ...]
+    """Nodes in the launcher's order."""
+    paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Switches of each node, top to leaf; a node not listed here is alone on a switch."""
+    domains: Mapping[str, str] = field(default_factory=dict)
+    """NVLink domain of each node, if domains span nodes."""
+    source: str = "nobody"
+    """Name of the source."""
+    uplinks: Mapping[tuple[str, ...], UnitUplink] = field(default_factory=dict)
+    """Uplink capacity of the switches by path from the top, if the source gives it."""
+    missing: tuple[str, ...] = ()
+    """Nodes that the source does not mention."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, one line each."""
+    problem: str | None = None
+    """Why the locations are unknown."""
+    nics: int = 0
+    """NICs of most of the nodes, according to the source; 0: unknown."""
+    node_gbit_s: float = 0.0
+    """Total line rate of these NICs; 0: unknown."""
+
+
+def locate_hosts(
+    cluster: ClusterConfig, hosts: Sequence[JobHost], in_slurm: bool, ask: TopologyQuery = query_topology
+) -> NodeLocations:
+    """Locate the hosts, given in the launcher's order. Asks Slurm at most once, and only inside its jobs.
+
+    Raises UserError for a cluster.topology that cannot be read or lists no switches.
+    """
+    hosts, problems = _with_own_environment(hosts)
+    if cluster.topology is not None:
+        return _on_switches(cluster, hosts, read_switch_file(Path(cluster.topology)), cluster.topology)
+    shown = ask() if in_slurm else None
+    addressed, wrong = _by_address(hosts, shown)
+    problems += wrong
+    if shown is None or (addressed and _contradict(hosts, shown, addressed)):
+        notes = (
+            [] if shown is None else ["`scontrol show topology` puts the nodes elsewhere than SLURM_TOPOLOGY_ADDR does"]
+        )
+        blocks = {host.name: found[-1] for host, found in _blocks_of(hosts, addressed)}
+        return _located(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
+    return _on_switches(cluster, hosts, shown, _SLURM, addressed)
+
+
+def read_switch_file(file: Path) -> Cluster:
+    """Read the cluster of a topology file. Raises UserError if it cannot be read, or no switch has nodes."""
+    from hpc_train.cluster.readers.formats import read_topology_file
+
+    file = file.expanduser()
+    cluster = read_topology_file(file)
+    if not any(switch.nodes for switch in cluster.switches):
+        raise UserError(
+            f"{file}: cluster.topology needs switches with nodes on them; this file tells of none "
+            f"(it reads as {cluster.kind})"
+        )
+    return cluster
+
+
+def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (compute nodes on switches in the file's order; one line on the other hosts, if any)."""
+    compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
+    hanging = [name for name, found in find_paths(topology, compute).items() if found]
+    left_out = [name for name in hanging if name not in compute]
+    chosen = tuple(name for name in hanging if name in compute)
+    if not left_out:
+        return chosen, ()
+    own = next(iter(group_by_hardware(topology, compute)), None)
+    kinds = "; ".join(
+        f"{_name_some(names)} with {kind}" for kind, names in group_by_hardware(topology, left_out).items()
+    )
+    return chosen, (
+        f"{len(left_out)} hosts get no ranks, for their hardware is not that of compute nodes ({own}): {kinds}; "
+        "to choose nodes yourself give --nodes",
+    )
+
+
+def _on_switches(
+    cluster: ClusterConfig,
+    hosts: Sequence[JobHost],
+    topology: Cluster,
+    source: str,
+    addressed: Mapping[str, tuple[str, ...]] | None = None,
+) -> NodeLocations:
+    compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
+    found = _by_any_name({name: it for name, it in find_paths(topology, compute).items() if it})
+    named = {host.name: next((found[name] for name in host.names if name in found), None) for host in hosts}
+    paths = {name: it for name, it in named.items() if it} | {
+        name: it for name, it in (addressed or {}).items() if not named.get(name)
+    }
+    cliques, blocks = _find_cliques(topology), _find_blocks(topology)
+    return _located(
+        cluster,
+        hosts,
+        paths,
+        _select_hosts(hosts, cliques),
+        _select_hosts(hosts, blocks),
+        find_uplinks(topology, compute),
+        source,
+        topology.notes,
+        topology,
+    )
+
+
+def _located(
+    cluster: ClusterConfig,
+    hosts: Sequence[JobHost],
+    paths: Mapping[str, tuple[str, ...]],
+    cliques: Mapping[str, str],
+    blocks: Mapping[str, str],
+    uplinks: Mapping[tuple[str, ...], UnitUplink],
+    source: str,
+    notes: Sequence[str] = (),
+    topology: Cluster | None = None,
+) -> NodeLocations:
+    domains, about_domains = _choose_domains(cluster, hosts, cliques, blocks, topology)
+    missing = tuple(host.name for host in hosts if not paths.get(host.name))
+    about = [f"{source} does not say where {_name_some(missing)} is; taken to be alone on a switch"] if missing else []
+    problem = None
+    if not paths and not domains:
+        known = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
+        problem, about = ("; ".join([*notes, known]) if topology is None else known), []
+    nics, rate = _find_usual_network(hosts, topology) if topology is not None else (0, 0.0)
+    return NodeLocations(
+        nodes=tuple(host.name for host in hosts),
+        paths=paths,
+        domains=domains,
+        source=source,
+        uplinks=uplinks,
+        missing=missing,
+        notes=(*notes, *about, *about_domains),
+        problem=problem,
+        nics=nics,
+        node_gbit_s=rate,
+    )
+
+
+def _by_any_name(found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Look nodes up by the source's names, and by their first parts if those are unique."""
+    short = Counter(name.partition(".")[0] for name in found)
+    return {name.partition(".")[0]: it for name, it in found.items() if short[name.partition(".")[0]] == 1} | dict(
+        found
+    )
+
+
+def _select_hosts(hosts: Sequence[JobHost], known: Mapping[str, str]) -> dict[str, str]:
+    named = {host.name: next((known[name] for name in host.names if name in known), None) for host in hosts}
+    return {name: it for name, it in named.items() if it is not None}
+
+
+def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[int, float]:
+    """Return (NICs, their total rate) of most of the hosts; (0, 0) if the source does not give it."""
+    of_node = {node.name: describe_hardware(node) for node in topology.nodes if node.nics}
+    kinds = Counter(next((of_node[name] for name in host.names if name in of_node), None) for host in hosts)
+    kind = max(kinds, key=kinds.__getitem__, default=None)
+    return (kind.nics, kind.gbit_s or 0.0) if kind is not None else (0, 0.0)
+
+
+# NVLink domains
+
+
+def _find_cliques(topology: Cluster) -> dict[str, str]:
+    """Return the NVLink domain of each node whose GPUs are all in one domain."""
+    found = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
+    return {name: clique for name, it in found.items() if len(it) == 1 and (clique := next(iter(it))) is not None}
+
+
+def _find_blocks(topology: Cluster) -> dict[str, str]:
+    """Return Slurm's base block of each node."""
+    if topology.kind != "slurm_block":
+        return {}
+    return {node: switch.name for switch in topology.switches if switch.level == 0 for node in switch.nodes}
+
+
+def _choose_domains(
+    cluster: ClusterConfig,
+    hosts: Sequence[JobHost],
+    cliques: Mapping[str, str],
+    blocks: Mapping[str, str],
+    topology: Cluster | None,
+) -> tuple[dict[str, str], list[str]]:
+    """Return (NVLink domain of each node, a note on it)."""
+    taken = blocks if _are_domains(cluster, blocks, topology) else {}
+    measured = {host.name: host.clique for host in hosts if host.clique is not None}
+    if measured:
+        pairs = {(measured[name], block) for name, block in taken.items() if name in measured}
+        apart = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len({block for _, block in pairs})
+        return measured, ["NVML tells of other NVLink domains than Slurm's blocks; NVML's count"] if apart else []
+    if cliques:
+        return dict(cliques), []
+    if taken:
+        gpus = cluster.node.nvlink_domain_gpus
+        return dict(taken), [
+            f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; where "
+            "NVML tells of others in the job, those count"
+        ]
+    if blocks and _domain_nodes(cluster) > 1:
+        size = max(_block_sizes(blocks, topology).values())
+        return {}, [
+            f"Slurm's blocks have up to {size} nodes and an NVLink domain has {_domain_nodes(cluster)} "
+            f"(cluster.node.nvlink_domain_gpus={cluster.node.nvlink_domain_gpus}): blocks are not taken for domains"
+        ]
+    return {}, []
+
+
+def _domain_nodes(cluster: ClusterConfig) -> int:
+    return cluster.node.nvlink_domain_gpus // max(cluster.node.gpus, 1)
+
+
+def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
+    """Count the nodes of each block that holds a job node: all of them if the source lists them, else the job's."""
+    if topology is None:
+        return Counter(blocks.values())
+    held = set(blocks.values())
+    return Counter({switch.name: len(switch.nodes) for switch in topology.switches if switch.name in held})
+
+
+def _are_domains(cluster: ClusterConfig, blocks: Mapping[str, str], topology: Cluster | None) -> bool:
+    """Whether NVLink domains span nodes here, and no block has more nodes than a domain can have."""
+    within = _domain_nodes(cluster)
+    return bool(blocks) and within > 1 and max(_block_sizes(blocks, topology).values()) <= within
+
+
+# SLURM_TOPOLOGY_ADDR
+
+
+def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list[str]]:
+    """Return (the hosts, without a Slurm environment that several of them share; one line on each shared one).
+
+    A launcher other than Slurm's may give all ranks the environment of the first node.
+    """
+    count = Counter(host.slurm_name for host in hosts if host.slurm_name is not None)
+    own = [
+        host
+        if host.slurm_name is None or count[host.slurm_name] < 2
+        else replace(host, slurm_name=None, address=None, pattern=None)
+        for host in hosts
+    ]
+    return own, [
+        f"{number} nodes have the environment of {name}; start the ranks by srun"
+        for name, number in count.items()
+        if number > 1
+    ]
+
+
+def _by_address(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Return (path of each host that has a valid address, problems of the others)."""
+    names = frozenset(switch.name for switch in shown.switches) if shown is not None else frozenset[str]()
+    found: dict[str, tuple[str, ...]] = {}
+    problems: list[str] = []
+    for host in hosts:
+        if host.address is None:
+            continue
+        try:
+            if above := parse_address(host.address, host.pattern, host.names[0], names):
+                found[host.name] = above
+        except UserError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def _contradict(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether a node's address names none of the switches that scontrol lists above it."""
+    on: dict[str, set[str]] = {}
+    for switch in shown.switches:
+        for node in switch.nodes:
+            on.setdefault(node, set()).add(switch.name)
+    return any(
+        on[name].isdisjoint(_members(addressed[host.name][-1])) and addressed[host.name][-1] not in on[name]
+        for host in hosts
+        if host.name in addressed and (name := host.names[0]) in on
+    )
+
+
+def _members(name: str) -> list[str]:
+    """Expand a name to the switches it stands for."""
+    try:
+        return expand_hostlist(name)
+    except UserError:
+        return [name]
+
+
+def _blocks_of(
+    hosts: Sequence[JobHost], addressed: Mapping[str, tuple[str, ...]]
+) -> list[tuple[JobHost, tuple[str, ...]]]:
+    """Return the hosts whose address says they are in a block."""
+    return [
+        (host, addressed[host.name])
+        for host in hosts
+        if host.name in addressed and (host.pattern or "").startswith("block")
+    ]
+
+
+_MOST_NAMED = 6
+
+
+def _name_some(names: Sequence[str]) -> str:
+    """List a few names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{compress_hostlist(names[:_MOST_NAMED])}{more}"

@@ -1,0 +1,246 @@
+"""Orders of nodes worth trying: along the tree and in whole cells, all of a few nodes, and exchanges from a good one.
+
+First the constructed orders, with the axes of the mesh nested in every way. Then all orders of a few nodes that differ
+in cost at all: groups of a level that are alike can change places without changing any cost, so one order of each such
+class is enough. Last the local search: exchange two nodes, or two cells of nodes, while that makes a step cheaper.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from hpc_train.placement.cost import CostModel
+from hpc_train.placement.fabric import Fabric
+
+NodeOrder = NDArray[np.int64]
+"""[positions]: node at each position."""
+
+
+def order_along_tree(fabric: Fabric) -> NodeOrder:
+    """Group by group at every level, in order of first appearance: the least change that makes groups contiguous."""
+    return np.lexsort([np.arange(len(fabric.nodes)), *(level.group for level in fabric.levels[1:])])
+
+
+def order_largest_first(fabric: Fabric) -> NodeOrder:
+    """As tree_order, but larger groups before smaller ones within the group above them."""
+    keys: list[NDArray[np.int64]] = []
+    for level in reversed(fabric.levels[1:]):
+        keys += [-np.bincount(level.group)[level.group], level.group]
+    return np.lexsort([np.arange(len(fabric.nodes)), *reversed(keys)])
+
+
+def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
+    """Cells of `unit` consecutive nodes, as many as can be inside one group of the innermost level, then of the next.
+
+    What is left of a group after its whole cells is put together with what is left of its neighbours, largest remainder
+    first; nodes that fill no cell at all come last.
+    """
+    assert unit > 0, "a cell has nodes"
+    left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
+    for number in range(1, len(fabric.levels) + 1):
+        group = fabric.levels[number].group if number < len(fabric.levels) else np.zeros(len(fabric.nodes), np.int64)
+        whole, left = _cells_of_level(left, group, unit)
+        cells += whole
+    place = np.empty(len(fabric.nodes), np.int64)
+    place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
+    cells.sort(key=lambda cell: int(place[cell[0]]))
+    return np.concatenate([*cells, *left])
+
+
+def _cells_of_level(
+    left: list[NodeOrder], group: NDArray[np.int64], unit: int
+) -> tuple[list[NodeOrder], list[NodeOrder]]:
+    """(whole cells, what is left of each group that has anything left)."""
+    members: dict[int, list[NodeOrder]] = {}
+    for part in left:
+        members.setdefault(int(group[part[0]]), []).append(part)
+    cells, rest = list[NodeOrder](), list[NodeOrder]()
+    for parts in members.values():
+        nodes = np.concatenate(sorted(parts, key=len, reverse=True))
+        whole = len(nodes) // unit * unit
+        cells += np.split(nodes[:whole], whole // unit) if whole else []
+        rest += [nodes[whole:]] if whole < len(nodes) else []
+    return cells, rest
+
+
+def list_nestings(grid: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """Every order of the axes of the node grid, outermost first, the mesh's own first, with [positions]: which node
+    along an order of nodes stands at each position of the mesh. At most 5! of them."""
+    for nest in itertools.permutations(range(len(grid))):
+        along = np.arange(math.prod(grid)).reshape([grid[axis] for axis in nest])
+        yield nest, along.transpose(np.argsort(nest)).ravel() if nest else along.ravel()
+
+
+def list_cell_sizes(grid: tuple[int, ...], nest: tuple[int, ...]) -> list[int]:
+    """Nodes of the blocks that the inner axes of a nesting fill, ascending; not one node, not all."""
+    sizes = itertools.accumulate((grid[axis] for axis in reversed(nest)), lambda a, b: a * b)
+    return [size for size in sizes if 1 < size < math.prod(grid)]
+
+
+@dataclass(frozen=True)
+class SymmetryTree:
+    """The fabric as groups within groups; a group is (level, index), level 0 the nodes, the topmost level the whole."""
+
+    fabric: Fabric
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """[level][node]: the node's group of every level, nodes themselves first and the whole last."""
+        count = len(self.fabric.nodes)
+        return [list(range(count)), *(level.group.tolist() for level in self.fabric.levels[1:]), [0] * count]
+
+    @cached_property
+    def parts(self) -> list[dict[int, list[int]]]:
+        """[level][group]: groups of the level below within it."""
+        below: list[dict[int, list[int]]] = [{node: [] for node in self.paths[0]}]
+        for low, high in zip(self.paths, self.paths[1:], strict=False):
+            found: dict[int, dict[int, None]] = {}
+            for part, whole in zip(low, high, strict=True):
+                found.setdefault(whole, {})[part] = None
+            below.append({whole: list(parts) for whole, parts in found.items()})
+        return below
+
+    @cached_property
+    def kinds(self) -> list[dict[int, int]]:
+        """[level][group]: a number that two groups of a level share if and only if they are alike."""
+        numbers: dict[Hashable, int] = {}
+        kinds: list[dict[int, int]] = []
+        for level, parts in enumerate(self.parts):
+            uplink = self.fabric.levels[level].uplink if level < len(self.fabric.levels) else [0.0]
+            share = self.fabric.levels[level].busy_uplink if level < len(self.fabric.levels) else [0.0]
+            below = kinds[-1] if kinds else {}
+            kinds.append(
+                {
+                    group: numbers.setdefault(
+                        (level, float(uplink[group]), float(share[group]), *sorted(below[part] for part in within)),
+                        len(numbers),
+                    )
+                    for group, within in parts.items()
+                }
+            )
+        return kinds
+
+
+def list_order_classes(fabric: Fabric) -> NDArray[np.int64]:
+    """[orders, positions]: one order of every class of orders that cost the same by symmetry of the fabric."""
+    tree = SymmetryTree(fabric)
+    count, orders = len(fabric.nodes), list[list[int]]()
+    choices: dict[frozenset[int], list[int]] = {}
+
+    def extend(order: list[int]) -> None:
+        if len(order) == count:
+            orders.append(order)
+            return
+        used = frozenset(order)
+        if used not in choices:
+            choices[used] = _list_different_nodes(tree, used)
+        for node in choices[used]:
+            extend([*order, node])
+
+    extend([])
+    return np.array(orders, np.int64)
+
+
+def _list_different_nodes(tree: SymmetryTree, used: frozenset[int]) -> list[int]:
+    """Of the unused nodes, the first of each set that symmetries which leave the used ones in place can exchange."""
+    touched = [{path[node] for node in used} for path in tree.paths]
+    first: dict[tuple[tuple[bool, int], ...], int] = {}
+    for node in range(len(tree.paths[0])):
+        if node not in used:
+            # A group that holds a used node stays where it is; one that holds none is as good as any of its kind.
+            key = tuple(
+                (True, path[node]) if path[node] in seen else (False, kind[path[node]])
+                for path, seen, kind in zip(tree.paths, touched, tree.kinds, strict=True)
+            )
+            first.setdefault(key, node)
+    return list(first.values())
+
+
+def find_nearest_order(fabric: Fabric, order: Sequence[int]) -> NDArray[np.int64]:
+    """Of all orders in the class of `order`, one that leaves the most nodes where the launcher has them."""
+    tree = SymmetryTree(fabric)
+    position = {node: at for at, node in enumerate(order)}
+    _, exchange = _match_groups(tree, position, len(tree.paths) - 1, 0, 0)
+    return np.array([exchange[node] for node in order], np.int64)
+
+
+def _match_groups(
+    tree: SymmetryTree, position: dict[int, int], level: int, group: int, other: int
+) -> tuple[int, dict[int, int]]:
+    """(nodes left in place, node -> node) when what `group` holds moves to `other`, a group of its kind."""
+    if level == 0:
+        return int(position[group] == other), {group: other}
+    kind, parts, others = tree.kinds[level - 1], tree.parts[level][group], tree.parts[level][other]
+    fits = {
+        (row, column): _match_groups(tree, position, level - 1, part, target)
+        for row, part in enumerate(parts)
+        for column, target in enumerate(others)
+        if kind[part] == kind[target]
+    }
+    kept = np.full((len(parts), len(others)), -len(position), np.int64)
+    for at, (count, _) in fits.items():
+        kept[at] = count
+    pairs = zip(*linear_sum_assignment(kept, maximize=True), strict=True)
+    chosen = [fits[int(row), int(column)] for row, column in pairs]
+    return sum(count for count, _ in chosen), {a: b for _, exchange in chosen for a, b in exchange.items()}
+
+
+MAX_SWAPPED_NODES = 256
+"""Of a job that is searched so: beyond it, trees are so regular that whole cells are near the best."""
+
+_TRIED = 48
+"""Exchanges measured at a time, of which the best is made."""
+_NODES_MEASURED = 1 << 17
+"""Orders times nodes measured in all: what bounds the time, whatever the machine."""
+_IN_VAIN = 6
+"""Rounds without a better order after which to stop."""
+_BETTER = 1 - 1e-9
+_NEIGHBOURS = 1e-4
+"""Weight of busy neighbours: it only decides between orders that cost the same without them."""
+
+
+def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], floor: float) -> NodeOrder:
+    """A cheaper order, or the same one; cells: sizes of blocks of positions to exchange besides single nodes.
+
+    floor: seconds below which no order can come, neighbours or not. Draws from a fixed seed.
+    """
+    random, best = np.random.default_rng(0), order
+    seconds = float(_score_orders(model, best[None])[0])
+    in_vain = 0
+    for _ in range(_NODES_MEASURED // (_TRIED * len(order))):
+        if in_vain == _IN_VAIN or seconds * _BETTER <= floor * (1 + _NEIGHBOURS):
+            break
+        tried = np.stack([_exchange_blocks(best, random, cells) for _ in range(_TRIED)])
+        found = _score_orders(model, tried)
+        at = int(found.argmin())
+        if found[at] < seconds * _BETTER:
+            best, seconds, in_vain = tried[at], float(found[at]), 0
+        else:
+            in_vain += 1
+    return best
+
+
+def _score_orders(model: CostModel, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return [orders]: seconds alone; ties are broken by the seconds next to busy neighbours."""
+    sums = model.sums(orders)
+    return sums.seconds + _NEIGHBOURS * sums.beside
+
+
+def _exchange_blocks(order: NodeOrder, random: np.random.Generator, cells: Sequence[int]) -> NodeOrder:
+    """Two blocks of one size, drawn at random, change places."""
+    size = int(random.choice([1, *cells]))
+    first, second = random.choice(len(order) // size, 2, replace=False) * size
+    result = order.copy()
+    result[first : first + size], result[second : second + size] = (
+        order[second : second + size],
+        order[first : first + size],
+    )
+    return result

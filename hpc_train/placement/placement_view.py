@@ -1,0 +1,110 @@
+"""What `topology place` prints: the cost of every axis before and after, straddling groups, the order, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpc_train.cluster.hostlist import escape_unprintable, fold_names, pluralise_level
+from hpc_train.placement.diagram.canvas import format_seconds
+from hpc_train.placement.fabric import Fabric
+from hpc_train.placement.mesh_groups import format_axes
+from hpc_train.placement.node_locations import NodeLocations
+from hpc_train.placement.placement_result import Placement
+from hpc_train.traffic.axes import Flow
+
+_MAX_ORDER_LENGTH = 240
+"""Characters of an order that are printed; all of it is in the JSON."""
+
+
+@dataclass(frozen=True)
+class PlacementView:
+    """One placement, and what it was found for."""
+
+    where: NodeLocations
+    fabric: Fabric
+    sizes: Mapping[str, int]
+    flows: Sequence[Flow]
+    found: Placement
+    notes: Sequence[str]
+    advice: Sequence[str]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """What to print, from top to bottom."""
+        yield Text(self._headline(), style="bold")
+        yield Text(escape_unprintable(f"{self.where.source}; {self._levels()}"), style="dim")
+        yield self._costs()
+        if self.found.straddling:
+            yield self._straddling()
+        yield Text(f"{self.found.reason} (searched for {format_seconds(self.found.seconds)})", style="green")
+        if self.found.nodes != tuple(range(len(self.fabric.nodes))):
+            yield Text(
+                f"order of nodes: {_cut_order(fold_names(self.fabric.nodes[node] for node in self.found.nodes))}"
+            )
+        for line in self.advice:
+            yield Text(f"advice: {line}", style="cyan")
+        for note in self.notes:
+            yield Text(escape_unprintable(f"note: {note}"), style="yellow")
+
+    def _headline(self) -> str:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
+        count, ranks = len(self.fabric.nodes), self.fabric.ranks_per_node
+        return f"{mesh} on {count} node{'s' * (count != 1)} x {ranks} rank{'s' * (ranks != 1)}"
+
+    def _levels(self) -> str:
+        counts = [(len(level.uplink), level.name) for level in self.fabric.levels]
+        return ", ".join(f"{count} {pluralise_level(name) if count != 1 else name}" for count, name in counts)
+
+    def _costs(self) -> Table:
+        before, after = self.found.identity, self.found.placed
+        table = Table(title="communication of one step, modelled, without overlap", title_justify="left")
+        table.add_column("axis")
+        for name in ("bytes", "launcher's order", "placed"):
+            table.add_column(name, justify="right")
+        moved = self._moved()
+        for axis in sorted(before.per_axis, key=before.per_axis.__getitem__, reverse=True):
+            columns = (
+                _format_bytes(moved.get(axis, 0.0)),
+                format_seconds(before.per_axis[axis]),
+                format_seconds(after.per_axis[axis]),
+            )
+            table.add_row(axis, *columns)
+        table.add_section()
+        table.add_row(
+            "all", _format_bytes(sum(moved.values())), format_seconds(before.total), format_seconds(after.total)
+        )
+        return table
+
+    def _moved(self) -> dict[str, float]:
+        """Axis -> bytes of its collectives' buffers."""
+        moved: dict[str, float] = {}
+        for flow in self.flows:
+            name = format_axes(flow.axes)
+            moved[name] = moved.get(name, 0.0) + flow.bytes * flow.calls
+        return moved
+
+    def _straddling(self) -> Table:
+        table = Table(title="groups that straddle a level which could hold them", title_justify="left")
+        for name in ("axis", "level"):
+            table.add_column(name)
+        for name in ("groups", "launcher's order", "placed"):
+            table.add_column(name, justify="right")
+        for axis, levels in self.found.straddling.items():
+            for level, counts in levels.items():
+                table.add_row(axis, level, *(str(counts[name]) for name in ("groups", "identity", "placed")))
+        return table
+
+
+def _cut_order(text: str) -> str:
+    return text if len(text) <= _MAX_ORDER_LENGTH else f"{text[:_MAX_ORDER_LENGTH]}... (all of it with --json)"
+
+
+def _format_bytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,232 @@
+"""Fit the planner's constants to measured runs: those of the package, and those of one cluster.
+
+fit_constants is deterministic, within physical bounds, and has few constants and none for a row of the table.
+calibrate_constants moves the package's constants no further than a few runs of a cluster ask for; what these leave over
+becomes residuals for settings alike (constants.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs, measured_seconds
+from hpc_train.planner.constants import (
+    MEMORY_CONSTANTS,
+    RESIDUAL_DEVIATION,
+    Constants,
+    constant_bounds,
+    error_correlation,
+    fit_residuals,
+    replace_values,
+)
+from hpc_train.planner.model.jobs import Jobs
+from hpc_train.planner.model.memory import Memory, estimate_memory
+from hpc_train.planner.model.step_time import estimate_step_time
+
+
+def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[np.float64]:
+    """[runs] bytes; memory: of the runs' jobs, a row each."""
+    stages = {"device": memory.stages, "reserved": memory.reserved, "allocated": memory.allocated}
+    found = np.zeros(len(runs))
+    for place, run in enumerate(runs):
+        column = stages[run.memory_of][:, place]
+        found[place] = column[0] if run.first_stage else column.max()
+    return found
+
+
+Floats = NDArray[np.float64]
+
+_PRIOR = 0.03
+"""Weight of a constant's distance from where it starts, in shares of its range: what no run tells stays there."""
+_TOLERATED = 0.15
+"""Error of log(time) from which on a run counts less: some published runs have faults that no model has."""
+FOLDS = 5
+"""One group of so many is kept out of the fit of the constants that the package comes with."""
+
+
+def assign_fold(group: str, folds: int) -> int:
+    """The part of the data that a group of runs is in: a function of its name only (CRC-32), so it never changes."""
+    return zlib.crc32(group.encode()) % folds
+
+
+def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+    """Those whose group the shipped constants are fitted to."""
+    return [run for run in runs if assign_fold(run.group, FOLDS) != 0]
+
+
+def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -> Constants:
+    """Constants of time from the runs that state a time, and of memory from those that state memory."""
+    start = start or Constants()
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    held = [run for run in runs if np.isfinite(run.memory)]
+    if timed:
+        start = _fit_time(timed, start)
+    return _fit_memory(held, start) if held else start
+
+
+def _fit_time(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
+    names = [name for name in constant_bounds() if name not in MEMORY_CONSTANTS]
+    jobs, measured = jobs_from_runs(runs), measured_seconds(runs)
+    return _solve(
+        names, start, lambda constants: np.log(estimate_step_time(jobs, constants).step / measured), run_weights(runs)
+    )
+
+
+def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
+    jobs, measured = jobs_from_runs(runs), np.array([run.memory for run in runs])
+
+    def errors(constants: Constants) -> Floats:
+        found: Floats = np.log(memory_as_reported(runs, estimate_memory(jobs, constants)) / measured)
+        return found
+
+    return _solve(list(MEMORY_CONSTANTS), start, errors, run_weights(runs))
+
+
+def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
+    """Of each run, so that a family of n runs counts as n to the power of a quarter: no long table decides alone."""
+    counts = Counter(run.family for run in runs)
+    return np.array([counts[run.family] ** -0.375 for run in runs])
+
+
+def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants], Floats], weights: Floats) -> Constants:
+    """Least squares with a robust loss, within bounds."""
+    limits = constant_bounds()
+    low, high = (np.array([limits[name][side] for name in names]) for side in (0, 1))
+    begin = np.array([getattr(start, name) for name in names])
+    weights = weights / np.sqrt(np.sum(weights**2) / len(weights))
+    pull = _PRIOR * np.sqrt(len(weights))
+
+    def residuals(share: Floats) -> Floats:
+        constants = replace_values(start, dict(zip(names, low + share * (high - low), strict=True)))
+        return np.concatenate([_soft_l1_root(errors(constants)) * weights, pull * (share - first)])
+
+    first = (begin - low) / (high - low)
+    found = least_squares(residuals, np.clip(first, 1e-3, 1 - 1e-3), bounds=(0, 1), method="trf", xtol=1e-5, ftol=1e-6)
+    values = low + found.x * (high - low)
+    return replace_values(start, {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)})
+
+
+def _soft_l1_root(errors: Floats) -> Floats:
+    """The root of soft_l1: linear beyond what is tolerated (Triggs et al. 2000, section 2.2)."""
+    scaled = (errors / _TOLERATED) ** 2
+    found: Floats = np.sign(errors) * _TOLERATED * np.sqrt(2 * (np.sqrt(1 + scaled) - 1))
+    return found
+
+
+@dataclass(frozen=True)
+class HeldOutFit:
+    """Runs that a fit has not seen, and what it found without them."""
+
+    runs: tuple[MeasuredRun, ...]
+    constants: Constants
+
+
+def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], object]) -> tuple[HeldOutFit, ...]:
+    """For each part of the timed runs (those with the same key) a fit of time to all others."""
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    parts: dict[str, list[MeasuredRun]] = {}
+    for run in timed:
+        parts.setdefault(str(key(run)), []).append(run)
+    found = []
+    for name in sorted(parts):
+        others = [run for run in timed if str(key(run)) != name]
+        found.append(HeldOutFit(tuple(parts[name]), _fit_time(others, Constants())))
+    return tuple(found)
+
+
+_ERROR = 0.05
+"""Of log(time) of a run by itself; what is far beyond it hardly counts (a Cauchy distribution): of three runs that two
+agree on, the third was disturbed."""
+_WIDTH = 0.2
+"""How far from cluster to cluster a constant is expected to differ, in shares of its range (standard deviation)."""
+_SCALE_DEVIATION = 0.05
+"""The same of log(scale), what none of them explains; a Cauchy distribution too, so that a cluster may be far off."""
+
+
+def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Constants:
+    """The most probable constants of the cluster that measured `runs`, if constants differ from cluster to cluster as
+    above (maximum a posteriori), and what is left over of each run, for settings like it (discrepancy). Runs without a
+    time are left out; without any, the constants as they are."""
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    if not timed:
+        return constants
+    limits = {name: it for name, it in constant_bounds().items() if name not in MEMORY_CONSTANTS}
+    jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
+    root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
+
+    def moved(step: Floats) -> Constants:
+        values = {}
+        for (name, (low, high)), by in zip(limits.items(), step, strict=False):
+            before = getattr(constants, name)  # what was measured may lie outside of what is usual
+            limit = min(low, before), max(high, before)
+            values[name] = float(np.clip(before + by * _WIDTH * (high - low), *limit))
+        return replace_values(
+            constants, {**values, "scale": constants.scale * float(np.exp(step[count] * _SCALE_DEVIATION))}
+        )
+
+    def unexplained(step: Floats) -> Floats:
+        found: Floats = np.log(estimate_step_time(jobs, moved(step)).step / measured) + root @ step[count + 1 :]
+        return _cauchy_root(found / _ERROR)
+
+    def cost(step: Floats) -> Floats:
+        return np.concatenate(
+            [unexplained(step), step[:count], _cauchy_root(step[count : count + 1]), step[count + 1 :]]
+        )
+
+    start = np.zeros(count + 1 + len(timed))
+    start[count] = -np.median(np.log(estimate_step_time(jobs, constants).step / measured)) / _SCALE_DEVIATION
+    found = least_squares(cost, start, max_nfev=30).x
+    return replace(moved(found), residuals=constants.residuals + fit_residuals(jobs, root @ found[count + 1 :]))
+
+
+def _matrix_root(matrix: Floats) -> Floats:
+    """A root of a symmetric matrix that may be singular, as that of runs with the same settings is."""
+    values, vectors = np.linalg.eigh(matrix)
+    found: Floats = vectors * np.sqrt(np.maximum(values, 0))
+    return found
+
+
+def _cauchy_root(errors: Floats) -> Floats:
+    """Roots of the Cauchy distribution's loss."""
+    found: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
+    return found
+
+
+def choose_calibration_runs(
+    runs: Sequence[MeasuredRun], count: int, among: Sequence[MeasuredRun] | None = None
+) -> list[MeasuredRun]:
+    """`count` of a cluster's timed runs, or of those `among` them: the ones whose settings tell most of all others'.
+    Deterministic; looks at settings only."""
+    timed = sorted((run for run in runs if np.isfinite(run.seconds)), key=lambda run: run.id)
+    rows = [row for row, run in enumerate(timed) if among is None or run in among]
+    return [timed[row] for row in choose_informative_jobs(jobs_from_runs(timed), count, rows)] if timed else []
+
+
+def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> list[int]:
+    """`count` of the rows `among` those of jobs, one after the other, each of which leaves least to guess of all jobs
+    (the sum of the variances of the process of `discrepancy`, and of a scale that all share, given the rows before:
+    Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3), A-optimality)."""
+    variance = _SCALE_DEVIATION**2 + RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)
+    found: list[int] = []
+    for _ in range(min(count, len(among))):
+        told = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
+        place = max((row for row in among if row not in found), key=lambda row: (told[row], -row))
+        found.append(place)
+        column = variance[:, place]
+        variance = variance - np.outer(column, column) / (column[place] + _ERROR**2)
+    return found
+
+
+def group_by_cluster(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
+    """Runs of one cluster and one software, in order."""
+    found: dict[tuple[str, str], list[MeasuredRun]] = defaultdict(list)
+    for run in runs:
+        found[run.cluster, run.software].append(run)
+    return list(found.values())

@@ -1,0 +1,160 @@
+"""Fit the planner's constants to measured runs, and report how well such a fit predicts runs that it has not seen.
+
+Errors are given for the training groups, for held-out groups, by cross-validation over groups, and with each
+cluster left out once, with and without a calibration by three of its own runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from hpc_train.planner.calibration.fit import (
+    HeldOutFit,
+    assign_fold,
+    calibrate_constants,
+    choose_calibration_runs,
+    fit_constants,
+    fit_leaving_out,
+    group_by_cluster,
+    training_runs,
+)
+from hpc_train.planner.calibration.run_table import MeasuredRun
+from hpc_train.planner.calibration.validate import (
+    ErrorStatistics,
+    PredictedRun,
+    error_statistics,
+    errors_by_family,
+    predict_runs,
+)
+from hpc_train.planner.constants import Constants
+
+A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
+"""Families of dense GPTs on several nodes of A100."""
+
+
+CALIBRATION_RUNS = 3
+
+
+CALIBRATION_CHOICES = 10
+"""Choices of these runs (calibrate.chosen) that errors are the mean of, each from another half of a cluster's."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Of the command."""
+
+    runs: tuple[str, ...]
+    json: bool = False
+    output: str | None = None
+    folds: int = 5
+    leave_out: bool = False
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit is worth."""
+
+    constants: Constants
+    trained: ErrorStatistics
+    """On the groups that it was fitted to."""
+    held_out: ErrorStatistics
+    """On the groups that it has not seen."""
+    folds: dict[str, ErrorStatistics]
+    """Family -> its errors by cross-validation over groups, and `overall`; empty: not asked for."""
+    clusters: dict[str, ErrorStatistics]
+    """The same with each cluster left out once."""
+    calibrated: dict[str, ErrorStatistics]
+    """The same, then calibrated with three of its runs by one software, which are left out of the errors: the mean of
+    several choices of the three."""
+
+
+def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
+    """The fit and its validations."""
+    constants = fit_constants(training_runs(runs))
+    folds = (
+        _predict_parts(fit_leaving_out(runs, lambda run: assign_fold(run.group, options.folds)))
+        if options.folds > 1
+        else []
+    )
+    if folds:
+        constants = replace(constants, spread=error_spread(folds))
+    clusters = fit_leaving_out(runs, lambda run: run.cluster) if options.leave_out else ()
+    seen = {run.id for run in training_runs(runs)}
+    ratios = _ratios(runs, constants)
+    return FitReport(
+        constants,
+        error_statistics(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id in seen),
+        error_statistics(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id not in seen),
+        errors_by_kind(folds),
+        errors_by_kind(_predict_parts(clusters)),
+        _mean_errors([errors_by_kind(predict_calibrated(clusters, number)) for number in range(CALIBRATION_CHOICES)]),
+    )
+
+
+def _ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[float]:
+    return [row.ratio for row in predict_runs(runs, constants)]
+
+
+def error_spread(rows: Sequence[PredictedRun]) -> float:
+    """Standard deviation of log(measured / predicted), outliers apart: what four fifths of the families' runs are
+    within, on average over families, over what four fifths of a normal variable are within."""
+    errors_of: dict[str, list[float]] = {}
+    for row in rows:
+        errors_of.setdefault(row.run.family, []).append(abs(math.log(row.ratio)))
+    within = [float(np.quantile(it, 0.8)) for it in errors_of.values()]
+    return round(float(np.mean(within)) / NormalDist().inv_cdf(0.9), 4)
+
+
+def _predict_parts(parts: Sequence[HeldOutFit]) -> list[PredictedRun]:
+    return [row for part in parts for row in predict_runs(part.runs, part.constants)]
+
+
+def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[PredictedRun]:
+    """Each cluster's other runs, after a calibration with three of its own; number: of the choice of the three."""
+    found = []
+    for part in clusters:
+        for members in group_by_cluster(part.runs):
+            some = choose_calibration_runs(members, CALIBRATION_RUNS, half_of_runs(members, number))
+            others = [run for run in members if run not in some]
+            found += predict_runs(others, calibrate_constants(some, part.constants))
+    return found
+
+
+def half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
+    """One of many halves of a cluster's timed runs, by a hash of their names; never fewer than are chosen."""
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    timed.sort(key=lambda run: hashlib.sha256(f"{number}/{run.id}".encode()).digest())
+    return timed[: max(CALIBRATION_RUNS, math.ceil(len(timed) / 2))]
+
+
+def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, ErrorStatistics]:
+    """Of the same groups' errors in several tables."""
+    found = {}
+    for name in tables[0]:
+        same = [table[name] for table in tables if name in table]
+        means = (float(np.mean([getattr(it, field) for it in same])) for field in ("mape", "median", "bias"))
+        found[name] = ErrorStatistics(same[0].n, *means)
+    return found
+
+
+def errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
+    """And what the targets are about: dense GPT on A100 without sharded parameters; sharded ones; each device."""
+    if not rows:
+        return {}
+    found = {**errors_by_family(rows), "overall": error_statistics(row.ratio for row in rows)}
+    kinds: dict[str, Callable[[MeasuredRun], bool]] = {
+        "A100 GPT": lambda run: run.family in A100_GPT and run.columns["zero"] < 3,
+        "FSDP": lambda run: run.columns["zero"] == 3,
+        "H100": lambda run: run.cluster.split("/")[1].startswith("H100"),
+        "GB200": lambda run: run.cluster.endswith("/GB200"),
+    }
+    for name, has in kinds.items():
+        some = error_statistics(row.ratio for row in rows if has(row.run))
+        found |= {name: some} if some.n else {}
+    return found

@@ -1,0 +1,477 @@
+"""Read a table of measured runs (RUNS.csv) as jobs; docs/run_tables.md documents the columns.
+
+A test compares the page with this file.
+
+One line of the table is checked for numbers that cannot be (CsvRow), then becomes a MeasuredRun, or a RefusedRun with
+the reason. What the run's software does, and no table says, comes from find_software: Megatron, DeepSpeed, FSDP or
+our own.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.errors import UserError
+from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
+from hpc_train.planner.model.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+
+_COUNTS = (
+    *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
+    *("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+)
+"""Whole numbers, at least 1."""
+_POSITIVE = ("iter_time_s", "mem_gib")
+_RATES = ("intra_link_gbs", "inter_link_gbps_per_gpu", "experts")
+"""0 says that there is none."""
+_FLAGS = ("gated_mlp", "sp")
+_MOST = 1e12
+"""No number of a training run is larger."""
+
+
+class CsvRow:
+    """Cells by name; a number is NaN where its cell is empty or holds none."""
+
+    def __init__(self, cells: Mapping[str, str | None]) -> None:
+        self._cells = cells
+
+    def text(self, name: str) -> str:
+        return (self._cells.get(name) or "").strip()
+
+    def number(self, name: str, usual: float = math.nan) -> float:
+        """usual: where the cell is empty."""
+        text = self.text(name)
+        try:
+            return float(text) if text else usual
+        except ValueError:
+            return math.nan
+
+    def stated(self, name: str) -> bool:
+        return bool(self.text(name))
+
+    @property
+    def year(self) -> int:
+        """The latest where none is stated."""
+        year = self.number("year")
+        return int(year) if math.isfinite(year) else 9999
+
+
+def explain_impossible(row: CsvRow) -> str | None:
+    """Why the numbers of a row cannot be those of a run; None: they can. Empty cells are possible."""
+    for names, fault in (
+        (_COUNTS, _is_not_a_count),
+        (_POSITIVE, _is_not_an_amount),
+        (_RATES, _is_not_a_rate),
+        (_FLAGS, _is_not_a_flag),
+    ):
+        for name in names:
+            if row.stated(name) and (why := fault(row.number(name))):
+                return f"{name} is {row.text(name)!r}, {why}"
+    return _contradiction(row)
+
+
+def _is_not_a_count(value: float) -> str | None:
+    return None if 1 <= value <= _MOST and value == int(value) else "which is no count"
+
+
+def _is_not_an_amount(value: float) -> str | None:
+    return None if 0 < value <= _MOST else "which is no amount"
+
+
+def _is_not_a_rate(value: float) -> str | None:
+    return None if 0 <= value <= _MOST else "which is no amount"
+
+
+def _is_not_a_flag(value: float) -> str | None:
+    return None if value in (0, 1) else "which is neither 0 nor 1"
+
+
+def _contradiction(row: CsvRow) -> str | None:
+    """Numbers that are possible each by itself, and not together. NaN compares as false: what is not stated is not
+    compared."""
+    heads, stages = row.number("heads"), row.number("pp") * row.number("vpp", 1)
+    at_once = row.number("dp") * row.number("micro_batch")
+    pairs = (
+        (row.number("kv_heads"), heads, "kv_heads", "heads"),
+        (row.number("tp"), heads, "tp", "heads"),
+        (row.number("cp"), row.number("seq"), "cp", "seq"),
+        # Some stacks count the embedding and the head as a layer each.
+        (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
+        (at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
+    )
+    over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
+    return over and f"{over[2]} = {over[0]:g} is more than {over[3]} = {over[1]:g}"
+
+
+@dataclass(frozen=True)
+class SoftwareTraits:
+    """Facts of a training stack, none of them fitted."""
+
+    name: str
+    """What runs of one software have in common."""
+    stack: str
+    """Of jobs.STACKS."""
+    fused_attention: bool = False
+    fused_elementwise: bool = False
+    overlap_data: bool = False
+    overlap_tensor: bool = False
+    new_attention: bool = False
+    """Attention kernels written for the device (cuDNN, FlashAttention-3)."""
+    triton_attention: bool = False
+    """FlashAttention as it first was in Triton."""
+    parallel_block: bool = False
+    gradient_bytes: int = 2
+    """Of a 16-bit gradient kept between micro-batches."""
+    logit_bytes: int = 10
+    """Of a logit at the peak of the loss: 16-bit, fp32, and its gradient in fp32; a fused loss works in place."""
+
+
+_OLD_MEGATRON = SoftwareTraits("megatron", "megatron")
+_MEGATRON = SoftwareTraits("megatron", "megatron", True, True, True, True, True, gradient_bytes=4)
+_FSDP = SoftwareTraits("fsdp", "fsdp", True, False, True, False, False, gradient_bytes=4)
+_DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
+
+_KNOWN = (
+    (r"megatron-deepspeed|deepspeed|bigscience", _DEEPSPEED),
+    (r"llm-foundry", replace(_FSDP, logit_bytes=4)),
+    (r"torchtitan|fms-fsdp|fsdp", _FSDP),
+    (r"megatron-bridge|nemo|megatron-core|mcore", _MEGATRON),
+    # FlashAttention-2, norms and activations fused, everything overlapped (section 3 of its paper).
+    (r"megascale: |megascale-\d+b", replace(_MEGATRON, name="megascale", parallel_block=True, fused_elementwise=True)),
+    (r"arxiv:2402\.15627", replace(_OLD_MEGATRON, fused_attention=True, gradient_bytes=4)),
+    (r"megatron|arxiv:2104\.04473|arxiv:2205\.05198|arxiv:2401\.10241", _OLD_MEGATRON),
+)
+
+
+_QUOTED = re.compile(r"\balso in [^|)]*")
+"""Who else prints a figure is not who measured it."""
+
+
+def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
+    """From a run's source and notes; where they name no software, what was usual in that year."""
+    text = _QUOTED.sub("", f"{source} | {notes}".lower())
+    found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
+    found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
+    if re.search(r"compile", text):
+        found = replace(found, fused_elementwise=True)
+    if re.search(r"async-?tp", text) and not re.search(r"vanilla-?tp", text):
+        found = replace(found, overlap_tensor=True)
+    if re.search(r"triton", text):
+        found = replace(found, triton_attention=True)
+    if re.search(r"flash", text):
+        found = replace(found, fused_attention=True)
+    return found
+
+
+_NEEDED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
+_WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
+"""Formats of a precision whose speeds are not known here."""
+_ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
+_NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
+"""Gbit/s a GPU where a run does not say: of the vendor's own servers; 400 for others."""
+_NO_NVLINK = 64
+"""GB/s in both directions together, of GPUs that no other link joins: PCIe 4.0 x16."""
+_USUAL_VOCAB = 51200
+"""GPT-2's 50,257 filled up, as Megatron's scripts have it."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One measured run and what is known of it."""
+
+    id: str
+    family: str
+    """What the id begins with, a version left out: whose series of runs it is."""
+    model: str
+    cluster: str
+    """Family and device: runs that share a machine."""
+    software: str
+    """Whose software ran it: runs of one cluster and one software are calibrated together."""
+    group: str
+    """Family, model and device: runs that a split of the data keeps together."""
+    contest: str
+    """Group, GPUs and batch: runs of which one was the fastest way to do the same."""
+    seconds: float
+    """Of a step; NaN: not stated."""
+    memory: float
+    """Bytes; NaN: not stated."""
+    first_stage: bool
+    """Whether memory is that of the first stage; else of the rank that needs most."""
+    memory_of: str
+    """What memory counts: device (nvidia-smi), reserved (by torch's allocator) or allocated (in it)."""
+    out_of_memory: bool
+    columns: dict[str, float]
+    assumed: tuple[str, ...]
+    """What is not stated, and was taken to be usual. Where `recompute` is among it, times are those without, and memory
+    is that with full recomputation, the least there can have been."""
+
+
+@dataclass(frozen=True)
+class RefusedRun:
+    """A row that cannot be modelled."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Of one table."""
+
+    runs: tuple[MeasuredRun, ...]
+    refused: tuple[RefusedRun, ...]
+
+    def jobs(self) -> Jobs:
+        """A row a run."""
+        return jobs_from_runs(self.runs)
+
+
+def jobs_from_runs(runs: Sequence[MeasuredRun]) -> Jobs:
+    """A row a run, in order."""
+    names = runs[0].columns
+    return Jobs(**{name: as_column([run.columns[name] for run in runs]) for name in names})
+
+
+def measured_seconds(runs: Sequence[MeasuredRun]) -> NDArray[np.float64]:
+    """[runs]: measured seconds of a step."""
+    return np.array([run.seconds for run in runs])
+
+
+def read_runs(path: Path) -> RunTable:
+    """Raises UserError, one line, for a file that is no such table."""
+    try:
+        with io.StringIO(read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig"), newline="") as file:
+            rows = rename_vtrain_columns(list(csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; give a table of measured runs") from None
+    lacking = [name for name in _NEEDED if not rows or name not in rows[0]]
+    if lacking:
+        raise UserError(
+            f"{path}: no column {', '.join(lacking)}; docs/run_tables.md lists what a table of measured runs has"
+        )
+    found = [parse_run(row) for row in rows]
+    return RunTable(
+        tuple(it for it in found if isinstance(it, MeasuredRun)),
+        tuple(it for it in found if isinstance(it, RefusedRun)),
+    )
+
+
+_VTRAIN = {
+    "# GPUs": "gpus",
+    "global batch": "global_batch",
+    "micro batch": "micro_batch",
+    "hidden size": "hidden",
+    "attention heads": "heads",
+    "# layers": "layers",
+    "sequence length": "seq",
+    "tensor parallelism": "tp",
+    "data parallelism": "dp",
+    "pipeline parallelism": "pp",
+}
+"""Columns of the single-node table of vTrain (Bang et al. 2024, arXiv:2312.12391; github.com/VIA-Research/vTrain):
+Megatron-DeepSpeed on A100, every layer recomputed, as in its configurations."""
+
+
+def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of vTrain's own table in the columns of ours; others as they are."""
+    if not rows or "iteration time (ms)" not in rows[0]:
+        return rows
+    same = {"source": "VIA-Research/vTrain, Megatron-DeepSpeed", "year": "2024", "gpu_type": "A100-80GB"}
+    same |= {"gpus_per_node": "8", "sharding": "ddp", "recompute": "full", "precision": "fp16"}
+    found = []
+    for number, row in enumerate(rows, 1):
+        shape = {name: row[told] for told, name in _VTRAIN.items()}
+        seconds = str(float(row["iteration time (ms)"]) / 1e3)
+        named = {"id": f"single-{number}", "model": f"GPT-{shape['hidden']}x{shape['layers']}"}
+        found.append({**same, **named, **shape, "iter_time_s": seconds})
+    return found
+
+
+def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
+    """One line of the table."""
+    row = CsvRow(cells)
+    known = find_accelerator(row.text("gpu_type"))
+    why = _explain_refusal(row, known)
+    if why or known is None:
+        return RefusedRun(row.text("id"), why or "the device is not known")
+    software = find_software(row.text("source"), f"{row.text('id')} | {row.text('notes')}", row.year)
+    columns = {
+        **_shape(row, software),
+        **_layout(row, software),
+        **_formats(row, software),
+        **_machine(row, known, software),
+    }
+    family = re.sub(r"\d+(\.\d+)+$", "", row.text("id").split("-")[0]) or "other"
+    model, kind = row.text("model") or f"{row.text('layers')}x{row.text('hidden')}", row.text("gpu_type")
+    batch = f"{row.text('gpus')} GPUs, {row.text('global_batch')} x {row.text('seq')}"
+    return MeasuredRun(
+        id=row.text("id"),
+        family=family,
+        model=model,
+        cluster=f"{family}/{kind}",
+        software=software.name,
+        group=f"{family}/{model}/{kind}",
+        contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
+        seconds=row.number("iter_time_s"),
+        memory=row.number("mem_gib") * 2**30,
+        first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
+        memory_of=_memory_convention(row, software),
+        out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
+        columns=columns,
+        assumed=_assumed(row),
+    )
+
+
+def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
+    """torchtitan reports what is reserved; users of DeepSpeed quote nvidia-smi; papers what is allocated."""
+    if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
+        return "device"
+    return "reserved" if software.stack == "fsdp" else "allocated"
+
+
+_STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
+
+
+def _explain_refusal(row: CsvRow, known: Accelerator | None) -> str | None:
+    """Why a row cannot be modelled; None: it can."""
+    if known is None:
+        return f"{row.text('gpu_type') or 'no device'} is not a GPU whose figures are known"
+    if row.number("experts", 0) > 1 or row.number("ep", 1) > 1:
+        return "mixture of experts, which the model does not have"
+    unknown = [name for name in _STATED if not row.stated(name)]
+    if unknown:
+        return f"not stated: {', '.join(unknown)}"
+    if why := explain_impossible(row) or _unknown_word(row):
+        return why
+    degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
+    if math.prod(degrees) != row.number("gpus"):
+        return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.number('gpus'):g} GPUs"
+    if not (row.stated("iter_time_s") or row.stated("mem_gib") or re.search(r"\bOOM\b", row.text("notes"))):
+        return "neither time nor memory is stated"
+    return None
+
+
+def _unknown_word(row: CsvRow) -> str | None:
+    known = {
+        "sharding": row.text("sharding").lower() in _ZERO,
+        "recompute": row.text("recompute").lower() in ("", *RECOMPUTE),
+        "precision": not _WIDE.match(row.text("precision")),
+    }
+    return next((f"{name} {row.text(name)!r} is not known" for name, is_known in known.items() if not is_known), None)
+
+
+def _assumed(row: CsvRow) -> tuple[str, ...]:
+    names = ("vocab", "recompute", "vpp", "inter_link_gbps_per_gpu", "ffn_hidden")
+    return tuple(name for name in names if not row.text(name))
+
+
+def _shape(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    hidden, heads, gated = row.number("hidden"), row.number("heads"), row.number("gated_mlp", 0)
+    return {
+        "layers": row.number("layers"),
+        "hidden": hidden,
+        "feed_forward": row.number("ffn_hidden", 4 * hidden),
+        "heads": heads,
+        "kv_heads": row.number("kv_heads", heads),
+        "head_dim": row.number("head_dim", hidden / heads),
+        "vocab": row.number("vocab", _USUAL_VOCAB),
+        "gated": gated,
+        "parallel_block": software.parallel_block,
+        "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
+        "sequence": row.number("seq"),
+    }
+
+
+def _schedule(row: CsvRow) -> str:
+    named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
+    kind = named[1].lower().replace("-", "") if named else ""
+    known = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
+    return known.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
+
+
+def _layout(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    zero, dp, cp = _ZERO[row.text("sharding").lower()], row.number("dp"), row.number("cp", 1)
+    if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
+        zero = 1  # what its users run unless they say otherwise
+    sharded = zero > 0
+    return {
+        "global_batch": row.number("global_batch"),
+        "micro_batch": row.number("micro_batch"),
+        "dp_replicate": 1 if sharded else dp,
+        "dp_shard": dp if sharded else 1,
+        "cp": cp,
+        "tp": row.number("tp"),
+        "pp": row.number("pp"),
+        "virtual_stages": row.number("vpp", 1),
+        "sequence_parallel": row.number("sp", 0),
+        "ulysses": 0,
+        "zero": zero,
+        "reshard": "SHARD_GRAD_OP" not in row.text("notes"),
+        "schedule": SCHEDULES.index(_schedule(row)),
+        "recompute": RECOMPUTE.index(row.text("recompute").lower() or "none"),
+        "recompute_share": 1,
+        "offload": 0,
+        "offload_activations": 0,
+        "stack": STACKS.index(software.stack),
+        "fused_attention": software.fused_attention,
+        "fused_elementwise": software.fused_elementwise,
+        "overlap_data": software.overlap_data,
+        "overlap_tensor": software.overlap_tensor,
+        "launch_blocking": "LAUNCH_BLOCKING" in row.text("notes"),
+    }
+
+
+def _formats(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    """Megatron and DeepSpeed keep 16-bit weights and an fp32 copy in the optimizer; FSDP keeps fp32 weights."""
+    fp32 = software.stack == "fsdp"
+    kept = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
+    return {
+        "activation_bytes": 2,
+        "weight_bytes": 4 if fp32 else 2,
+        "gradient_bytes": kept,
+        "reduce_bytes": 2 if fp32 else kept,
+        "optimizer_bytes": 8 if fp32 else 12,
+        "logit_bytes": software.logit_bytes,
+        "checkpoint_every": math.inf,
+        "checkpoint_bandwidth": PCIE,
+    }
+
+
+def _bits(precision: str) -> int:
+    return 8 if "fp8" in precision else 4 if "fp4" in precision else 16
+
+
+def _machine(row: CsvRow, known: Accelerator, software: SoftwareTraits) -> dict[str, float]:
+    kind, bits = row.text("gpu_type"), _bits(row.text("precision").lower())
+    stated = re.search(r"-(\d+)GB$", kind)
+    nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
+    per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
+    rack = 72 if kind.startswith("GB") else per_node
+    half = known.flops.get(bits, known.flops[16])
+    return {
+        "gpus_per_node": per_node,
+        "nvlink_domain": max(rack, per_node),
+        "peak_flops": half,
+        "peak_flops_attention": known.flops[16],
+        "gemm_ceiling": known.ceiling,
+        "attention_ceiling": attention_peak(known, software.new_attention, software.triton_attention),
+        "multiprocessors": known.multiprocessors,
+        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * 2**30,
+        "memory_bandwidth": known.bandwidth,
+        "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
+        "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
+        "host_bandwidth": 0,
+        "leaf_gpus": math.inf,
+        "leaf_oversubscription": 1,
+        "group_gpus": math.inf,
+        "group_oversubscription": 1,
+    }

@@ -1,0 +1,245 @@
+"""Compare predictions with measured runs: errors of time and memory, and whether the planner would have picked well."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.errors import UserError
+from hpc_train.planner.calibration.fit import (
+    calibrate_constants,
+    choose_calibration_runs,
+    group_by_cluster,
+    memory_as_reported,
+)
+from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, RunTable, jobs_from_runs
+from hpc_train.planner.constants import Constants, without_residuals
+from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, replace_columns
+from hpc_train.planner.model.memory import FITS, NO, YES, estimate_memory
+from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity
+
+Floats = NDArray[np.float64]
+_LEAST_CONTEST = 2
+"""Configurations that a group needs for a choice between them."""
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """One run."""
+
+    run: MeasuredRun
+    seconds: float
+    """Predicted, of a step."""
+    memory: float
+    """Predicted bytes, of the rank and counted as the run says: of the one that needs most, unless it names another."""
+    fits: str
+    ranked: float = 0.0
+    """What a search orders by: seconds by the constants alone. 0: as predicted."""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured time; NaN where no time was stated."""
+        return self.seconds / self.run.seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.memory / self.run.memory
+
+
+@dataclass(frozen=True)
+class ErrorStatistics:
+    """Of predicted over measured, fractions of 1."""
+
+    n: int
+    mape: float
+    median: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class MemoryErrors:
+    """Of memory, and of the answer to "does it fit"."""
+
+    n: int
+    mape: float
+    oom_missed: int
+    """Runs that ran out of memory and that were predicted to fit."""
+    false_oom: int
+    """Runs that ran and were predicted not to fit."""
+    oom: int
+    """Runs that ran out of memory."""
+    maybe: float
+    """Share of the runs that ran, of which the answer was maybe."""
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Slowdown of the configuration the planner picks relative to the fastest measured one, over groups."""
+
+    n: int
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Of one table of runs."""
+
+    overall: ErrorStatistics
+    families: dict[str, ErrorStatistics]
+    memory: MemoryErrors
+    regret: Regret
+    refused: tuple[RefusedRun, ...]
+    rows: tuple[PredictedRun, ...]
+
+
+def validate_predictions(runs: RunTable, constants: Constants, calibrated: int = 0) -> Validation:
+    """Every run that can be modelled. calibrated: runs of each cluster and software that its constants are
+    moved to; these are then left out of the errors of time."""
+    spare: set[str] = set()
+    rows: list[PredictedRun] = []
+    for members in group_by_cluster(runs.runs):
+        some = choose_calibration_runs(members, calibrated) if calibrated else []
+        spare |= {run.id for run in some}
+        rows += predict_runs(members, calibrate_constants(some, constants))
+    order = {run.id: place for place, run in enumerate(runs.runs)}
+    rows.sort(key=lambda row: order[row.run.id])
+    timed = [row for row in rows if row.run.id not in spare]
+    return summarize_rows(rows, timed, runs.refused)
+
+
+def summarize_rows(
+    rows: Sequence[PredictedRun], timed: Sequence[PredictedRun], refused: Sequence[RefusedRun]
+) -> Validation:
+    """timed: of the rows, those whose time counts."""
+    return Validation(
+        overall=error_statistics(row.ratio for row in timed),
+        families=errors_by_family(timed),
+        memory=_memory(rows),
+        regret=measure_regret(timed),
+        refused=tuple(refused),
+        rows=tuple(rows),
+    )
+
+
+def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[PredictedRun]:
+    """A row a run."""
+    if not runs:
+        return []
+    jobs = jobs_from_runs(runs)
+    seconds, held = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
+    ranked = estimate_step_time(jobs, without_residuals(constants)).step
+    columns = zip(runs, seconds, memory_as_reported(runs, held), held.fits, ranked, strict=True)
+    return [
+        PredictedRun(run, float(one), float(two), FITS[int(code)], float(key)) for run, one, two, code, key in columns
+    ]
+
+
+def _least(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
+    """With full recomputation where it is not stated."""
+    unknown = np.array(["recompute" in run.assumed for run in runs])
+    return replace_columns(jobs, recompute=np.where(unknown, RECOMPUTE.index("full"), jobs.recompute))
+
+
+def errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]:
+    """Family -> its errors, by name; those without a stated time are left out."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if np.isfinite(row.ratio):
+            found[row.run.family].append(row.ratio)
+    return {name: error_statistics(found[name]) for name in sorted(found)}
+
+
+def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
+    """NaN are left out."""
+    off = np.array([ratio - 1 for ratio in ratios if np.isfinite(ratio)])
+    if not len(off):
+        return ErrorStatistics(0, 0.0, 0.0, 0.0)
+    return ErrorStatistics(len(off), float(np.abs(off).mean()), float(np.median(np.abs(off))), float(off.mean()))
+
+
+def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
+    told = error_statistics(row.memory_ratio for row in rows)
+    ran = [row for row in rows if not row.run.out_of_memory and _on_device(row.run)]
+    out = [row for row in rows if row.run.out_of_memory]
+    return MemoryErrors(
+        n=told.n,
+        mape=told.mape,
+        oom_missed=sum(row.fits == FITS[YES] for row in out),
+        false_oom=sum(row.fits == FITS[NO] for row in ran),
+        oom=len(out),
+        maybe=sum(row.fits == "maybe" for row in ran) / max(len(ran), 1),
+    )
+
+
+def _on_device(run: MeasuredRun) -> bool:
+    """Whether it ran: what was only computed on paper may need more than there is."""
+    return np.isfinite(run.seconds) or (np.isfinite(run.memory) and run.memory < run.columns["memory_bytes"])
+
+
+def measure_regret(rows: Iterable[PredictedRun]) -> Regret:
+    """Over contests: same model, device, GPUs, batch and precision, in two configurations at least. Runs that are the
+    same to the planner (other versions of the software) are one configuration, as fast as their mean."""
+    contests: dict[str, dict[tuple[float, ...], list[PredictedRun]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if np.isfinite(row.ratio):
+            contests[row.run.contest][tuple(row.run.columns.values())].append(row)
+    found = [_regret(list(it.values())) for it in contests.values() if len(it) >= _LEAST_CONTEST]
+    return Regret(len(found), float(np.mean(found)) if found else 0.0, max(found, default=0.0))
+
+
+def _regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
+    measured = [float(np.mean([row.run.seconds for row in rows])) for rows in configurations]
+    return measured[_pick([rows[0] for rows in configurations])] / min(measured) - 1
+
+
+def _pick(configurations: Sequence[PredictedRun]) -> int:
+    """Pick as `hpc-train plan` does: the simplest of those equal to the quickest."""
+    limit = min(map(_ranked, configurations)) * (1 + EQUAL_TIME_TOLERANCE)
+    alike = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
+    return min(alike, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
+
+
+def _points(run: MeasuredRun) -> float:
+    own = {name: np.atleast_1d(np.float64(value)) for name, value in run.columns.items()}
+    return float(layout_complexity({**own, "recompute_every": np.ones(1)})[0])
+
+
+def _ranked(row: PredictedRun) -> float:
+    return row.ranked or row.seconds
+
+
+def draw_validation(found: Validation, path: Path) -> None:
+    """Raises UserError, one line, without matplotlib, without a run to draw, or for a file that cannot be written."""
+    rows = [row for row in found.rows if np.isfinite(row.ratio)]
+    if not rows:
+        raise UserError("--plot: nothing to draw: no run states a time and can be modelled")
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
+    for name, errors in found.families.items():
+        points = [(row.run.seconds, row.seconds) for row in rows if row.run.family == name]
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, label=f"{name} ({errors.mape:.1%})")
+    ends = np.array([min(row.run.seconds for row in rows) / 1.5, max(row.run.seconds for row in rows) * 1.5])
+    axes.plot(ends, ends, color="0.3", linewidth=1)
+    axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.85", zorder=0, label="within 10 %")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds a step", ylabel="predicted")
+    axes.set_title(f"{found.overall.n} runs, mean error {found.overall.mape:.1%}")
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: {error}; give a file .png, .svg or .pdf in a folder that exists") from None
+    finally:
+        pyplot.close(figure)

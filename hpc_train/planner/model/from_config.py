@@ -1,0 +1,192 @@
+"""From a RunConfig to one job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpc_train.cluster.calibration import DeviceMeasurement as Measured
+from hpc_train.config.cluster import ClusterConfig
+from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import Degrees, resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
+from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
+from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
+from hpc_train.planner.model.fabric import switch_sizes
+from hpc_train.planner.model.jobs import OFFLOAD, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column, recomputed_share
+from hpc_train.schedules.generate import REQUIREMENTS
+from hpc_train.traffic.sharding import uses_fully_shard
+from hpc_train.traffic.stages import ELEMENT_BYTES
+
+_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16}
+_UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH, _UNKNOWN_MEMORY = 1e12, 1e11, 16.0
+"""Of a machine that nobody has described: FLOP/s, bytes/s, GiB. Ratios hold, seconds do not; see `assumptions`."""
+
+
+def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
+    """The run as one job; world: ranks, None for those of the configuration.
+
+    Raises UserError for a model whose shape is not known and for degrees that do not fit the world.
+    """
+    world = world or count_nodes(config) * count_ranks_per_node(config)
+    degrees = resolve_degrees(config.parallel, world)
+    shape = model_columns(config.model, config.train.sequence_length)
+    columns = {
+        **shape,
+        **_technique(config, degrees, shape["layers"]),
+        **machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
+        **_formats(config, degrees),
+        "checkpoint_every": config.checkpoint.every or math.inf,
+    }
+    return Jobs(**{name: as_column(value) for name, value in columns.items()})
+
+
+def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
+    """The columns of a model's shape. A vision transformer is one with full attention, its patches the tokens."""
+    if isinstance(model, TransformerConfig):
+        return {
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "feed_forward": model.feed_forward,
+            "heads": model.heads,
+            "kv_heads": count_kv_heads(model),
+            "head_dim": compute_head_dim(model),
+            "vocab": model.vocab_size,
+            "gated": model.activation == "swiglu",
+            "parallel_block": 0,
+            "tied": model.tied_embeddings,
+            "sequence": sequence,
+        }
+    if isinstance(model, VisionTransformerConfig):
+        width = model.hidden // model.heads
+        shape = {"heads": model.heads, "kv_heads": model.heads, "head_dim": width, "vocab": model.classes}
+        plain = {"gated": 0, "parallel_block": 0, "tied": 0, "sequence": count_vit_tokens(model)}
+        sizes = {"layers": model.layers, "hidden": model.hidden, "feed_forward": model.feed_forward}
+        return {**sizes, **shape, **plain}
+    raise UserError(
+        f"model.name={model.name}: the shape of a custom model is not known, so it cannot be planned; plan a "
+        "transformer of its size, such as model=llama_1b"
+    )
+
+
+def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
+    parallel, train = config.parallel, config.train
+    pipeline, recompute = parallel.pipeline, parallel.recompute
+    needs = REQUIREMENTS.get(pipeline.schedule)
+    virtual = (pipeline.virtual_stages or (needs.virtual_stages if needs else 1)) if degrees.pp > 1 else 1
+    offloaded = parallel.offload.parameters != "none", parallel.offload.optimizer != "none"
+    offload = "parameters" if offloaded[0] else "optimizer" if offloaded[1] else "none"
+    return {
+        "global_batch": train.global_batch,
+        "micro_batch": min(train.micro_batch, train.global_batch / degrees.data_parallel),
+        "dp_replicate": degrees.dp_replicate,
+        "dp_shard": degrees.dp_shard,
+        "cp": degrees.cp,
+        "tp": degrees.tp,
+        "pp": degrees.pp,
+        "virtual_stages": virtual,
+        "sequence_parallel": parallel.tensor.sequence and isinstance(config.model, TransformerConfig),
+        "ulysses": parallel.context.method == "ulysses",
+        "zero": _zero_code(config, degrees),
+        "reshard": parallel.reshard_after_forward,
+        "schedule": SCHEDULES.index(pipeline.schedule if needs else "1f1b"),
+        "recompute": RECOMPUTE.index(recompute.mode),
+        "recompute_share": recomputed_share(layers, degrees.pp * virtual, recompute.every),
+        "offload": OFFLOAD.index(offload),
+        "offload_activations": recompute.offload,
+        "overlap_tensor": parallel.tensor.asynchronous,
+    }
+
+
+def _zero_code(config: RunConfig, degrees: Degrees) -> int:
+    """ddp over DTensors is fully_shard too, which shards over cp as zero1 does (parallel.zero.shard)."""
+    if config.parallel.strategy == "ddp":
+        return int(uses_fully_shard(config, degrees))
+    return int(config.parallel.strategy.removeprefix("zero"))
+
+
+def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
+    """hpc_train keeps parameters, gradients and both moments in fp32 (fp64), and computes in 16-bit copies."""
+    kept = 8 if config.precision.name == "fp64" else 4
+    whole = not uses_fully_shard(config, degrees)
+    return {
+        "activation_bytes": ELEMENT_BYTES[config.precision.name],
+        "weight_bytes": kept,
+        "gradient_bytes": kept,
+        "reduce_bytes": kept if whole else ELEMENT_BYTES[config.precision.reduce],
+        "optimizer_bytes": 2 * kept,
+        "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * kept,
+        "stack": STACKS.index("hpc_train"),
+        "fused_attention": 1,
+        "fused_elementwise": config.parallel.compile,
+        "overlap_data": 1,
+        "launch_blocking": 0,
+    }
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    flops: float
+    memory: float
+    bandwidth: float
+    ceiling: float
+    """Share of `flops` that the best product reaches."""
+
+
+def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
+    """What the data sheet says, and of it what products have been measured to reach, here or elsewhere."""
+    gpu, known = cluster.gpu, find_accelerator(cluster.gpu.name or "")
+    reached = measured.tflops.get(precision, 0.0) * 1e12 if measured else 0.0
+    listed = gpu.peak_tflops.get(precision, 0.0) * 1e12
+    flops = listed or (known.flops.get(_BITS[precision], 0.0) if known else 0.0) or reached or _UNKNOWN_FLOPS
+    memory = (gpu.memory_gib or _UNKNOWN_MEMORY) * 2**30
+    listed_bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (known.bandwidth if known else _UNKNOWN_BANDWIDTH)
+    bandwidth = measured.memory_gb_s * 1e9 if measured else listed_bandwidth
+    return _Speeds(flops, memory, bandwidth, reached / flops or (known.ceiling if known else 0.8))
+
+
+def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
+    """The columns of a machine; ranks: of a node. Raises UserError for a calibration that cannot be read."""
+    node, figures = cluster.node, collect_figures(cluster)
+    leaf, group = switch_sizes(cluster, figures)
+    known = find_accelerator(cluster.gpu.name or "")
+    speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
+    measured = figures.measured.of("node") if figures.measured else None
+    uplink = measured.bandwidth if measured else figures.nic_uplink
+    return {
+        "gpus_per_node": ranks,
+        "nvlink_domain": max(node.nvlink_domain_gpus, ranks),
+        "peak_flops": speeds.flops,
+        "peak_flops_attention": speeds.flops,
+        "gemm_ceiling": speeds.ceiling,
+        "attention_ceiling": attention_peak(known, True) if known else 0.5,
+        "multiprocessors": known.multiprocessors if known else 0,
+        "memory_bytes": speeds.memory,
+        "memory_bandwidth": speeds.bandwidth,
+        "link_bandwidth": figures.inside_bandwidth,
+        "nic_bandwidth": uplink / ranks,
+        "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
+        "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
+        "leaf_gpus": leaf.nodes * ranks,
+        "leaf_oversubscription": leaf.oversubscription,
+        "group_gpus": group.nodes * ranks,
+        "group_oversubscription": group.oversubscription,
+    }
+
+
+def list_assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
+    """One line for each figure of the device that nobody has given."""
+    gpu, known, calibration = cluster.gpu, find_accelerator(cluster.gpu.name or ""), collect_figures(cluster).measured
+    measured = calibration.device if calibration else None
+    missing = []
+    listed = gpu.peak_tflops.get(precision) or (known and _BITS[precision] in known.flops)
+    if not listed and not (measured and precision in measured.tflops):
+        assumed = f"{_UNKNOWN_FLOPS / 1e12:g} TFLOP/s assumed"
+        missing.append(f"cluster.gpu.peak_tflops of {precision} is not known: {assumed}")
+    if not gpu.memory_gib:
+        missing.append(f"cluster.gpu.memory_gib is not known: {_UNKNOWN_MEMORY:g} GiB assumed")
+    if not gpu.memory_bandwidth_gb_s and not known and not measured:
+        missing.append(f"cluster.gpu.memory_bandwidth_gb_s is not known: {_UNKNOWN_BANDWIDTH / 1e9:g} GB/s assumed")
+    return tuple(missing)

@@ -1,0 +1,311 @@
+"""Time of a step, part by part, and the whole estimate of jobs: memory, time, MFU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_train.planner.constants import Constants, residual_factor
+from hpc_train.planner.model import network
+from hpc_train.planner.model.jobs import PCIE, Column, Jobs
+from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_activations, layer_work
+from hpc_train.planner.model.memory import Memory, estimate_memory
+from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
+from hpc_train.planner.model.pipeline import LayerSplit, bubble_seconds, split_layers
+
+_UPDATE_BYTES = 8.0
+"""AdamW moves a parameter's state twice, and its gradient thrice (norm, clip, update): state x 2 + this x gradient."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. Parts are [n] and add up to `step`: what the critical rank does, one thing at a time."""
+
+    compute: Column
+    """Products, attention and elementwise work of all micro-batches of the slowest stage, recomputation included."""
+    offload: Column
+    """Activations on their way to the host and back."""
+    launch: Column
+    """What the device waits for the host that launches its kernels."""
+    tensor: Column
+    """Exposed communication over tp."""
+    context: Column
+    """Over cp."""
+    data: Column
+    """Over dp_replicate and dp_shard."""
+    pipeline: Column
+    """Over pp."""
+    bubble: Column
+    """The critical rank waits for other stages."""
+    optimizer: Column
+    jitter: Column
+    """Stragglers: the slowest of many ranks, each step."""
+    checkpoint: Column
+    """Saving, while training waits; its share of a step."""
+    spread: Column
+    """[n]: standard deviation of log(measured / predicted) to expect, from the fit's residuals."""
+    hardware_flops: Column
+    """[n] FLOPs of a step of the whole job that are really computed, recomputation included."""
+
+    @property
+    def step(self) -> Column:
+        """The middle of what is expected (p50)."""
+        parts = (self.launch, self.tensor, self.context, self.data, self.pipeline, self.bubble, self.optimizer)
+        return sum(parts, self.compute + self.offload + self.jitter + self.checkpoint)
+
+    def quantile(self, p: float) -> Column:
+        """Step time that is not exceeded with probability p, the error of log(step) taken as normal."""
+        from statistics import NormalDist
+
+        return self.step * np.exp(NormalDist().inv_cdf(p) * self.spread)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one layer and one micro-batch."""
+
+    forward: Column
+    """With what is moved to the host meanwhile."""
+    backward: Column
+    """With what is recomputed, and moved back."""
+    moved: Column
+    """Of the two, what copies take."""
+    tensor: Column
+    """Exposed, forward and backward."""
+    context: Column
+    launch_forward: Column
+    """Waiting for the host."""
+    launch_backward: Column
+
+    @property
+    def launch(self) -> Column:
+        return self.launch_forward + self.launch_backward
+
+    @property
+    def whole(self) -> Column:
+        return self.forward + self.backward + self.tensor + self.context + self.launch
+
+
+def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
+    """Seconds of each part."""
+    done = layer_work(jobs, constants)
+    layer = _layer(jobs, constants, done)
+    layers = split_layers(jobs)
+    slow, ends = _slowest(jobs, layers, layer, done)
+    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.whole - ends
+    m = jobs.micro_batches
+    compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
+    waiting = _bubble(jobs, layer, done, others)
+    message = _messages(jobs, constants)
+    data = _data(jobs, constants, layers, layer)
+    update, accumulation = _optimizer(jobs, constants, layers)
+    parts = [
+        compute + accumulation,
+        m * slow * layer.moved,
+        m * slow * layer.launch,
+        m * slow * layer.tensor,
+        m * slow * layer.context,
+        data,
+        message,
+        waiting,
+        update,
+    ]
+    doublings = np.log2(np.maximum(jobs.world / jobs.gpus_per_node, 1))
+    scale = constants.scale * residual_factor(jobs, constants.residuals) if constants.residuals else constants.scale
+    parts = [part * scale for part in parts]
+    jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
+    checkpoint = _checkpoint(jobs)
+    found = np.broadcast_arrays(*parts, jitter, checkpoint, np.float64(constants.spread), _flops(jobs, done))
+    return StepTime(*found)
+
+
+def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
+    copy = _copy(jobs, constants)
+    forward, backward = done.forward + copy, done.backward + done.again + copy
+    tensor_forward, tensor_backward = _tensor(jobs, constants)
+    context = _context(jobs, constants, done)
+    waits = (
+        np.maximum(done.launch_forward - forward - tensor_forward, 0),
+        np.maximum(done.launch_backward - backward - tensor_backward, 0),
+    )
+    return _Layer(forward, backward, 2 * copy, tensor_forward + tensor_backward, context, *waits)
+
+
+def _copy(jobs: Jobs, constants: Constants) -> Column:
+    """To the host, or back: on the stream that computes (parallel.memory.activation_offload), so that nothing hides it
+    (Rhu et al. 2016, arXiv:1602.08124, section 3.1: bytes over PCIe's bandwidth)."""
+    if not np.any(jobs.offload_activations):
+        return np.zeros(())
+    kept, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
+    return np.where(jobs.offload_activations > 0, kept / _pcie(jobs), 0.0)
+
+
+def _pcie(jobs: Jobs) -> Column:
+    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
+
+
+def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
+    """Forward and backward of one layer: two all-reduces each (traffic.tensor.block_calls), of all positions of the
+    micro-batch, or as many gathers and scatters; what full recomputation makes again is in backward."""
+    size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
+    once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
+    once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
+    shown = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
+    again = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
+    sums = 2 - jobs.parallel_block
+    return sums * once * shown, sums * (1 + again) * once * shown
+
+
+def _context(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
+    """Of attention of one layer, forward and backward."""
+    ring = _ring(jobs, constants, done)
+    if not np.any(jobs.ulysses):
+        return ring
+    return np.where(jobs.ulysses > 0, _exchanges(jobs, constants), ring)
+
+
+def ulysses_bytes(jobs: Jobs) -> Column:
+    """Bytes of one layer and micro-batch in all-to-alls, forward and backward (traffic.context.ulysses): queries, keys,
+    values and the result."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    keys = np.maximum(jobs.kv_heads / jobs.tp, np.minimum(jobs.cp, jobs.heads / jobs.tp))
+    numbers = tokens * (jobs.heads / jobs.tp + keys) * jobs.head_dim
+    return 2 * _passes(jobs) * numbers * jobs.activation_bytes
+
+
+def _passes(jobs: Jobs) -> Column:
+    """Forwards and backwards of a layer."""
+    return 2 + np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
+
+
+def _exchanges(jobs: Jobs, constants: Constants) -> Column:
+    """Nothing hides them."""
+    return all_to_all_seconds(
+        make_rank_group(jobs, constants, jobs.cp, jobs.tp), ulysses_bytes(jobs), 4 * _passes(jobs)
+    )
+
+
+def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
+    """Ring attention (traffic.context.ring): what attention does not hide."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
+    hop = send_seconds(jobs, constants, 2 * keys * jobs.activation_bytes, jobs.tp)
+    gradients = send_seconds(jobs, constants, 2 * keys * np.maximum(jobs.activation_bytes, 4), jobs.tp)
+    moved = (jobs.cp - 1) * (2 * hop + gradients)
+    beside = (
+        (done.forward + done.backward)
+        * attention_score_width(jobs)
+        / (jobs.layer_parameters + attention_score_width(jobs))
+    )
+    return np.where(jobs.cp > 1, np.maximum(moved - constants.overlap_data * beside, hop), 0.0)
+
+
+def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> tuple[Column, Column]:
+    """(layers, seconds of the ends) of the slowest rank."""
+    single = jobs.pp == 1
+    first, last = layers.first * layer.whole + done.embedding, layers.last * layer.whole + done.head
+    middle = np.where(jobs.pp > 2, layers.middle * layer.whole, 0.0)
+    is_last = (last >= first) & (last >= middle)
+    is_first = ~is_last & (first >= middle)
+    count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
+    ends = np.where(is_last, done.head, np.where(is_first, done.embedding, 0.0))
+    return np.where(single, layers.first, count), np.where(single, done.head + done.embedding, ends)
+
+
+def _all_ranks_seconds(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> Column:
+    """Seconds of a micro-batch on all ranks of the pipeline together."""
+    return jobs.layers * layer.whole + done.head + done.embedding
+
+
+def _bubble(jobs: Jobs, layer: _Layer, done: LayerWork, others: Column) -> Column:
+    """A mean rank's micro-batch in the parts that zero-bubble schedules move about: gradients of weights are half of
+    the linear layers' backward, which is about a third of all."""
+    per_rank = jobs.layers / jobs.pp
+    forward = layer.forward + layer.tensor / 2
+    weights = done.forward * _linear_share(jobs)
+    inputs = layer.backward + layer.tensor / 2 - weights
+    return bubble_seconds(jobs, others, per_rank * forward, per_rank * inputs, per_rank * weights)
+
+
+def _linear_share(jobs: Jobs) -> Column:
+    """Of forward, that its linear layers take, about: the rest is attention and elementwise work."""
+    linear = jobs.layer_parameters
+    return linear / (linear + 2 * attention_score_width(jobs) + 40 * jobs.hidden)
+
+
+def _messages(jobs: Jobs, constants: Constants) -> Column:
+    """Between stages: one there and one back for each micro-batch and virtual stage, the rank's share of tp only."""
+    pieces = np.where((jobs.sequence_parallel > 0) | (jobs.stack < 2), jobs.tp, 1.0)
+    size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes / pieces
+    stride = jobs.tp * jobs.cp * jobs.data_parallel
+    once = send_seconds(jobs, constants, size, stride) * constants.pipeline_exposed
+    return np.where(jobs.pp > 1, 2 * jobs.micro_batches * jobs.virtual_stages * once, 0.0)
+
+
+def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
+    """(layers, parameters of the ends before sharding) of the rank that has most parameters."""
+    table = jobs.vocab * jobs.hidden / jobs.tp
+    layer = jobs.layer_parameters / jobs.tp
+    inner = (jobs.pp > 2) & (layers.middle * layer > layers.first * layer + table)
+    ends = np.where(jobs.pp > 1, np.where(inner, 0.0, table), (2 - jobs.tied) * table)
+    return np.where(inner, layers.middle, layers.first), ends
+
+
+def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -> Column:
+    count, ends = _heaviest(jobs, layers)
+    held = count * jobs.layer_parameters / jobs.tp
+    beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
+    windows = network.OverlapWindows(count * beside[0], count * beside[1])
+    seconds = network.data_seconds(jobs, constants, held, ends, windows)
+    # A tied table's gradients are added up between the first and the last stage (traffic.pipeline.tied).
+    table = jobs.vocab * jobs.hidden / jobs.tp
+    tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
+    return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
+
+
+def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Column, Column]:
+    """(seconds of the update, seconds in which gradients of micro-batches are added up)."""
+    count, ends = _heaviest(jobs, layers)
+    held = count * jobs.layer_parameters / jobs.tp + ends
+    shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
+    bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
+    update = held / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
+    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
+    update = update + np.where(jobs.offload > 0, 4 * host, 0.0)
+    added = held * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
+    times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)
+    return update, times * added / constants.memory_efficiency
+
+
+def _checkpoint(jobs: Jobs) -> Column:
+    state = jobs.parameters * (jobs.weight_bytes + jobs.optimizer_bytes) / jobs.world
+    return state / jobs.checkpoint_bandwidth / jobs.checkpoint_every
+
+
+def _flops(jobs: Jobs, done: LayerWork) -> Column:
+    micro_batches = jobs.global_batch / jobs.micro_batch
+    return jobs.model_flops + micro_batches * jobs.layers * done.flops_again
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of some jobs."""
+
+    memory: Memory
+    time: StepTime
+    model_flops: Column
+    """[n] of a step of the whole job, recomputation not counted."""
+    mfu: Column
+    hfu: Column
+    tokens_per_second: Column
+    """Of one GPU."""
+
+
+def estimate_jobs(jobs: Jobs, constants: Constants) -> Estimate:
+    """All of it. `memory` and `time` are there by themselves: a search asks for memory first."""
+    spent = estimate_step_time(jobs, constants)
+    rate = 1 / (spent.step * jobs.world)
+    flops = jobs.model_flops
+    mfu, hfu = flops * rate / jobs.peak_flops, spent.hardware_flops * rate / jobs.peak_flops
+    return Estimate(estimate_memory(jobs, constants), spent, flops, mfu, hfu, jobs.tokens * rate)

@@ -1,0 +1,162 @@
+"""A plan as a picture: memory against the device, where the time of a step goes, and the pipeline's schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.errors import UserError
+from hpc_train.planner.candidate import GIB, STAGES, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.plan import Plan
+from hpc_train.schedules.generate import REQUIREMENTS, Requirements, generate_order
+from hpc_train.schedules.order import Kind
+from hpc_train.schedules.simulate import ActionTimes, Simulation, simulate_order
+from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
+from hpc_train.units import format_seconds
+
+MAX_ROUNDS_SHOWN = 2
+"""Micro-batches a rank that are drawn; a step that has more goes on in the same way in between."""
+_WORK_PARTS = ("compute", "launch", "tensor", "context")
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """What is drawn."""
+
+    simulation: Simulation
+    drawn: int
+    """Micro-batches."""
+    of: int
+    """Those of a step."""
+
+
+def simulate_timeline(it: Candidate) -> PipelineTimeline | None:
+    """None without a pipeline, and where no time is known.
+
+    Forward, backward for inputs and for weights take a third each of what a rank does for a micro-batch, evenly over
+    its stages.
+    """
+    degrees = resolve_degrees(it.config.parallel, it.ranks)
+    if degrees.pp == 1 or it.parts is None:
+        return None
+    pipeline, count = it.config.parallel.pipeline, count_micro_batches(it.config, degrees)
+    seconds = sum(it.parts[name] for name in _WORK_PARTS) / count
+    if is_schedule_file(pipeline):
+        order = read_schedule_file(pipeline)
+        return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), count, count)
+    needs = REQUIREMENTS[pipeline.schedule]
+    drawn = _drawn(needs, degrees.pp, count)
+    order = generate_order(pipeline.schedule, degrees.pp, drawn, pipeline.virtual_stages or needs.virtual_stages)
+    return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), drawn, count)
+
+
+def _drawn(needs: Requirements, pp: int, count: int) -> int:
+    """Few enough to see, and as many as the schedule can do."""
+    most = max(MAX_ROUNDS_SHOWN, needs.micro_batches_per_rank) * pp
+    return count if count <= most else most
+
+
+def _times(stages: int, pp: int, seconds: float) -> ActionTimes:
+    each = seconds / 3 * pp / stages
+    return ActionTimes.even(stages, each, each, each)
+
+
+_COLOURS = {Kind.F: "tab:blue", Kind.I: "tab:orange", Kind.W: "tab:green", Kind.B: "tab:orange"}
+_WORDS = {Kind.F: "forward", Kind.I: "backward, inputs", Kind.W: "backward, weights", Kind.B: "backward"}
+
+
+def draw_plan(answer: Plan, path: Path) -> None:
+    """Of the best candidate. Raises UserError where there is none, and for a file that cannot be made."""
+    if answer.best is None:
+        raise UserError(f"--plot {path}: nothing fits, so there is nothing to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    best, pipeline = answer.best, simulate_timeline(answer.best)
+    panels = 1 + (best.step is not None) + (pipeline is not None)
+    heights = [3.2] * (panels - (pipeline is not None)) + [_height(pipeline)] * (pipeline is not None)
+    figure = Figure(figsize=(9.0, sum(heights)), layout="constrained")
+    axes = list(figure.subplots(panels, 1, squeeze=False, height_ratios=heights)[:, 0])
+    figure.suptitle(_title(best), fontsize=10)
+    _memory(axes[0], best)
+    if best.step is not None:
+        _waterfall(axes[1], best)
+    if pipeline is not None:
+        _pipeline(axes[-1], pipeline)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: {error}") from error
+
+
+def _height(pipeline: PipelineTimeline | None) -> float:
+    return 0.0 if pipeline is None else min(7.0, 1.4 + 0.3 * len(pipeline.simulation.spans))
+
+
+def _title(best: Candidate) -> str:
+    config, more = best.config, describe_techniques(best)
+    where = f"{config.model.name} on {config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
+    return f"{where}\n{describe_layout(best)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+
+
+def _memory(axes: Any, best: Candidate) -> None:
+    """A bar a stage, its parts on top of one another."""
+    left = [0.0] * len(STAGES)
+    for number, (name, part) in enumerate(best.memory.items()):
+        sizes = [value / GIB for value in part]
+        axes.barh(STAGES, sizes, left=left, label=name, color=f"C{number}")
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if best.capacity is not None:
+        axes.axvline(best.capacity / GIB, color="black", linestyle="--", label="device")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of a rank")
+    axes.set_ylabel("stage")
+    axes.set_title(f"memory: fits {best.fits}", fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _waterfall(axes: Any, best: Candidate) -> None:
+    """Each part from where the one before ended."""
+    assert best.parts is not None
+    assert best.step is not None
+    shown = {name: value for name, value in best.parts.items() if value > 0}
+    start = 0.0
+    for name, value in shown.items():
+        axes.barh(name, value, left=start, color="tab:blue" if name == "compute" else "tab:red")
+        axes.text(start + value, name, f" {format_seconds(value)}", va="center", fontsize=7)
+        start += value
+    spread = [[best.step.p50 - best.step.p10], [best.step.p90 - best.step.p50]]
+    axes.barh("step", best.step.p50, xerr=spread, color="tab:gray")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("seconds")
+    axes.set_title(f"step: {format_seconds(best.step.p50)} (whisker: p10 - p90)", fontsize=9)
+
+
+def _pipeline(axes: Any, pipeline: PipelineTimeline) -> None:
+    """A row a rank."""
+    seen: set[Kind] = set()
+    for rank, spans in enumerate(pipeline.simulation.spans):
+        for span in spans:
+            kind = span.action.kind
+            word = None if kind in seen else _WORDS[kind]
+            seen.add(kind)
+            axes.barh(
+                rank,
+                span.end - span.start,
+                left=span.start,
+                height=0.9,
+                color=_COLOURS[kind],
+                edgecolor="white",
+                linewidth=0.3,
+                label=word,
+            )
+    axes.invert_yaxis()
+    axes.set_ylabel("rank of pp")
+    axes.set_xlabel("seconds")
+    part = "" if pipeline.drawn == pipeline.of else f"; {pipeline.drawn} of {pipeline.of} micro-batches"
+    axes.set_title(f"pipeline: {pipeline.simulation.mean_bubble:.1%} idle{part}", fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,336 @@
+"""The checks of a rehearsal: what all ranks hold adds up to the model, in the bytes that closed forms and the plan say.
+
+check_coverage proves that pieces tile every tensor exactly; closed_form_bytes and server_bytes are counted from the
+model's shape alone; planned_memory is what `plan` says; check_memory_fit compares both with what was counted and with
+the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.shape import count_kv_heads
+from hpc_train.parallel.parameter_server.shared_parameters import deal_parameters
+from hpc_train.planner.constants import cluster_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank, Tiling, whole_tiling
+from hpc_train.traffic.sharding import uses_fully_shard
+from hpc_train.traffic.stages import StagePart, stage_parts, step_work
+from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements_of, list_weights
+
+_OPTIMIZER = "optim."
+_SCALER = "scaler."
+"""Of the loss scale, which every rank of the job has."""
+
+
+def check_coverage(
+    model: Mapping[str, tuple[int, ...]], ranks: Sequence[RehearsedRank], degrees: Degrees
+) -> CoverageResult:
+    """model: shape by name of every parameter and persistent buffer. ranks: those that were built; parameters
+    that none of them has are missing only where there is one of each pipeline rank.
+
+    Proved: every tensor belongs to one pipeline rank, whose ranks hold every element of it exactly once, copies aside
+    (Tiling.problem); of the copies of each rectangle one writes it. Each rank that was built really has the rectangles
+    that this is reckoned with, and its replica numbers agree with those of the others of its stage.
+    """
+    problems: list[str] = []
+    owners: dict[str, tuple[int, Tiling]] = {}
+    holders: dict[tuple[int, str, bool], int] = {}
+    for built in ranks:
+        for piece in built.pieces:
+            problems += _check_piece(built, piece, degrees, holders)
+        problems += _claim(built, model, owners, degrees)
+    if unbuilt_stages(ranks, degrees) == []:
+        problems += [f"{name} is on no rank" for name in model if name not in owners]
+    for name, (_, tiling) in owners.items():
+        if wrong := tiling.problem():
+            problems.append(f"{name}: {wrong}")
+    elements = sum(math.prod(shape) for shape in model.values())
+    return CoverageResult(len(model), elements, _written(ranks, owners), tuple(dict.fromkeys(problems)))
+
+
+def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
+    """Of a piece, which for optimizer state of the parameter's shape is the parameter's."""
+    tiling = built.tilings.get(_parameter(piece.name))
+    return tiling if tiling is not None and tiling.shape == piece.shape else whole_tiling(piece.shape)
+
+
+def _parameter(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith(_OPTIMIZER) else name
+
+
+def _check_piece(
+    built: RehearsedRank, piece: HeldShard, degrees: Degrees, holders: dict[tuple[int, str, bool], int]
+) -> Iterator[str]:
+    where = f"rank {built.rank}: {piece.name}"
+    if piece.name.startswith(_SCALER):
+        if piece.replica != built.rank:
+            yield f"{where} is copy {piece.replica} of those of all ranks"
+        return
+    tiling = find_tiling(built, piece)
+    if (piece.offset, piece.size) != tiling.held(built.at, degrees):
+        yield f"{where} begins at {piece.offset} and is {piece.size}, but should {tiling.held(built.at, degrees)}"
+    count, mine = tiling.copies(degrees), tiling.copy(built.at, degrees)
+    if not 0 <= piece.replica < 2 * count:
+        yield f"{where} is copy {piece.replica} of {count}"
+    key = (built.at["pp"], piece.name, piece.replica >= count)
+    writer = (mine - piece.replica) % count
+    if holders.setdefault(key, writer) != writer:
+        yield f"{where}: two ranks take different ones for its writer"
+
+
+def _claim(
+    built: RehearsedRank, model: Mapping[str, tuple[int, ...]], owners: dict[str, tuple[int, Tiling]], degrees: Degrees
+) -> Iterator[str]:
+    """What this rank's stages own; tied parameters of another stage are borrowed."""
+    for piece in built.pieces:
+        if piece.name.startswith((_OPTIMIZER, _SCALER)):
+            continue
+        tiling = find_tiling(built, piece)
+        if piece.name not in model:
+            yield f"rank {built.rank}: {piece.name} is not in the model"
+        elif piece.shape != model[piece.name]:
+            yield f"rank {built.rank}: {piece.name} is {piece.shape}, in the model {model[piece.name]}"
+        if piece.replica >= tiling.copies(degrees):
+            continue
+        stage, other = owners.setdefault(piece.name, (built.at["pp"], tiling))
+        if stage != built.at["pp"]:
+            yield f"{piece.name} belongs to pipeline ranks {stage} and {built.at['pp']}"
+        if other != tiling:
+            yield f"rank {built.rank}: {piece.name} is cut as {tiling.cuts}, elsewhere as {other.cuts}"
+
+
+def unbuilt_stages(ranks: Sequence[RehearsedRank], degrees: Degrees) -> list[int]:
+    """Pipeline ranks of which no rank was built, so that nobody knows what their stages hold."""
+    there = {built.at["pp"] for built in ranks}
+    return [pp for pp in range(degrees.pp) if pp not in there]
+
+
+def _written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Tiling]]) -> int:
+    """Rectangles of all logical tensors, optimizer state among them."""
+    first = {built.at["pp"]: built for built in reversed(ranks)}
+    seen: dict[str, int] = {}
+    for stage, built in first.items():
+        for piece in built.pieces:
+            owner = owners.get(_parameter(piece.name))
+            if owner is None or owner[0] == stage:
+                seen[piece.name] = find_tiling(built, piece).rectangles
+    return sum(seen.values())
+
+
+_STEP_BYTES = 4
+"""AdamW counts the updates of every parameter in a float32 of its own."""
+_MOMENTS = 2
+
+
+def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict[str, int]:
+    """Of the first rank over the other axes of a pipeline rank, which has the most of what does not divide.
+
+    A rank of tp and of the shard axes (dp_shard x cp) keeps ceil(rows / shards) rows of its part of every parameter,
+    in fp32 (fp64) as do its gradient and both moments of AdamW. Empty for a custom model, whose shape only it knows.
+    """
+    weights = list_weights(config.model)
+    if weights is None:
+        return {}
+    assert isinstance(config.model, (TransformerConfig, VisionTransformerConfig))
+    heads = count_kv_heads(config.model) if isinstance(config.model, TransformerConfig) else config.model.heads
+    shards = degrees.dp_shard * degrees.cp if uses_fully_shard(config, degrees) else 1
+    vocabulary = config.parallel.tensor.vocabulary and isinstance(config.model, TransformerConfig)
+    how = Splitting(degrees.tp, heads, vocabulary, shards)
+    kept = step_work(config, degrees).kept
+    stages = [
+        list(_stage_weights(weights, stage)) for stage in stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
+    ]
+    numbers = sum(held_elements_of(weight, how) // shards for stage in stages for weight in stage)
+    tensors = sum(len(stage) for stage in stages)
+    return {
+        "parameters": numbers * kept,
+        "gradients": numbers * kept,
+        "optimizer": optimizer_state_bytes(numbers, tensors, kept),
+    }
+
+
+def optimizer_state_bytes(numbers: int, tensors: int, kept: int) -> int:
+    """Of AdamW over so many numbers in so many parameters, of `kept` bytes each."""
+    return _MOMENTS * numbers * kept + _STEP_BYTES * tensors
+
+
+def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
+    if stage.first:
+        yield from weights.before
+    yield from weights.block * stage.blocks
+    if stage.last:
+        yield from weights.after
+    if weights.tied and stage.last and not stage.first:
+        yield weights.tied
+
+
+def server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
+    """Bytes of each share: parameters and their optimizer state. Empty without servers."""
+    server = config.parallel.server
+    if server.mode not in ("synchronous", "asynchronous"):
+        return ()
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    kept = 8 if config.precision.name == "fp64" else 4
+    dealt = deal_parameters(trained, server.servers)
+    return tuple(
+        kept * _count_numbers(share) + optimizer_state_bytes(_count_numbers(share), len(share), kept) for share in dealt
+    )
+
+
+def _count_numbers(share: list[tuple[str, nn.Parameter]]) -> int:
+    return sum(parameter.numel() for _, parameter in share)
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Without what an allocator and a driver add, which is not counted here."""
+
+
+def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
+    """Bytes by part. ranks: the pipeline rank of each rank. Empty for a model that cannot be planned."""
+    try:
+        parts = estimate_memory(jobs_from_config(config, degrees.world), cluster_constants(config.cluster))
+    except UserError:
+        return {}
+    found = {}
+    for rank, pp in ranks.items():
+        stage = 0 if pp == 0 else 2 if pp == degrees.pp - 1 else 1
+        found[rank] = {part: float(getattr(parts, part)[stage].max()) for part in _PARTS}
+    return found
+
+
+TOLERANCE = 0.05
+"""Share of the plan by which a counted peak may exceed it."""
+SEGMENT = 16 * 2**20
+"""Bytes a peak may always exceed the plan by: CUDA's allocator takes memory in segments of 20 MiB."""
+_GIB, _MIB = 2**30, 2**20
+_COUNTED_AS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("forward", "backward", "other"),
+    "gathered parameters": ("gathered",),
+}
+"""Part, as named in messages -> ledger.KINDS it is counted under."""
+_PLANNED_AS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "logits"),
+    "gathered parameters": ("buffers",),
+}
+"""Part, as named in messages -> parts of the plan."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a rank's device."""
+
+    bytes: float
+    fragmentation: float
+    """Memory that the allocator holds in addition, as a share of what is allocated."""
+    context: float
+    """Bytes taken by the driver, libraries and communicators."""
+
+    def taken(self, peak: float) -> float:
+        """Return the device bytes that a peak of counted memory takes."""
+        return peak * (1 + self.fragmentation) + self.context
+
+
+def read_device(config: RunConfig) -> DeviceMemory | None:
+    """Return the device; None if cluster.gpu.memory_gib is not given."""
+    if not config.cluster.gpu.memory_gib:
+        return None
+    constants = cluster_constants(config.cluster)
+    return DeviceMemory(config.cluster.gpu.memory_gib * _GIB, constants.fragmentation, constants.context)
+
+
+def check_memory_fit(
+    ranks: Sequence[RehearsedRank],
+    planned: Mapping[int, Mapping[str, float]],
+    device: DeviceMemory | None,
+    real_less_stand_in: Mapping[int, float] | None = None,
+) -> MemoryFit:
+    """Compare the counted peaks with the plan and with the device.
+
+    planned: bytes by part, by rank, of what was rehearsed. real_less_stand_in: by rank, bytes that the real run needs
+    more than its rehearsed stand-in, according to the plan.
+    """
+    stepped = [built for built in ranks if built.counted.peak is not None]
+    if not stepped:
+        return MemoryFit(True, None, ("fits: not known, as no step was trained",))
+    changed = real_less_stand_in or {}
+    wrong = [line for built in stepped for line in _compare(built, planned.get(built.rank, {}))]
+    within_plan = not wrong
+    needs = {built.rank: (built.counted.peak or 0) + changed.get(built.rank, 0.0) for built in stepped}
+    over = [built for built in stepped if device is not None and device.taken(needs[built.rank]) > device.bytes]
+    for built in over:
+        assert device is not None
+        wrong.append(_exceeds(built, needs[built.rank], device))
+    fullest = max(stepped, key=lambda built: needs[built.rank])
+    if wrong:
+        return MemoryFit(within_plan, None if device is None else not over, tuple(wrong))
+    return MemoryFit(True, None if device is None else True, (_good(fullest, needs[fullest.rank], planned, device),))
+
+
+def _compare(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
+    """Return one line if the rank's peak exceeds its plan."""
+    total, peak = sum(plan.values()), built.counted.peak or 0
+    if not plan or peak <= max(total * (1 + TOLERANCE), total + SEGMENT):
+        return []
+    counted = {part: _sum(built.counted.at_peak, kinds) for part, kinds in _COUNTED_AS.items()}
+    expected = {part: _sum(plan, names) for part, names in _PLANNED_AS.items()}
+    part = max(counted, key=lambda name: counted[name] - expected[name])
+    return [
+        f"{_where(built)} needs {_size(peak, peak)}, {peak / total - 1:.0%} more than the {_size(total, peak)} of the "
+        f"plan (allowed: {TOLERANCE:.0%}); most of it {part}: {_size(counted[part], peak)} counted, "
+        f"{_size(expected[part], peak)} planned"
+    ]
+
+
+def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
+    taken = device.taken(needed)
+    largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
+    return (
+        f"{_where(built)} does not fit: {_size(needed, needed)}, with allocator and driver "
+        f"{_size(taken, device.bytes)}, are {_size(taken - device.bytes, device.bytes)} more than the "
+        f"{_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
+        f"{_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
+    )
+
+
+def _good(
+    fullest: RehearsedRank, needed: float, planned: Mapping[int, Mapping[str, float]], device: DeviceMemory | None
+) -> str:
+    plan = sum(planned.get(fullest.rank, {}).values())
+    against = f", the plan says {_size(plan, needed)}" if plan else ""
+    if device is None:
+        rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
+        return f"keeps to the plan: {_where(fullest)} needs most, {_size(needed, needed)}{against}{rest}"
+    taken = _size(device.taken(needed), device.bytes)
+    return (
+        f"fits: {_where(fullest)} needs most, {_size(needed, needed)}{against}; with allocator and driver {taken} "
+        f"of {_size(device.bytes, device.bytes)}"
+    )
+
+
+def _where(built: RehearsedRank) -> str:
+    return f"rank {built.rank} (pipeline rank {built.at['pp']})" if built.at.get("pp") else f"rank {built.rank}"
+
+
+def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
+    return float(sum(parts.get(name, 0) for name in names))
+
+
+def _size(size: float, like: float) -> str:
+    """Format a size in GiB, or in MiB if `like`, shown beside it, is less than one GiB."""
+    return f"{size / _GIB:,.1f} GiB" if like >= _GIB else f"{size / _MIB:,.1f} MiB"

@@ -1,0 +1,95 @@
+"""The pipeline's real order, proved to complete, and how much of it a step has to show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.config.parallel import Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.order import Order
+from hpc_train.schedules.simulate import ActionTimes, simulate_order
+from hpc_train.schedules.validate import validate_order
+from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
+
+MOST_FORWARDS = 640
+"""Of blocks in a rehearsed step of one rank; each takes about a tenth of a second, with its backward."""
+
+
+@dataclass(frozen=True)
+class OrderProof:
+    """An order in which every rank comes to its end."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    micro_batches: int
+    actions: int
+    """Of all ranks."""
+    bubble: float
+    """Idle share of the ranks, if F, I and W take as long as each other on every stage, and messages no time."""
+    live: tuple[int, ...]
+    """Most activations that each rank holds at once, of one stage and one micro-batch."""
+
+
+def prove_order(config: RunConfig, degrees: Degrees) -> OrderProof:
+    """The order for the run's own number of micro-batches. Raises UserError, naming ranks, if it cannot complete."""
+    count = count_micro_batches(config, degrees)
+    order = _order(config, degrees, count)
+    validate_order(order, count)
+    simulated = simulate_order(order, ActionTimes.even(order.stages))
+    return OrderProof(
+        schedule=config.parallel.pipeline.schedule,
+        ranks=order.ranks,
+        stages=order.stages,
+        micro_batches=count,
+        actions=sum(1 for rank in range(order.ranks) for _ in order.actions(rank)),
+        bubble=simulated.mean_bubble,
+        live=simulated.live,
+    )
+
+
+def choose_micro_batches(
+    config: RunConfig, degrees: Degrees, blocks: int, proof: OrderProof | None
+) -> tuple[int, str | None]:
+    """(micro-batches of a rehearsed step, what it therefore does not show)
+
+    As many as are ever in flight and then a round, in which as many are in flight beside gradients; more change nothing
+    in memory. Two without a pipeline, whose second one adds to gradients. blocks: of one rank; where they would take
+    minutes, fewer micro-batches, and a line says so.
+    """
+    count = count_micro_batches(config, degrees)
+    if proof is None:
+        return min(count, 2), None
+    pipeline = config.parallel.pipeline
+    if is_schedule_file(pipeline):
+        return count, None
+    steady = next((some for some in _some(degrees.pp, count) if _live(config, degrees, some) == proof.live), count)
+    steady = min(steady + degrees.pp, count)
+    most = max(2 * degrees.pp, MOST_FORWARDS // max(1, blocks))
+    if steady <= most:
+        return steady, None
+    fewer = most // degrees.pp * degrees.pp
+    said = f"memory is counted with {fewer} of {count} micro-batches, and {pipeline.schedule} holds more at once"
+    return fewer, f"parallel.pipeline.schedule={pipeline.schedule}: {said}"
+
+
+def _some(pp: int, count: int) -> range:
+    return range(min(pp, count), count, pp)
+
+
+def _live(config: RunConfig, degrees: Degrees, count: int) -> tuple[int, ...] | None:
+    """None where the schedule cannot do so few."""
+    try:
+        order = _order(config, degrees, count)
+    except UserError:
+        return None
+    return simulate_order(order, ActionTimes.even(order.stages)).live
+
+
+def _order(config: RunConfig, degrees: Degrees, count: int) -> Order:
+    pipeline = config.parallel.pipeline
+    if is_schedule_file(pipeline):
+        return read_schedule_file(pipeline)
+    return generate_order(pipeline.schedule, degrees.pp, count, pipeline.virtual_stages)

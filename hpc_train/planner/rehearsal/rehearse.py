@@ -1,0 +1,291 @@
+"""rehearse_run: build the ranks of a large world in a few processes, each of which is one rank after another.
+
+choose_ranks picks those that differ from one another; replace_unavailable takes out what this machine cannot do and
+says so; the checks (checks.py) are made on what the ranks report. A process is forked for each rank, because what torch
+remembers of one world must not reach the next.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hpc_train._torch_rehearsal import MemorylessMode, preload_torch
+from hpc_train.config.parallel import CompressionConfig, Degrees, ParallelConfig, ServerConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.parallel.user_model import get_named_blocks
+from hpc_train.planner.rehearsal.checks import (
+    check_coverage,
+    check_memory_fit,
+    closed_form_bytes,
+    planned_memory,
+    read_device,
+    server_bytes,
+)
+from hpc_train.planner.rehearsal.one_rank import (
+    build_whole_model,
+    find_rank,
+    rank_coordinates,
+    rehearse_rank,
+    tensor_shapes,
+)
+from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, prove_order
+from hpc_train.planner.rehearsal.result import SHARED_AXES, Rehearsal, RehearsedRank
+
+MOST_PROCESSES = 4
+"""Each takes up to a gigabyte."""
+
+
+def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes: int | None = None) -> Rehearsal:
+    """Build the ranks that `which` names (see choose) of a world, train a step on some, and prove the layout.
+
+    processes: None: one a core that this process may use, at most MOST_PROCESSES.
+    Raises UserError for a layout that is refused, an order that cannot complete, and a rank that cannot be built.
+    """
+    started = time.perf_counter()
+    degrees = check_support(config, world)
+    stood_in, notes = replace_unavailable(config)
+    chosen = choose_ranks(which, degrees)
+    preload_torch()
+    with MemorylessMode(lambda *_: None):
+        model = build_whole_model(config)
+    proof = prove_order(config, degrees) if degrees.pp > 1 else None
+    micro_batches, fewer = choose_micro_batches(config, degrees, _blocks(model, degrees), proof)
+    processes = min(processes or _process_count(), len(chosen.built))
+    missing = sorted({*range(degrees.pp)} - {rank_coordinates(rank, degrees)["pp"] for rank in chosen.built})
+    ranks = _build_ranks(stood_in, degrees, chosen, micro_batches, processes)
+    notes += [fewer] if fewer else []
+    notes += [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
+    notes += [f"a step: {built.unknown}" for built in ranks.values() if built.unknown]
+    stages = {rank: ranks[rank].at["pp"] for rank in chosen.stepped}
+    plan, real = planned_memory(stood_in, degrees, stages), planned_memory(config, degrees, stages)
+    more = {rank: sum(real[rank].values()) - sum(plan[rank].values()) for rank in real}
+    return Rehearsal(
+        degrees=degrees,
+        ranks=tuple(ranks.values()),
+        coverage=check_coverage(tensor_shapes(model), tuple(ranks.values()), degrees),
+        proof=proof,
+        micro_batches=micro_batches,
+        closed_form=_closed_forms(config, degrees, ranks),
+        planned=plan,
+        fit=check_memory_fit(tuple(ranks.values()), plan, read_device(config), more),
+        servers=server_bytes(config, model),
+        not_rehearsed=tuple(dict.fromkeys(notes)),
+        seconds=time.perf_counter() - started,
+        processes=processes,
+    )
+
+
+def _closed_forms(config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]) -> dict[int, dict[str, int]]:
+    """Of those it is made for: the first of each stage."""
+    first = {rank: built.at["pp"] for rank, built in ranks.items() if not any(built.at[axis] for axis in SHARED_AXES)}
+    return {rank: closed_form_bytes(config, degrees, pp) for rank, pp in first.items()}
+
+
+def _blocks(model: nn.Module, degrees: Degrees) -> int:
+    """Of one rank, about."""
+    return max(1, -(-len(get_named_blocks(model)) // degrees.pp))
+
+
+def _process_count() -> int:
+    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def _build_ranks(
+    config: RunConfig, degrees: Degrees, chosen: ChosenRanks, micro_batches: int, processes: int
+) -> dict[int, RehearsedRank]:
+    count = dict.fromkeys(chosen.stepped, micro_batches)
+    longest_first = sorted(chosen.built, key=lambda rank: rank not in count)
+    found = run_in_processes(
+        lambda rank: rehearse_rank(config, degrees, rank, count.get(rank, 0)), longest_first, processes
+    )
+    return {rank: found[rank] for rank in chosen.built}
+
+
+MAX_CHOSEN = 16
+"""Worlds up to this size are built whole."""
+_DATA_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ChosenRanks:
+    """Ranks, in order."""
+
+    built: tuple[int, ...]
+    stepped: tuple[int, ...]
+    """Of these, the ones that also train a step."""
+
+
+def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
+    """which: all, sample, or ranks separated by commas, which are then all stepped.
+
+    A sample has one rank of each pipeline rank, and, where placement on the other axes is seen, the last rank of each
+    of them: the parts that do not divide are there. Steps are trained by the first, the second and the last pipeline
+    rank: of those in the middle the second holds most. Raises UserError for anything else.
+    """
+    if which not in ("all", "sample"):
+        ranks = _given(which, degrees)
+        return ChosenRanks(ranks, ranks)
+    everybody = which == "all" or degrees.world <= MAX_CHOSEN
+    built = tuple(range(degrees.world)) if everybody else _sample(degrees)
+    stages = dict.fromkeys((0, min(1, degrees.pp - 1), degrees.pp - 1))
+    return ChosenRanks(built, tuple(find_rank({"pp": stage}, degrees) for stage in stages))
+
+
+def _sample(degrees: Degrees) -> tuple[int, ...]:
+    last = {axis: getattr(degrees, axis) - 1 for axis in _DATA_AXES}
+    found = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
+    found |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in _DATA_AXES}
+    found |= {find_rank({"pp": stage, **last}, degrees) for stage in (0, degrees.pp - 1)}
+    return tuple(sorted(found))
+
+
+def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
+    words: Sequence[str] = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UserError(f"--ranks {text}: give all, sample, or ranks separated by commas, such as 0,8,127")
+    ranks = sorted({int(word) for word in words})
+    if ranks[-1] >= degrees.world:
+        raise UserError(f"--ranks {ranks[-1]}: the world has {degrees.world} ranks, counted from 0 ({degrees})")
+    return tuple(ranks)
+
+
+_Change = Callable[[ParallelConfig], tuple[ParallelConfig, str] | None]
+
+
+def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """A configuration with the same layout, and a line for each thing of the real one that is not rehearsed."""
+    parallel, said = config.parallel, []
+    for change in (_compiled, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
+        if (changed := change(parallel)) is not None:
+            parallel, line = changed
+            said.append(line)
+    return replace(config, parallel=parallel, run_dir=None), said
+
+
+def _compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    if not parallel.compile:
+        return None
+    line = "parallel.compile=true: rehearsed without; compiled blocks keep fewer activations"
+    return replace(parallel, compile=False), line
+
+
+def _offloaded(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    if not parallel.recompute.offload:
+        return None
+    line = "parallel.recompute.offload=true: rehearsed without; activations are counted as if they stayed on the GPU"
+    return replace(parallel, recompute=replace(parallel.recompute, offload=False)), line
+
+
+def _in_files(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    offload = parallel.offload
+    if "file" not in (offload.parameters, offload.optimizer):
+        return None
+    parameters, optimizer = (where.replace("file", "cpu") for where in (offload.parameters, offload.optimizer))
+    line = "parallel.offload: rehearsed as cpu; no file is made, so whether the disk has room is not known"
+    return replace(parallel, offload=replace(offload, parameters=parameters, optimizer=optimizer, dir=None)), line
+
+
+def _in_host_memory(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    if (parallel.offload.parameters, parallel.offload.optimizer) == ("none", "none"):
+        return None
+    return parallel, "parallel.offload: what is offloaded counts as the host's; copies on their way are not counted"
+
+
+def _by_mpi(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    if parallel.reduce_with != "mpi":
+        return None
+    return replace(parallel, reduce_with="torch"), "parallel.reduce_with=mpi: rehearsed as torch; MPI is not started"
+
+
+def _compressed(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    method = parallel.compression.method
+    if method == "none":
+        return None
+    line = f"parallel.compression.method={method}: rehearsed without; gradients are reduced whole"
+    return replace(parallel, compression=CompressionConfig()), line
+
+
+def _served(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    mode = parallel.server.mode
+    if mode == "none":
+        return None
+    what = "the workers' replicas are built as for ddp, the servers' shares are counted"
+    if mode == "peer":
+        what = "the ranks' replicas are built as for ddp"
+    line = f"parallel.server.mode={mode}: {what}; MPI windows and what goes through them are not rehearsed"
+    return replace(parallel, server=ServerConfig()), line
+
+
+T = TypeVar("T")
+
+
+def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once: int) -> dict[int, T]:
+    """function(item) by item, begun in the order of `items`. A process is forked for each: what torch remembers of one
+    rank's meshes would be wrong for the next one.
+
+    Raises the first UserError of any of them, and UserError for one that dies.
+    """
+    waiting, running, found = list(reversed(items)), dict[Connection, tuple[int, ForkProcess]](), dict[int, T]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                item = waiting.pop()
+                receiver, process = _begin(function, item)
+                running[receiver] = item, process
+            ready = wait(list(running))
+            for receiver in [it for it in running if it in ready]:
+                item, process = running.pop(receiver)
+                found[item] = _result(receiver, item)
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    return found
+
+
+def _begin(function: Callable[[int], Any], item: int) -> tuple[Connection, ForkProcess]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, item))
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _call(sender: Connection, function: Callable[[int], Any], item: int) -> None:
+    try:
+        torch.set_num_threads(1)
+        sender.send((function(item), ""))
+    except BaseException as error:
+        sender.send((error if isinstance(error, UserError) else None, traceback.format_exc()))
+    finally:
+        sender.close()
+        os._exit(0)  # skip the exit handlers of the parent's copy
+
+
+def _result(receiver: Connection, item: int) -> Any:
+    try:
+        value, wrong = receiver.recv()
+    except EOFError:
+        raise UserError(
+            f"rank {item}: its process was killed, as when memory is short; rehearse other ranks, or fewer at a time"
+        ) from None
+    finally:
+        receiver.close()
+    if wrong:
+        raise value or RuntimeError(wrong) from RuntimeError(wrong)
+    return value

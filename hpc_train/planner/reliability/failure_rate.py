@@ -1,0 +1,372 @@
+"""How often nodes fail: what other sites have published, and how a site's own history replaces it.
+
+A failure rate is a distribution (gamma); Percentiles carry it through every figure that depends on it. Histories come
+from text files that the user gives: Slurm's accounting, or events.jsonl of our runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, variance
+from typing import Any
+
+from scipy.special import betainc, gammaincinv
+
+from hpc_train.errors import UserError
+from hpc_train.regular_files import read_text
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """p10 <= p50 <= p90."""
+
+    p10: float
+    p50: float
+    p90: float
+
+    @staticmethod
+    def exactly(value: float) -> Percentiles:
+        """Of a number that is known."""
+        return Percentiles(value, value, value)
+
+    def through(self, function: Callable[[float], float]) -> Percentiles:
+        """Of a monotone function of the number, rising or falling."""
+        low, middle, high = function(self.p10), function(self.p50), function(self.p90)
+        return Percentiles(min(low, high), middle, max(low, high))
+
+    def times(self, other: Percentiles) -> Percentiles:
+        """Of the product with an independent number; both are taken as log-normal on each side of the middle.
+
+        All six percentiles must be positive.
+        """
+        down = math.hypot(math.log(self.p50 / self.p10), math.log(other.p50 / other.p10))
+        up = math.hypot(math.log(self.p90 / self.p50), math.log(other.p90 / other.p50))
+        middle = self.p50 * other.p50
+        return Percentiles(middle * math.exp(-down), middle, middle * math.exp(up))
+
+
+DAY = 86400.0
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class FailureHistory:
+    """Failures counted in so much time of nodes at work."""
+
+    failures: float
+    node_days: float
+
+    def __add__(self, other: FailureHistory) -> FailureHistory:
+        return FailureHistory(self.failures + other.failures, self.node_days + other.node_days)
+
+
+@dataclass(frozen=True)
+class PublishedRate:
+    """What one site has told of its failures."""
+
+    site: str
+    per_1000_node_days: float
+    source: str
+
+
+PUBLISHED_RATES = (
+    PublishedRate(
+        "Meta, Llama 3",
+        # 419 unexpected interruptions of 2,048 nodes (16,384 H100) in 54 days.
+        419 / (2048 * 54) * 1000,
+        "Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.4 and table 5",
+    ),
+    PublishedRate("Meta, RSC-1", 6.50, "Kokolis et al. 2025, arXiv:2410.21680: 16 thousand A100, 11 months"),
+    PublishedRate("Meta, RSC-2", 2.34, "Kokolis et al. 2025, arXiv:2410.21680: 8 thousand A100, 11 months"),
+)
+"""3.8, 6.5 and 2.3 failures per 1,000 node-days."""
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Gamma(shape, rate = node_days) of the failures per node and day."""
+
+    shape: float
+    """Failures that were as good as counted."""
+    node_days: float
+    """In so much time."""
+
+    @property
+    def mean(self) -> float:
+        """Failures per node-day."""
+        return self.shape / self.node_days
+
+    def quantile(self, p: float) -> float:
+        """Failures per node-day that are not exceeded with probability p."""
+        return float(gammaincinv(self.shape, p)) / self.node_days
+
+    @property
+    def band(self) -> Percentiles:
+        """Failures per node-day."""
+        return Percentiles(self.quantile(0.1), self.quantile(0.5), self.quantile(0.9))
+
+    def after(self, history: FailureHistory) -> FailureRate:
+        """What it becomes with a site's own counts."""
+        return FailureRate(self.shape + history.failures, self.node_days + history.node_days)
+
+    def scaled_to(self, mean: float) -> FailureRate:
+        """As uncertain in proportion, with another mean (failures per node-day)."""
+        return FailureRate(self.shape, self.shape / mean)
+
+    def interruption_seconds(self, nodes: float) -> Percentiles:
+        """Mean time to interruption of a job on so many nodes, by their failures."""
+        return self.band.through(lambda rate: DAY / (rate * nodes))
+
+    def failures(self, nodes: float, days: float) -> Percentiles:
+        """Failures to count with in a run: negative binomial, as the rate and chance are both unknown."""
+        chance = self.node_days / (self.node_days + nodes * days)
+        return Percentiles(*(_negative_binomial(p, self.shape, chance) for p in (0.1, 0.5, 0.9)))
+
+
+def _negative_binomial(p: float, shape: float, chance: float) -> float:
+    """The fewest events whose probability, and that of fewer, is p: I_chance(shape, k + 1) >= p."""
+    high = 1
+    while betainc(shape, high + 1, chance) < p:
+        high *= 2
+    return float(bisect_left(range(high), p, key=lambda k: float(betainc(shape, k + 1, chance))))
+
+
+def prior_failure_rate(sites: tuple[PublishedRate, ...] = PUBLISHED_RATES) -> FailureRate:
+    """Of a site that nothing is known of: as the published ones, by the mean and the variance between them.
+
+    p10 to p90 is 1.8 to 7.0 failures per 1,000 node-days, the mean 4.2; it weighs as much as about 950 node-days of own
+    counts, a week of 135 nodes.
+    """
+    rates = [site.per_1000_node_days / 1000 for site in sites]
+    middle, spread = mean(rates), variance(rates)
+    return FailureRate(middle**2 / spread, middle / spread)
+
+
+SACCT_COMMAND = (
+    "sacct --allusers --allocations --duplicates --parsable2 --format=JobID,State,NNodes,ElapsedRaw --starttime=..."
+)
+"""What a site runs to get its history; --duplicates shows each run of a requeued job."""
+
+_NODE_STATES = {"NODE_FAIL", "BOOT_FAIL"}
+"""Slurm's words for jobs that a node ended (man sacct, JOB STATE CODES)."""
+_OTHER_FAILURES = {"FAILED", "OUT_OF_MEMORY"}
+"""A program's fault or a node's: Slurm cannot know."""
+_STATES = (
+    _NODE_STATES
+    | _OTHER_FAILURES
+    | {
+        "CANCELLED",
+        "COMPLETED",
+        "COMPLETING",
+        "CONFIGURING",
+        "DEADLINE",
+        "PENDING",
+        "PREEMPTED",
+        "REQUEUED",
+        "RESIZING",
+        "REVOKED",
+        "RUNNING",
+        "SUSPENDED",
+        "TIMEOUT",
+    }
+)
+_ELAPSED = re.compile(r"(?:(?:(?P<days>\d+)-)?(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:\.\d+)?")
+_LOST_NODE = "does not answer"
+"""In the reason that a batch script of ours gives for a requeue (launch/slurm.py)."""
+_ENDINGS = ("end", "signal", "requeue", "failure")
+"""Events of ours that say how an attempt ended."""
+
+
+@dataclass(frozen=True)
+class FailureLog:
+    """What one file, or several, have told."""
+
+    node_days: float
+    by_node: int
+    """Ended by a node, as far as the text says."""
+    unexplained: int
+    """Failed for a reason that it does not say: a program's fault or a node's. Not counted as failures of nodes."""
+    preempted: int
+    runs: int
+    """Jobs, or attempts of ours."""
+
+    @property
+    def history(self) -> FailureHistory:
+        """For FailureRate.after."""
+        return FailureHistory(self.by_node, self.node_days)
+
+    @property
+    def most(self) -> FailureHistory:
+        """The same if nodes were to blame for all that is not explained."""
+        return FailureHistory(self.by_node + self.unexplained, self.node_days)
+
+    def __add__(self, other: FailureLog) -> FailureLog:
+        return FailureLog(
+            self.node_days + other.node_days,
+            self.by_node + other.by_node,
+            self.unexplained + other.unexplained,
+            self.preempted + other.preempted,
+            self.runs + other.runs,
+        )
+
+
+def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
+    """All files together. ranks_per_node: of our runs, whose events tell ranks.
+
+    Raises UserError, one line with file and line number, for what is neither, or tells of no time of nodes.
+    """
+    log = sum((read_log(Path(path).expanduser(), ranks_per_node) for path in paths), FailureLog(0.0, 0, 0, 0, 0))
+    if log.node_days <= 0:
+        raise UserError(f"plan.failure_logs={','.join(paths)}: no job in there ran; give a longer history")
+    return log
+
+
+def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
+    """One file: events.jsonl where it begins with a brace, else Slurm's accounting."""
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not a text file; give the output of `{SACCT_COMMAND}`") from None
+    if text.lstrip().startswith("{"):
+        return read_events(text, str(path), ranks_per_node)
+    return read_sacct(text, str(path))
+
+
+def read_sacct(text: str, name: str) -> FailureLog:
+    """Output of sacct --parsable2 (or --parsable), header first.
+
+    Needs the columns State, NNodes (or AllocNodes) and ElapsedRaw (or Elapsed); lines of steps, with a dot in JobID,
+    are left out.
+    """
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{name}: is empty; give the output of `{SACCT_COMMAND}`")
+    columns = [column.strip().lower() for column in lines[0][1].split("|")]
+    where = _Columns.of(columns, f"{name}:{lines[0][0]}")
+    rows = (_row(line, len(columns), where, f"{name}:{number}") for number, line in lines[1:])
+    return sum((row for row in rows if row is not None), FailureLog(0.0, 0, 0, 0, 0))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Where each is in a line."""
+
+    state: int
+    nodes: int
+    elapsed: int
+    raw: bool
+    """Elapsed is in seconds."""
+    job: int | None
+
+    @staticmethod
+    def of(columns: Sequence[str], where: str) -> _Columns:
+        at = {column: index for index, column in enumerate(columns) if column}
+        nodes = at.get("nnodes", at.get("allocnodes"))
+        elapsed = at.get("elapsedraw", at.get("elapsed"))
+        wanted = {"State": at.get("state"), "NNodes": nodes, "ElapsedRaw": elapsed}
+        if missing := [column for column, index in wanted.items() if index is None]:
+            raise UserError(
+                f"{where}: no column {', '.join(missing)}; give the output of `{SACCT_COMMAND}`, header included"
+            )
+        assert nodes is not None
+        assert elapsed is not None
+        return _Columns(at["state"], nodes, elapsed, "elapsedraw" in at, at.get("jobid"))
+
+
+def _row(line: str, width: int, where: _Columns, place: str) -> FailureLog | None:
+    """One job; None for a step of one."""
+    cells = [cell.strip() for cell in line.split("|")]
+    if len(cells) != width:
+        raise UserError(f"{place}: {len(cells)} columns where the header has {width}; is the file cut off?")
+    if where.job is not None and "." in cells[where.job]:
+        return None
+    state = cells[where.state].split(" ")[0].rstrip("+").upper()  # CANCELLED by 1000
+    if state not in _STATES:
+        raise UserError(f"{place}: no such state of a job: {cells[where.state]!r}; expected COMPLETED, NODE_FAIL, ...")
+    days = _nodes(cells[where.nodes], place) * _seconds(cells[where.elapsed], where.raw, place) / DAY
+    by_node, unexplained = state in _NODE_STATES, state in _OTHER_FAILURES
+    return FailureLog(days, int(by_node), int(unexplained), int(state == "PREEMPTED"), 1)
+
+
+def _nodes(text: str, place: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"{place}: {text!r} nodes; expected a whole number")
+    return int(text)
+
+
+def _seconds(text: str, raw: bool, place: str) -> float:
+    if raw and text.isdecimal():
+        return float(text)
+    match = None if raw else _ELAPSED.fullmatch(text)
+    if match is None:
+        raise UserError(f"{place}: elapsed {text!r}; expected {'seconds' if raw else '[days-]hours:minutes:seconds'}")
+    days, hours, minutes, seconds = (float(match[part] or 0) for part in ("days", "hours", "minutes", "seconds"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
+    """events.jsonl of one run: each attempt counts from its start or resume to its last event.
+
+    A node ended it where the batch script says that one does not answer. Other failures are unexplained, and so is an
+    attempt that ended without a word before another one.
+    """
+    attempts: dict[int, _Attempt] = {}
+    for number, event in _events(text, name):
+        attempts.setdefault(int(event["attempt"]), _Attempt()).add(event, f"{name}:{number}")
+    newest = max(attempts, default=0)
+    begun = {number: attempt for number, attempt in attempts.items() if attempt.begun is not None}
+    logs = (attempt.log(ranks_per_node, number < newest) for number, attempt in begun.items())
+    return sum(logs, FailureLog(0.0, 0, 0, 0, 0))
+
+
+def _events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lines with their numbers; a torn last one, of a run that was killed, is left out."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            float(event["time"]), str(event["event"]), int(event["attempt"])
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                return
+            raise UserError(f"{name}:{number}: is no event; expected events.jsonl of a run directory") from None
+        yield number, event
+
+
+@dataclass
+class _Attempt:
+    """One run of a job, as its events tell it."""
+
+    begun: float | None = None
+    last: float = 0.0
+    ranks: int = 0
+    ended: bool = False
+    lost_node: bool = False
+    failed: bool = False
+
+    def add(self, event: dict[str, Any], place: str) -> None:
+        kind, self.last = event["event"], max(self.last, float(event["time"]))
+        if kind in ("start", "resume") and self.begun is None:
+            self.begun = float(event["time"])
+            world = event.get("world")
+            if not isinstance(world, int) or world < 1:
+                raise UserError(f"{place}: {kind} without its world size; expected events.jsonl of a run directory")
+            self.ranks = world
+        self.ended |= kind in _ENDINGS
+        self.failed |= kind == "failure"
+        self.lost_node |= kind in ("requeue", "failure") and _LOST_NODE in str(event.get("why"))
+
+    def log(self, ranks_per_node: int, followed: bool) -> FailureLog:
+        """followed: there is a later attempt."""
+        assert self.begun is not None
+        days = -(-self.ranks // ranks_per_node) * (self.last - self.begun) / DAY
+        unexplained = not self.lost_node and (self.failed or (followed and not self.ended))
+        return FailureLog(max(0.0, days), int(self.lost_node), int(unexplained), 0, 1)

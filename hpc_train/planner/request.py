@@ -1,0 +1,136 @@
+"""PlanRequest: what a user asks the planner: which run, on how many ranks, with which batches, what stays fixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hpc_train.config.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
+from hpc_train.config.parallel import smallest_world
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.planner.search.space import FixedColumns
+from hpc_train.planner.settings import fixed_columns
+
+LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
+"""Largest number of nodes and of sequences in a step that can be asked for: beyond any machine, searched in seconds."""
+MOST_NODES = 4096
+"""Where a cluster does not say how many it has: as far as the fewest that fit are looked for."""
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The run is given whole, or the planner searches."""
+
+    config: RunConfig
+    fixed: FixedColumns
+    whole: bool
+    """Nothing is left to choose: the run is estimated as it is."""
+    ranks: tuple[int, ...]
+    """Worlds to compare; empty: the fewest nodes that the model fits on."""
+    batches: tuple[int, ...]
+    """Global batches to compare."""
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether the number of nodes is part of the answer."""
+        return not self.whole and (not self.ranks or bool(self.config.plan.nodes))
+
+    @property
+    def growing(self) -> Iterator[int]:
+        """Worlds of the fewest nodes that the given degrees fill, then of twice as many and so on, up to the
+        cluster's."""
+        per_node = count_ranks_per_node(self.config)
+        most = self.config.cluster.total_nodes or MOST_NODES
+        count = math.ceil(smallest_world(self.config.parallel) / per_node)
+        while count <= most:
+            yield count * per_node
+            count *= 2
+
+
+def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
+    """Of `hpc-train plan` with these overrides, from which `config` was composed.
+
+    An option of the group parallel, or all degrees and train.micro_batch, are a run that is given whole.
+    """
+    _check_lists(config, overrides)
+    _check_goals(config)
+    keys = config.parallel.fixed if config.parallel.fixed is not None else explicit_settings(config, overrides)
+    option = chosen_parallel_option(overrides)
+    whole = not config.parallel.auto and (option is not None or _all_given(config, keys))
+    ranks = _ranks(config, keys, whole)
+    return PlanRequest(config, fixed_columns(config, () if whole else keys), whole, ranks, _batches(config))
+
+
+def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
+    """Of parallel=auto; ranks: those of the job, None where they are the planner's to choose."""
+    _check_goals(config)
+    worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], whole=False)
+    return PlanRequest(config, fixed_columns(config, config.parallel.fixed or ()), False, worlds, _batches(config))
+
+
+def _all_given(config: RunConfig, keys: Sequence[str]) -> bool:
+    """Whether the degrees that are given fill the world, and the micro-batch is given too."""
+    degrees = [int(get_value(config, f"parallel.{axis}")) for axis in _DEGREES if f"parallel.{axis}" in keys]
+    if MICRO_BATCH not in keys or not degrees:
+        return False
+    return math.prod(degrees) == count_nodes(config) * count_ranks_per_node(config)
+
+
+def _ranks(config: RunConfig, keys: Sequence[str], whole: bool) -> tuple[int, ...]:
+    """Worlds that are asked for: as many nodes as plan.nodes, cluster.nodes or all degrees say; else none."""
+    per_node = count_ranks_per_node(config)
+    if config.plan.nodes and not whole:
+        return tuple(count * per_node for count in _node_counts(config))
+    described = config.cluster.node.gpus or config.cluster.node.ranks
+    open_ = described and config.cluster.nodes is None and config.launch.ranks is None
+    if open_ and not whole and not all(f"parallel.{axis}" in keys for axis in _DEGREES):
+        return ()
+    return tuple(count * per_node for count in _check_node_counts(config, [count_nodes(config)], "cluster.nodes"))
+
+
+def _node_counts(config: RunConfig) -> list[int]:
+    return sorted(set(_check_node_counts(config, config.plan.nodes, "plan.nodes")))
+
+
+def _check_node_counts(config: RunConfig, counts: Sequence[int], key: str) -> Sequence[int]:
+    """Those numbers of nodes. Raises UserError for more than the cluster has."""
+    total = config.cluster.total_nodes
+    for count in counts:
+        if count > LARGEST_NODES:
+            raise UserError(f"{key}={count}: more nodes than any machine has; give at most {LARGEST_NODES:,}")
+        if total and count > total:
+            raise UserError(f"{key}={count}: {config.cluster.name} has {total}; use no more")
+    return counts
+
+
+def _batches(config: RunConfig) -> tuple[int, ...]:
+    found = tuple(sorted(set(config.plan.global_batches)))
+    key = "plan.global_batches" if found else "train.global_batch"
+    for batch in found or (config.train.global_batch,):
+        if batch > LARGEST_BATCH:
+            raise UserError(f"{key}={batch}: sequences of a step; give at most {LARGEST_BATCH:,}")
+    return found or (config.train.global_batch,)
+
+
+def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raise UserError for a list to compare that is given but empty."""
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for name, example in (("nodes", "[8,16]"), ("global_batches", "[256,512]")):
+        if f"plan.{name}" in named and not getattr(config.plan, name):
+            raise UserError(f"plan.{name}=[]: nothing to compare; give numbers such as {example}, or leave it out")
+
+
+def _check_goals(config: RunConfig) -> None:
+    """Raise UserError for a limit on days or money if the run's length is not given."""
+    plan = config.plan
+    if plan.tokens is not None or config.train.steps is not None:
+        return
+    for name, value in (("deadline_days", plan.deadline_days), ("budget", plan.budget)):
+        if value is not None:
+            raise UserError(
+                f"plan.{name}={value:g}: how long the run is must be known; give plan.tokens or train.steps"
+            )

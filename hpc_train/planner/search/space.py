@@ -1,0 +1,389 @@
+"""The space of candidates: every layout and technique that this toolkit can run a model with, in blocks of columns.
+
+A layout is a factorisation of the world over the mesh axes and the data-parallel strategy; a row adds a schedule and a
+micro-batch; techniques (recomputation, offload) multiply it. What parallel.support would refuse is not in it: a test
+compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
+from hpc_train.schedules.generate import REQUIREMENTS, Requirements
+
+
+@dataclass(frozen=True)
+class DegreeLimits:
+    """Of a transformer and its batch."""
+
+    layers: int
+    heads: int
+    feed_forward: int
+    vocab: int
+    sequence: int
+    global_batch: int
+    images: bool = False
+    """A vision transformer, whose positions nothing splits."""
+    ulysses: bool = False
+    """parallel.context.method is ulysses, and stays so."""
+    balanced: bool = True
+    """parallel.context.balanced."""
+    vocabulary: bool = True
+    """parallel.tensor.vocabulary."""
+    ddp_reduces: bool = True
+    """Whether precision.reduce is one that DistributedDataParallel has."""
+    device: bool = True
+    """Whether ranks have memory of their own beside the host's."""
+    split_backward: bool = True
+    """Whether schedules that split backward are possible: not with compilation."""
+
+
+def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeLimits:
+    """Of a run of a model whose shape is known; global_batch: in place of train.global_batch."""
+    model, parallel = config.model, config.parallel
+    assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
+    images = isinstance(model, VisionTransformerConfig)
+    native = "fp64" if config.precision.name == "fp64" else "fp32"
+    return DegreeLimits(
+        layers=model.layers,
+        heads=model.heads,
+        feed_forward=model.feed_forward,
+        vocab=model.vocab_size if isinstance(model, TransformerConfig) else model.classes,
+        sequence=config.train.sequence_length,
+        global_batch=global_batch or config.train.global_batch,
+        images=images,
+        ulysses=parallel.context.method == "ulysses",
+        balanced=parallel.context.balanced,
+        vocabulary=parallel.tensor.vocabulary,
+        device=config.cluster.node.gpus > 0,
+        ddp_reduces=config.precision.reduce == native,
+        split_backward=not parallel.compile,
+    )
+
+
+def list_divisors(number: int, others: Iterable[float] | None = None) -> list[int]:
+    """All divisors, ascending, and `others` that are no larger."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    more = [int(it) for it in others or () if 1 <= it <= number]
+    return sorted({*small, *(number // n for n in small), *more})
+
+
+def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
+    """Degrees of tp that divide the matrices (parallel.support.tensor) and the world."""
+    found = [n for n in list_divisors(world) if shape.heads % n == 0 and shape.feed_forward % n == 0]
+    if shape.images:
+        return found
+    if not shape.vocabulary:
+        return found[1:]  # without tp it has no effect, which is refused
+    return [tp for tp in found if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
+
+
+def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int, int]]:
+    """(cp, 1 for ulysses or 0 for a ring): degrees that divide the positions (parallel.support.context) and the world.
+
+    Where the run is not set to what needs more than one rank, one is possible, too.
+    """
+    changed = shape.ulysses or not shape.balanced
+    found = [] if changed else [(1, 0)]
+    if shape.images:
+        return found
+    for cp in list_divisors(world)[1:]:
+        if not shape.ulysses and shape.sequence % (2 * cp if shape.balanced else cp) == 0:
+            found.append((cp, 0))
+        if shape.balanced and shape.sequence % cp == 0 and shape.heads // tp % cp == 0:
+            found.append((cp, 1))
+    return found
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """One way; the fields are columns of Jobs, in the order of space.OUTER."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    ulysses: int
+    tp: int
+    zero: int
+    reshard: int
+    """1 where nothing is gathered, too, as parallel.reshard_after_forward has it."""
+    sequence_parallel: int
+    overlap_tensor: int
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        data = self.dp_replicate, self.dp_shard, self.cp, self.ulysses, self.tp, self.zero, self.reshard
+        return *data, self.sequence_parallel, self.overlap_tensor
+
+
+def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
+    """All of them for the `world / pp` ranks of a stage."""
+    ranks = space.world // pp
+    found = []
+    for tp in space.fixed.of("tp", tensor_degrees(space.shape, ranks)):
+        for cp, ulysses in _context_choices(space, ranks // int(tp), int(tp)):
+            dp = ranks // (int(tp) * cp)
+            if space.shape.global_batch % dp == 0:
+                found += [
+                    StageLayout(*data, cp, ulysses, int(tp), *zero, *tensor)
+                    for tensor in _tensor_choices(space, int(tp), cp)
+                    for data in _data_splits(space, dp)
+                    for zero in _zero_choices(space, *data, cp, sharded=pp > 1 or tp > 1)
+                ]
+    return found
+
+
+def _context_choices(space: SearchSpace, ranks: int, tp: int) -> list[tuple[int, int]]:
+    """(cp, ulysses)."""
+    fixed, found = space.fixed, context_degrees(space.shape, ranks, tp)
+    return [(cp, way) for cp, way in found if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
+
+
+def _data_splits(space: SearchSpace, dp: int) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard)."""
+    for shard in space.fixed.of("dp_shard", list_divisors(dp)):
+        if space.fixed.of("dp_replicate", [dp // int(shard)]):
+            yield dp // int(shard), int(shard)
+
+
+def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, sharded: bool) -> Iterator[tuple[int, int]]:
+    """(zero, reshard). sharded: fully_shard holds parameters whatever the strategy. cp is sharded over, too."""
+    fixed = space.fixed
+    possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) else []
+    possible += [1, 2, 3] if shard * cp > 1 else []
+    for zero in fixed.of("zero", possible):
+        for reshard in fixed.of("reshard", [1, 0] if zero == 3 else [1]):
+            yield int(zero), int(reshard)
+
+
+def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int, int]]:
+    """(sequence_parallel, overlap_tensor); without tp only the defaults are not refused."""
+    fixed = space.fixed
+    if tp == 1:
+        if fixed.of("sequence_parallel", [1]) and fixed.of("overlap_tensor", [0]):
+            yield 1, 0
+        return
+    images = space.shape.images
+    for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0]):
+        if sequence and not images and space.shape.sequence % (cp * tp):
+            continue
+        for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not images else [0]):
+            yield int(sequence), int(overlap)
+
+
+Columns = dict[str, Column]
+LAYOUT_COLUMNS = (
+    *("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "zero", "reshard", "sequence_parallel"),
+    *("overlap_tensor", "virtual_stages", "schedule", "micro_batch"),
+)
+"""Columns of a row of a block, in the order in which rows are enumerated: the plain ways first."""
+TECHNIQUE_COLUMNS = ("recompute", "recompute_every", "offload_activations", "offload")
+RECOMPUTE_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Recomputation of every k-th block: the numbers k that are tried."""
+
+
+@dataclass(frozen=True)
+class FixedColumns:
+    """Column -> the values it may have; a column that is not named may have all."""
+
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def of(self, name: str, among: Sequence[float]) -> tuple[float, ...]:
+        """Those of `among` that are allowed, in their order."""
+        allowed = self.values.get(name)
+        return tuple(among) if allowed is None else tuple(value for value in among if value in allowed)
+
+    def unless(self, name: str, value: float) -> FixedColumns:
+        """The same with this value, where nothing is said of the column."""
+        return FixedColumns({name: (value,), **self.values})
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """All candidates of one model, world size and global batch."""
+
+    shape: DegreeLimits
+    world: int
+    fixed: FixedColumns = FixedColumns()
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What does not change how a rank's work is laid out: recomputation and offload. Columns of INNER, [k]."""
+
+    columns: Columns
+    share: Column
+    """[k]: of the blocks of a stage that are recomputed."""
+
+    @property
+    def count(self) -> int:
+        return len(self.share)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Every row together with every technique: rows x techniques candidates, all of them legal."""
+
+    rows: Columns
+    """Columns of OUTER, [n]."""
+    techniques: Techniques
+
+    @property
+    def count(self) -> int:
+        return len(self.rows["pp"]) * self.techniques.count
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What decides which techniques there are."""
+
+    blocks: int
+    """Of the model in one stage, rounded up."""
+    sharded: bool
+    asynchronous: bool
+    split: bool
+    """The schedule splits backward."""
+
+
+def iterate_blocks(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Block]:
+    """The whole space, about `candidates` at a time, so that memory stays bounded whatever its size."""
+    waiting: dict[_Kind, list[Columns]] = {}
+    rows: dict[_Kind, int] = {}
+    techniques: dict[_Kind, Techniques] = {}
+    for kind, part in _layout_rows(space):
+        if kind not in techniques:
+            techniques[kind] = _techniques(space, kind)
+        most = max(1, candidates // max(1, techniques[kind].count))
+        waiting.setdefault(kind, []).append(part)
+        rows[kind] = rows.get(kind, 0) + len(part["pp"])
+        if rows[kind] >= most:
+            yield from _cut_blocks(waiting.pop(kind), techniques[kind], most)
+            rows[kind] = 0
+    for kind, parts in waiting.items():
+        if techniques[kind].count:
+            yield from _cut_blocks(parts, techniques[kind], max(1, candidates // techniques[kind].count))
+
+
+def _cut_blocks(parts: list[Columns], techniques: Techniques, most: int) -> Iterator[Block]:
+    if techniques.count == 0:
+        return
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in LAYOUT_COLUMNS}
+    for start in range(0, len(whole["pp"]), most):
+        yield Block({name: it[start : start + most] for name, it in whole.items()}, techniques)
+
+
+def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
+    """Rows of one kind: the layouts of a (pp, dp), times its (schedule, micro-batch) of one number of stages."""
+    shape = space.shape
+    for pp in space.fixed.of("pp", [n for n in list_divisors(space.world) if n <= shape.layers]):
+        found = list_layouts(space, int(pp))
+        for dp in sorted({it.dp_replicate * it.dp_shard for it in found}):
+            same = [it for it in found if it.dp_replicate * it.dp_shard == dp]
+            kinds = _by_kind(same)
+            for virtual, split, middle in _schedule_rows(space, int(pp), shape.global_batch // dp):
+                for (sharded, asynchronous), group in kinds.items():
+                    if asynchronous and split:
+                        continue
+                    kind = _Kind(-(-shape.layers // (int(pp) * virtual)), sharded, asynchronous, split)
+                    yield kind, _combine(int(pp), group, virtual, middle)
+
+
+def _by_kind(found: Sequence[StageLayout]) -> dict[tuple[bool, bool], Column]:
+    """(zero strategy, asynchronous) -> [columns of a layout, layouts]."""
+    kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}
+    for layout in found:
+        kinds.setdefault((layout.zero > 0, bool(layout.overlap_tensor)), []).append(layout.values)
+    return {kind: np.array(group, np.float64).T for kind, group in kinds.items()}
+
+
+Pairs = list[tuple[int, int]]
+"""(code of a schedule, micro-batch)."""
+
+
+def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int, bool, Pairs]]:
+    """(virtual stages, whether backward is split, pairs); rows: sequences of a data-parallel rank."""
+    shape, fixed = space.shape, space.fixed
+    sizes = [int(size) for size in fixed.of("micro_batch", list_divisors(rows, fixed.values.get("micro_batch")))]
+    codes = [int(code) for code in fixed.of("schedule", _schedule_codes(pp))]
+    kinds: dict[tuple[int, bool], Pairs] = {}
+    for code in codes:
+        needs = REQUIREMENTS[SCHEDULES[code]]
+        split = pp > 1 and needs.splits_backward
+        if split and not shape.split_backward:
+            continue
+        for virtual in fixed.of("virtual_stages", _virtual_stages(shape.layers, pp, needs)):
+            legal = [(code, size) for size in sizes if _is_legal(needs, pp, -(-rows // size))]
+            kinds.setdefault((int(virtual), split), []).extend(legal)
+    for (virtual, split), pairs in kinds.items():
+        if pairs:
+            yield virtual, split, pairs
+
+
+def _schedule_codes(pp: int) -> list[int]:
+    """Without a pipeline there is the default only."""
+    first = SCHEDULES.index("1f1b")
+    return [first] if pp == 1 else [first, *(SCHEDULES.index(name) for name in REQUIREMENTS if name != "1f1b")]
+
+
+def _virtual_stages(layers: int, pp: int, needs: Requirements) -> list[int]:
+    """Those that leave stages of equal size, and powers of two."""
+    if pp == 1:
+        return [1]
+    most = min(layers // pp, needs.most_virtual or layers)
+    found = range(needs.least_virtual, most + 1)
+    return [n for n in found if layers % (pp * n) == 0 or n & (n - 1) == 0]
+
+
+def _is_legal(needs: Requirements, pp: int, micro_batches: int) -> bool:
+    """The rules of schedules.requirements for the number of micro-batches."""
+    if pp == 1:
+        return True
+    if micro_batches < needs.micro_batches_per_rank * pp:
+        return False
+    return not needs.rounds or micro_batches % max(1, micro_batches // pp) == 0
+
+
+def _combine(pp: int, group: Column, virtual: int, middle: Pairs) -> Columns:
+    inner = np.array(middle, np.float64).T
+    count = group.shape[1] * len(middle)
+    layout = dict(zip(LAYOUT_COLUMNS[1:10], np.repeat(group, len(middle), axis=1), strict=True))
+    schedule, micro = np.tile(inner, group.shape[1])
+    single = {"pp": np.full(count, float(pp)), "virtual_stages": np.full(count, float(virtual))}
+    return {**single, **layout, "schedule": schedule, "micro_batch": micro}
+
+
+def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
+    """All that go together; the quickest first, which is what bounds the time of a row from below."""
+    fixed = space.fixed
+    modes = fixed.of("recompute", [0] if kind.split else [0, 1, 2])
+    # What asynchronous tensor parallelism computes in parts, selective recomputation cannot keep.
+    pairs = [(mode, every) for mode in modes if not (kind.asynchronous and mode == 1) for every in _every(mode, kind)]
+    pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
+    # What selective recomputation keeps cannot be moved (parallel.support.memory).
+    moved = fixed.of("offload_activations", [0, 1] if space.shape.device else [0])
+    ways = [
+        (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
+    ]
+    offload = fixed.of("offload", range(len(OFFLOAD)) if kind.sharded else [0])
+    table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T
+    return Techniques(dict(zip(TECHNIQUE_COLUMNS, table, strict=True)), np.ceil(kind.blocks / table[1]) / kind.blocks)
+
+
+def _every(mode: float, kind: _Kind) -> list[int]:
+    """Fewest recomputed blocks first, each number of them once."""
+    if RECOMPUTE[int(mode)] == "none":
+        return [1]
+    distinct = {-(-kind.blocks // every): every for every in reversed(RECOMPUTE_EVERY) if every <= kind.blocks}
+    return [distinct[count] for count in sorted(distinct)]
+
+
+def count_candidates(space: SearchSpace) -> int:
+    """Candidates of the space, counted without estimating any."""
+    return sum(block.count for block in iterate_blocks(space, 1 << 22))

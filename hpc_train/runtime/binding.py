@@ -1,0 +1,155 @@
+"""This rank's GPU and what is next to it; and its processors, memory and threads, bound to its share of the node."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.cluster.spec import Cluster
+from hpc_train.cluster.this_machine import describe_this_node
+from hpc_train.config.launch import LaunchConfig
+from hpc_train.placement.cpu_binding import (
+    CpuBinding,
+    RankSeat,
+    assign_cpus,
+    bind_process,
+    format_cpus,
+    parse_cpus,
+    read_processors,
+)
+from hpc_train.placement.nic_assignment import NO_PORT_UP, assign_nics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeSurvey:
+    """What one process finds out for all of its node."""
+
+    cliques: dict[str, str] = field(default_factory=dict)
+    """PCI address of a GPU -> NVLink domain that spans nodes."""
+    nics: list[str] = field(default_factory=list)
+    """Devices fit for GPU traffic."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Other devices that are up -> why they are not fit."""
+    nic_of: dict[str, str] = field(default_factory=dict)
+    """PCI address of a GPU -> the device that serves it."""
+
+
+def find_pci_address(device: torch.device) -> str | None:
+    """PCI address in full, lower case (0000:07:00.0), of a GPU of torch's; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    its: Any = torch.cuda.get_device_properties(device)
+    bus = getattr(its, "pci_bus_id", None)
+    return None if bus is None else f"{its.pci_domain_id:04x}:{bus:02x}:{its.pci_device_id:02x}.0"
+
+
+def find_nearby_processors(pci: str, root: Path = Path("/")) -> frozenset[int]:
+    """Processors next to a PCI device; empty where the machine does not tell."""
+    try:
+        return parse_cpus((root / "sys/bus/pci/devices" / pci / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
+    """The GPUs and NICs of this node. What cannot be read is left out, with a warning: it must not stop a job."""
+    try:
+        cluster = read()
+        node = cluster.nodes[0]
+        found = assign_nics(node, cluster.links)
+    except Exception as error:
+        log.warning("the GPUs and NICs of this node could not be read", exc_info=error)
+        return NodeSurvey()
+    devices = {nic.id: nic.device or nic.id for nic in node.nics}
+    pci = {gpu.id: gpu.pci or gpu.id for gpu in node.gpus}
+    return NodeSurvey(
+        cliques={pci[gpu.id]: gpu.clique for gpu in node.gpus if gpu.clique is not None},
+        nics=[devices[nic.id] for nic in node.nics if nic.id not in found.dropped],
+        dropped={devices[nic]: why for nic, why in found.dropped.items() if why != NO_PORT_UP},
+        nic_of={pci[gpu]: devices[nic] for gpu, nic in found.nic_of.items()},
+    )
+
+
+@dataclass(frozen=True)
+class RankBinding:
+    """What came of binding one rank."""
+
+    binding: CpuBinding
+    threads: int
+    """Threads of one torch operation."""
+    memory_problem: str | None = None
+    """Why the memory is not bound though its node is known."""
+
+    def line(self) -> str:
+        """For a person."""
+        if not self.binding.cpus:
+            return self.binding.reason
+        where = f"processors {format_cpus(self.binding.cpus)}, {self.binding.reason}"
+        if self.binding.memory is None:
+            return where
+        if self.memory_problem:
+            return f"{where}; memory not bound: {self.memory_problem}"
+        return f"{where}, and memory of NUMA node {self.binding.memory}"
+
+    def as_json(self) -> dict[str, Any]:
+        """As rankmap.json has it."""
+        cpus = self.binding.cpus or os.sched_getaffinity(0)
+        memory = None if self.memory_problem else self.binding.memory
+        return {"cpus": format_cpus(cpus), "memory": memory, "threads": self.threads, "binding": self.binding.reason}
+
+
+def bind_rank(
+    launch: LaunchConfig, seats: Sequence[RankSeat], local: int, env: MutableMapping[str, str], mpi: bool = False
+) -> RankBinding:
+    """Bind this process as the local-th of the ranks of its node, and give torch as many threads as it has cores.
+
+    A number of threads that the user has set stays; where it is more than a rank's share, no rank is bound. mpi: MPI
+    moves data in this run; its launcher binds, as its library waits by spinning and needs to know of it.
+    """
+    chosen = launch.threads or read_user_threads(env, seats)
+    binding = _choose_binding(launch, seats, local, chosen)
+    if mpi and binding.cpus:
+        binding = CpuBinding((), 0, None, "not bound: MPI's own launcher does that (mpirun --bind-to, srun --cpu-bind)")
+    try:
+        problem = bind_process(binding)
+    except OSError as error:
+        binding = replace(binding, cpus=(), memory=None, reason=f"not bound: {error.strerror}")
+        problem = None
+    if binding.cpus:
+        threads = chosen or min(binding.cores, _read_number(env) or binding.cores)
+        env["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return RankBinding(binding, torch.get_num_threads(), problem)
+
+
+def _choose_binding(launch: LaunchConfig, seats: Sequence[RankSeat], local: int, threads: int | None) -> CpuBinding:
+    if not launch.bind:
+        return CpuBinding((), 0, None, "not bound: launch.bind=false")
+    shares = assign_cpus(seats, read_processors())
+    least = min((len(share.cpus) for share in shares if share.cpus), default=0)
+    if least and threads is not None and threads > least:
+        return CpuBinding((), 0, None, f"not bound: {threads} threads a rank, {least} processors")
+    return shares[local]
+
+
+def read_user_threads(env: Mapping[str, str], seats: Sequence[RankSeat]) -> int | None:
+    """OMP_NUM_THREADS, unless it is what a launcher sets by itself: the processors of a task, or those of the node
+    shared out.
+    """
+    number = _read_number(env)
+    everything = len(frozenset[int]().union(*(seat.allowed for seat in seats)))
+    usual = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, everything // len(seats)))}
+    return None if str(number) in usual else number
+
+
+def _read_number(env: Mapping[str, str]) -> int | None:
+    text = env.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(text) if text.isdecimal() and int(text[:9]) > 0 else None

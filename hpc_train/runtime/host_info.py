@@ -1,0 +1,223 @@
+"""What every process knows of itself and its node before the process group exists, shared through the job's store.
+
+Also whether MPI and Slurm see the job as we do: a launch that joins none of them is silent, and every rank is alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Task
+from hpc_train.mpi import load_mpi
+from hpc_train.placement.communication_environment import find_harmful_variables
+from hpc_train.placement.cpu_binding import RankSeat, format_cpus, parse_cpus
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process, in JSON's types."""
+
+    process: int
+    node: int
+    local: int
+    host: str
+    address: str
+    """IPv4 address of the host on the job's network."""
+    port: int
+    """A TCP port that was free there a moment ago, for libraries that open a store of their own on rank 0."""
+    cpus: str
+    """Processors that the launcher lets it use, as Linux writes a list."""
+    gpu: str | None = None
+    """PCI address of its GPU."""
+    near: str = ""
+    """Processors next to its GPU."""
+    clique: str | None = None
+    """NVLink domain that spans nodes, of its GPU; of local rank 0."""
+    slurm: dict[str, str] = field(default_factory=dict)
+    """SLURMD_NODENAME, SLURM_TOPOLOGY_ADDR and SLURM_TOPOLOGY_ADDR_PATTERN, of local rank 0."""
+    nics: list[str] = field(default_factory=list)
+    """Devices fit for GPU traffic, of local rank 0."""
+    dropped_nics: dict[str, str] = field(default_factory=dict)
+    """Other devices that are up -> why they are not fit, of local rank 0."""
+    nic_of: dict[str, str] = field(default_factory=dict)
+    """PCI address of a GPU -> the device that serves it best, of local rank 0."""
+    harmful: dict[str, str] = field(default_factory=dict)
+    """Inherited variables that do harm -> their values."""
+    mpi: list[int] | None = None
+    """[rank, size] as the MPI library says, where the run needs MPI."""
+
+    @property
+    def seat(self) -> RankSeat:
+        return RankSeat(parse_cpus(self.cpus), parse_cpus(self.near))
+
+
+_SLURM = ("SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")
+
+
+def collect_own_facts(
+    task: Task, env: Mapping[str, str], address: str, gpu: str | None = None, mpi: tuple[int, int] | None = None
+) -> ProcessFacts:
+    """This process's facts. gpu: PCI address of the GPU it will use."""
+    from hpc_train.runtime.binding import NodeSurvey, find_nearby_processors, survey_node
+
+    first = task.local == 0
+    here = survey_node() if first and gpu is not None else NodeSurvey()
+    several = task.processes > task.nodes
+    return ProcessFacts(
+        process=task.process,
+        node=task.node,
+        local=task.local,
+        host=task.host,
+        address=address,
+        port=_find_free_port(address),
+        cpus=format_cpus(os.sched_getaffinity(0)),
+        gpu=gpu,
+        near=format_cpus(find_nearby_processors(gpu)) if gpu else "",
+        clique=here.cliques.get(gpu) if gpu else None,
+        slurm={name: env[name] for name in _SLURM if name in env} if first else {},
+        nics=here.nics,
+        dropped_nics=here.dropped,
+        nic_of=here.nic_of,
+        harmful={it.name: it.value for it in find_harmful_variables(env, 2 if several else 1)},
+        mpi=list(mpi) if mpi else None,
+    )
+
+
+def _find_free_port(address: str) -> int:
+    try:
+        with socket.create_server((address, 0)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError:
+        return 0
+
+
+def publish_facts(task: Task, mine: ProcessFacts) -> None:
+    """Put this process's facts into the store: one key a node, so that process 0 reads nodes, not processes."""
+    store: Any = _store_of(task)  # torch declares `append` for none of its stores, and has it for all but files
+    store.append(_node_key(task.node), json.dumps(asdict(mine)) + "\n")
+    if store.add("facts/told", 1) == task.processes:
+        store.set("facts/all", "")
+
+
+def gather_all_facts(task: Task, timeout: timedelta) -> list[ProcessFacts]:
+    """Everybody's facts, in launcher order; for process 0. Raises UserError if some do not come within `timeout`."""
+    import torch.distributed as dist
+
+    store = _store_of(task)
+    try:
+        store.wait(["facts/all"], timeout)
+    except dist.DistStoreError:
+        came = store.add("facts/told", 0)
+        raise UserError(
+            f"{came} of {task.processes} processes said where they are within {timeout.total_seconds():.0f} s; "
+            "did the others fail? see their logs"
+        ) from None
+    told = [node for node in range(task.nodes) if store.check([_node_key(node)])]
+    return sorted(
+        (fact for text in store.multi_get([_node_key(node) for node in told]) for fact in _parse_facts(text)),
+        key=_process_number,
+    )
+
+
+def gather_node_facts(task: Task) -> list[ProcessFacts]:
+    """The facts of this node's processes, by local rank; only once all have told theirs."""
+    return sorted(_parse_facts(_store_of(task).get(_node_key(task.node))), key=lambda fact: fact.local)
+
+
+def _process_number(fact: ProcessFacts) -> int:
+    return fact.process
+
+
+def _parse_facts(text: bytes) -> Sequence[ProcessFacts]:
+    found: list[dict[str, Any]] = [json.loads(line) for line in text.decode().splitlines()]
+    return [ProcessFacts(**entry) for entry in found]
+
+
+def _node_key(node: int) -> str:
+    return f"facts/node/{node}"
+
+
+def _store_of(task: Task) -> Store:
+    assert task.store is not None, "facts are exchanged through the job's store"
+    return task.store
+
+
+def read_mpi_view() -> tuple[int, int] | None:
+    """(rank, size) as the MPI library says; None without mpi4py. The first call initialises MPI."""
+    try:
+        MPI = load_mpi()
+    except ImportError:
+        return None
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def find_missing_mpi(launcher: str, env: Mapping[str, str]) -> str | None:
+    """One line if srun started this process without MPI; to be asked before `mpi_view`.
+
+    Open MPI ends such a process where it initialises, others say that each is 0 of 1.
+    """
+    if launcher != "slurm" or any(name.startswith(("PMIX_", "PMI_", "PMI2_", "PALS_")) for name in env):
+        return None
+    return "srun gave these processes no MPI; use srun --mpi=pmix"
+
+
+def read_slurm_view(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """(rank, size) of this process as its Slurm step says; None outside a step, and where the numbers are none."""
+    texts = env.get("SLURM_PROCID", ""), env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", ""))
+    if "SLURM_STEP_ID" not in env or not all(text.isdecimal() for text in texts):
+        return None
+    return int(texts[0]), int(texts[1])
+
+
+def compare_with_mpi(task: Task, view: tuple[int, int] | None) -> str | None:
+    """One line if MPI does not see this process as the launcher does; view: what `mpi_view` says."""
+    if view is None:
+        return "mpi4py is not installed (pip install 'hpc_train[mpi]')"
+    if view == (task.process, task.processes):
+        return None
+    return (
+        f"MPI sees process {view[0]} of {view[1]} where {task.launcher} started {task.process} of {task.processes}; "
+        f"start the ranks with {'srun --mpi=pmix' if task.launcher == 'slurm' else 'mpirun, or srun --mpi=pmix'}"
+    )
+
+
+def find_mpi_problem(task: Task, env: Mapping[str, str]) -> str | None:
+    """One line if this process could not use MPI as its launcher counts it, for `doctor`. Initialises MPI."""
+    return find_missing_mpi(task.launcher, env) or compare_with_mpi(task, read_mpi_view())
+
+
+def compare_with_slurm(task: Task, env: Mapping[str, str]) -> str | None:
+    """One line if the Slurm step that this process is in counts other ranks than its innermost launcher does.
+
+    As it should be for one task a node under torchrun, and a mistake for one torchrun, or mpirun, a task of many.
+    """
+    view = read_slurm_view(env)
+    if view is None or task.launcher == "slurm" or view[1] in (1, task.nodes) or view[1] == task.processes:
+        return None
+    return (
+        f"the Slurm step has {view[1]} tasks on {task.nodes} nodes where {task.launcher} counts {task.processes} "
+        f"processes: start {task.launcher} once a node, or the ranks by srun itself"
+    )
+
+
+def find_mpi_disagreement(facts: Sequence[ProcessFacts], launcher: str, setting: str) -> str | None:
+    """One line for all: the first process that MPI sees elsewhere. setting: what needs MPI."""
+    size = len(facts)
+    for fact in facts:
+        if fact.mpi is not None and fact.mpi != [fact.process, size]:
+            rank, seen = fact.mpi
+            return (
+                f"{setting}: MPI sees process {rank} of {seen} where {launcher} started {fact.process} of {size}; "
+                "start the ranks with mpirun, or srun --mpi=pmix"
+            )
+    return None

@@ -1,0 +1,96 @@
+"""Requests to stop this process, and whether another one lives.
+
+SIGTERM, SIGUSR2 and Ctrl-C set a flag that the training loop polls at every step. Only the standard library is
+imported, and the package above imports nothing, so that a rank can install the handlers before it spends seconds on
+importing torch: a signal in that time is kept, not deadly.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""SIGTERM is what Slurm sends at preemption, SIGUSR2 what the batch script asks for before the time limit."""
+
+
+@dataclass
+class StopRequest:
+    """Whether this process was asked to stop, by which signal, and when (time.time())."""
+
+    signal_name: str | None = None
+    at: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_name is not None
+
+    def ask(self, name: str) -> None:
+        """Record the first request; later ones change nothing."""
+        if self.signal_name is None:
+            self.at = time.time()
+            self.signal_name = name
+
+
+def install_stop_handlers() -> StopRequest:
+    """Handle the stop signals of this process (main thread only) by recording the request; returns its record.
+
+    A process started with a signal ignored or blocked has it delivered again. Ctrl-C counts as a stop signal once; the
+    second one raises KeyboardInterrupt as ever, for a person who does not want to wait for the end of a step.
+    """
+    request = StopRequest()
+
+    def handler(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and request.signal_name == "SIGINT":
+            raise KeyboardInterrupt
+        request.ask(signal.Signals(number).name)
+
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        signal.signal(number, handler)
+    unblock_stop_signals()
+    return request
+
+
+@contextmanager
+def block_stop_signals() -> Iterator[None]:
+    """Processes that are started inside begin with the stop signals blocked.
+
+    A signal that comes before they have installed their handlers waits for them, in place of ending them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_stop_signals() -> None:
+    """Deliver the stop signals to this process, those that have waited first."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def identify_machine() -> str:
+    """Tells this boot of this machine, and this container of it, from all others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def read_start_time(process: int) -> str | None:
+    """Field 22 of proc_pid_stat(5); None if there is no such process, or only what its parent has not yet heard of."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def is_process_alive(process: int, started: str, on: str) -> bool | None:
+    """Whether process `process`, started at `started` on machine `on`, lives; None if that is not this machine."""
+    if not process or on != identify_machine():
+        return None
+    return read_start_time(process) == started

@@ -1,0 +1,213 @@
+"""What each rank computes in a step: its stages of the pipeline, their blocks, and the micro-batches.
+
+Blocks are split over stages by their FLOPs (or by parallel.pipeline.costs), contiguously; a schedule says which rank
+has which stage. The trainer builds its stages by these functions, and traffic and the planner count with them, so that
+all three agree. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import Degrees, PipelineConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.shape import compute_flops_per_token, count_vit_tokens
+from hpc_train.schedules import order
+from hpc_train.schedules.generate import REQUIREMENTS
+from hpc_train.schedules.order import Order, looped_placement, v_shaped_placement
+from hpc_train.traffic import sharding
+
+
+def is_schedule_file(pipeline: PipelineConfig) -> bool:
+    """Whether the schedule is that of a file."""
+    return pipeline.schedule.endswith(".csv")
+
+
+def read_schedule_file(pipeline: PipelineConfig) -> Order:
+    """The order of a schedule from a file. Raises UserError where it cannot be read."""
+    try:
+        return order.read_order(Path(pipeline.schedule).expanduser())
+    except UserError as error:
+        raise UserError(f"parallel.pipeline.schedule={error}") from error
+
+
+def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
+    """The pp rank of each stage."""
+    if is_schedule_file(pipeline):
+        return read_schedule_file(pipeline).placement
+    needs = REQUIREMENTS[pipeline.schedule]
+    return (
+        v_shaped_placement(pp)
+        if needs.v_shaped
+        else looped_placement(pp, pipeline.virtual_stages or needs.virtual_stages)
+    )
+
+
+def splits_backward(pipeline: PipelineConfig) -> bool:
+    """Whether the schedule computes the gradients of weights apart."""
+    return (
+        read_schedule_file(pipeline).splits_backward
+        if is_schedule_file(pipeline)
+        else REQUIREMENTS[pipeline.schedule].splits_backward
+    )
+
+
+def stage_split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """Return, for each stage, the number of micro-batches whose backward is split; see sharding.split_backwards."""
+    if is_schedule_file(pipeline):
+        return sharding.count_split_in_order(read_schedule_file(pipeline))
+    stages = len(stage_placement(pipeline, pp))
+    return sharding.count_split_backwards(pipeline.schedule, pp, stages // pp, micro_batches)
+
+
+def count_micro_batches(config: RunConfig, degrees: Degrees) -> int:
+    """Micro-batches of a step, the last of which may be short."""
+    return -(-config.train.global_batch // degrees.data_parallel // config.train.micro_batch)
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Relative time of each part of a model."""
+
+    before: float
+    """What precedes the first block, the embedding."""
+    blocks: tuple[float, ...]
+    after: float
+    """What follows the last block, the head."""
+
+
+def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockCosts:
+    """FLOPs of a model's parts; of a custom model, which only it knows, 1 for each of its `blocks`.
+
+    A lookup in the embedding has none; a vision transformer's patch projection has.
+    """
+    if not isinstance(model, (TransformerConfig, VisionTransformerConfig)):
+        return BlockCosts(0.0, (1.0,) * blocks, 0.0)
+    ends = _flops(replace(model, layers=0), sequence_length)
+    block = _flops(replace(model, layers=1), sequence_length) - ends
+    before = 0.0
+    if isinstance(model, VisionTransformerConfig):
+        before = _flops(replace(model, layers=0, classes=0), sequence_length)
+    return BlockCosts(before, (block,) * blocks, ends - before)
+
+
+def _flops(model: ModelConfig, sequence_length: int) -> float:
+    flops = compute_flops_per_token(model, sequence_length)
+    assert flops is not None
+    return flops
+
+
+def costs_from_config(values: Sequence[float]) -> BlockCosts:
+    """parallel.pipeline.costs as Costs."""
+    return BlockCosts(values[0], tuple(values[1:-1]), values[-1])
+
+
+def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
+    """The blocks of each stage: contiguous, at least one each, and the costliest stage as cheap as it can be.
+
+    Of several such splits one with stages that are close to one another. O(stages blocks^2).
+    """
+    count = len(costs.blocks)
+    assert 1 <= stages <= count
+    sums = [0.0, *accumulate(costs.blocks)]
+
+    def cost(first: int, end: int) -> float:
+        extra = (costs.before if first == 0 else 0.0) + (costs.after if end == count else 0.0)
+        return sums[end] - sums[first] + extra
+
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
+    best = {end: (cost(0, end), cost(0, end) ** 2, (0,)) for end in range(1, count + 1)}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (max(largest, cost(first, end)), squares + cost(first, end) ** 2, (*starts, first))
+                for first, (largest, squares, starts) in best.items()
+                if first < end
+            )
+            for end in range(stage + 1, count + 1)
+        }
+    starts = best[count][2]
+    return [range(first, end) for first, end in zip(starts, (*starts[1:], count), strict=True)]
+
+
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of an element, by precision."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The same for every rank of a job."""
+
+    micro_batches: int
+    sequences: float
+    """Of one micro-batch of a rank; the mean where the last one is short, and the most on a pipeline, which fills up.
+    """
+    positions: float
+    """Of a sequence on one rank of cp."""
+    compute: int
+    """Bytes of an activation, and of a gathered parameter."""
+    reduce: int
+    """Bytes of a gradient that fully_shard reduces."""
+    kept: int
+    """Bytes of a parameter at rest, and of a gradient that DistributedDataParallel reduces."""
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """One stage of a pipeline, or the whole model."""
+
+    blocks: int
+    first: bool = True
+    """It has the embedding."""
+    last: bool = True
+    """It has the head."""
+    split: int = 0
+    """Number of micro-batches whose backward is split."""
+
+
+def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
+    """What a step of this run is made of."""
+    train, precision = config.train, config.precision
+    rows, count = train.global_batch / degrees.data_parallel, count_micro_batches(config, degrees)
+    tokens = (
+        count_vit_tokens(config.model) if isinstance(config.model, VisionTransformerConfig) else train.sequence_length
+    )
+    return StepWork(
+        micro_batches=count,
+        sequences=min(rows, train.micro_batch) if degrees.pp > 1 else rows / count,
+        positions=tokens / degrees.cp,
+        compute=ELEMENT_BYTES[precision.name],
+        reduce=ELEMENT_BYTES[precision.reduce],
+        kept=8 if precision.name == "fp64" else 4,
+    )
+
+
+def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[StagePart, ...], ...]:
+    """Return the stages of each rank of pp, split as they are before any measurement (pipeline.resplit).
+
+    micro_batches: number in a step, if it matters which of them have a split backward.
+    """
+    if pp == 1:
+        return ((StagePart(blocks),),)
+    pipeline = config.parallel.pipeline
+    where = stage_placement(pipeline, pp)
+    told = (
+        costs_from_config(pipeline.costs)
+        if pipeline.costs
+        else block_costs(config.model, config.train.sequence_length, blocks)
+    )
+    sizes, last = _sizes(told, len(where)), len(where) - 1
+    split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(where)
+    parts = [StagePart(count, at == 0, at == last, split[at]) for at, count in enumerate(sizes)]
+    return tuple(tuple(part for part, at in zip(parts, where, strict=True) if at == rank) for rank in range(pp))
+
+
+@cache
+def _sizes(told: BlockCosts, stages: int) -> tuple[int, ...]:
+    return tuple(len(held) for held in split_blocks(told, stages))

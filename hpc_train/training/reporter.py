@@ -1,0 +1,189 @@
+"""Everything a run tells about itself while it goes on, by its rank 0: metrics, events, TensorBoard, progress, words.
+
+A terminal sees a live line, logs plain lines.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from hpc_train.config.run import RunConfig
+from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_records import MetricsFile, append_event
+
+if TYPE_CHECKING:
+    from hpc_train.training.tensorboard_writer import TensorBoardWriter
+
+
+class Progress(Protocol):
+    """Shows records of metrics.jsonl as they come."""
+
+    def show(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_progress(steps: int, every: int, stream: TextIO | None = None) -> Progress:
+    """Rich's progress bar if `stream` (default: stdout) is a terminal, else a line every `every` steps."""
+    stream = stream or sys.stdout
+    return LiveProgress(steps, stream) if stream.isatty() else PlainProgress(steps, every, stream)
+
+
+def format_clock(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def describe_step(record: dict[str, Any]) -> str:
+    """Loss, speed and what else is known of one step, in a few words."""
+    parts = [f"loss {record['loss']:.4f}" if record["loss"] is not None else "loss not finite"]
+    if record.get("validation_loss") is not None:
+        parts.append(f"validation {record['validation_loss']:.4f}")
+    parts.append(f"lr {record['lr']:.2e}")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+class PlainProgress:
+    """One line every few steps, for logs."""
+
+    def __init__(self, steps: int, every: int, stream: TextIO) -> None:
+        self._steps, self._every, self._stream = steps, every, stream
+
+    def show(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        if step > 1 and step % self._every and step != self._steps and record.get("validation_loss") is None:
+            return
+        left = (self._steps - step) * record["step_seconds"]
+        width = len(str(self._steps))
+        print(
+            f"step {step:>{width}}/{self._steps}  {describe_step(record)}  left {format_clock(left)}",
+            file=self._stream,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class LiveProgress:
+    """A bar, the newest numbers and the time left, in place; validation losses stay on the screen."""
+
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(20),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+            redirect_stderr=sys.stderr.isatty(),  # warnings stay above the bar, and in the file where stderr is one
+        )
+        self._task = self._bar.add_task("starting", total=steps)
+        self._bar.start()
+
+    def show(self, record: dict[str, Any]) -> None:
+        self._bar.update(self._task, completed=record["step"], description=describe_step(record))
+        if record.get("validation_loss") is not None:
+            self._bar.console.print(f"step {record['step']}  {describe_step(record)}", highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+@dataclass
+class Reporter:
+    """On ranks other than 0 every method does nothing."""
+
+    folder: RunDirectory
+    attempt: int
+    metrics: MetricsFile | None = None
+    board: TensorBoardWriter | None = None
+    bar: Progress | None = None
+    warned: bool = False
+
+    @classmethod
+    def start(
+        cls, config: RunConfig, folder: RunDirectory, attempt: int, steps: int, resumed_at: int, rank: int
+    ) -> Reporter:
+        """A reporter that writes on rank 0 and is silent elsewhere."""
+        if rank != 0:
+            return cls(folder, attempt)
+        board = None
+        if config.train.tensorboard:
+            from hpc_train.training.tensorboard_writer import TensorBoardWriter
+
+            board = TensorBoardWriter(folder.path / "tensorboard", resumed_at)
+        bar = make_progress(steps, config.train.log_every)
+        return cls(folder, attempt, MetricsFile(folder.metrics, resumed_at), board, bar)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One step's numbers; those that are not known are left out of TensorBoard and of the optional fields."""
+        if self.metrics is None:
+            return
+        optional = ("noise_scale", "validation_loss")
+        record = {key: value for key, value in record.items() if value is not None or key not in optional}
+        self.metrics.write(record)
+        if self.bar is not None:
+            self.bar.show(record)
+        if self.board is not None:
+            self.board.add(record)
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss of a step whose other numbers an earlier attempt has written."""
+        if self.metrics is None:
+            return
+        self.metrics.amend(step, validation_loss=loss)
+        if self.board is not None:
+            self.board.add({"step": step, "validation_loss": loss})
+
+    def noise(self, critical: float, batch: int) -> None:
+        """Warn once when the batch is past the critical one."""
+        if batch > critical and not self.warned:
+            self.warned = True
+            self.say(
+                f"train.global_batch={batch} is past the critical batch of about {critical:.0f} sequences "
+                "(gradient noise scale): more of it buys less than it costs"
+            )
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One line of events.jsonl."""
+        if self.metrics is not None:
+            append_event(self.folder.events, kind, self.attempt, **fields)
+
+    def say(self, text: str, last: bool = False) -> None:
+        """A line for a person: in this rank's log, and as an event for whoever follows the run."""
+        if self.metrics is not None:
+            if last and self.bar is not None:
+                self.bar.close()
+            print(text, flush=True)
+            self.event("note", text=text, last=last)
+
+    def mark_requeue(self) -> None:
+        """Tell the batch script that this attempt saved and may go on in another one."""
+        if self.metrics is not None:
+            self.folder.requeue_marker(self.attempt).touch()
+
+    def mark_done(self) -> None:
+        """Tell the batch script that the run has come to its end."""
+        if self.metrics is not None:
+            self.folder.done_marker(self.attempt).touch()
+
+    def close(self) -> None:
+        """Flush and close all of them."""
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.bar is not None:
+            self.bar.close()
+        if self.board is not None:
+            self.board.close()
+        sys.stdout.flush()

@@ -1,0 +1,211 @@
+"""The run directory: where everything of a run lies, who may read it, and whether a config may continue it."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.compose import config_to_dict, config_to_yaml
+from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import load_run_file
+from hpc_train.errors import UserError
+
+_MAY_DIFFER = re.compile(
+    r"run_dir$|(cluster|parallel|launch|container|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
+    r"|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
+)
+"""Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    path: Path
+    checkpoints: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        """Why parallel=auto chose what it did."""
+        return self.path / "plan.json"
+
+    @property
+    def schedule(self) -> Path:
+        """The pipeline's order, where the user gave a file with one."""
+        return self.path / "schedule.csv"
+
+    @property
+    def rank_map(self) -> Path:
+        return self.path / "rankmap.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def submitit(self) -> Path:
+        return self.path / ".submitit"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / str(attempt)
+
+    def log(self, attempt: int, task: int) -> Path:
+        return self.logs(attempt) / f"task-{task}.log"
+
+    def requeue_marker(self, attempt: int) -> Path:
+        """Left by the ranks when they have saved and stopped on purpose: the batch script requeues the job."""
+        return self.logs(attempt) / "requeue"
+
+    def done_marker(self, attempt: int) -> Path:
+        """Left by rank 0 after the last step: srun may say 0, too, when a time limit has ended its step."""
+        return self.logs(attempt) / "done"
+
+    def steps(self) -> list[int]:
+        """Steps that have a committed checkpoint, whole or not."""
+        found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def locate_run_directory(config: RunConfig) -> RunDirectory:
+    """The paths of this run; nothing is made. An unset run_dir becomes runs/<date>/<time>."""
+    now = datetime.now()
+    path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
+    checkpoints = Path(config.checkpoint.dir).expanduser().absolute() if config.checkpoint.dir else path / "checkpoints"
+    return RunDirectory(path, checkpoints)
+
+
+def prepare_run_directory(folder: RunDirectory, config: RunConfig) -> None:
+    """Make the run directory (0700) and write config.yaml.
+
+    Raises UserError if it cannot be made, or if it holds something else, or a run that this config may not continue.
+    """
+    check_owner(folder.path)
+    _check_is_run(folder)
+    if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
+        check_same_config(folder, config)
+    if config.checkpoint.dir and config.checkpoint.every:
+        _make_checkpoint_directory(folder, config)
+    try:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.path.chmod(0o700)
+        (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
+        write_private_file(folder.config, config_to_yaml(config))
+    except OSError as error:
+        raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+
+
+def check_owner(path: Path) -> None:
+    """Raise UserError if an existing run directory belongs to another user, even when running as root.
+
+    A link to it must not either, unless it is root's: its owner could redirect it at any time.
+    """
+    with suppress(OSError):  # not there yet, or not readable, which the first write will report
+        there, link = path.stat().st_uid, path.lstat().st_uid
+        if there != os.geteuid() or link not in (there, 0):
+            other = there if there != os.geteuid() else link
+            raise UserError(
+                f"run_dir={path}: belongs to {_user_name(other)}, and this is {_user_name(os.geteuid())}; "
+                "choose a directory of your own"
+            )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+@contextmanager
+def make_files_private() -> Iterator[None]:
+    """Inside this context, new files and directories are private to their owner; child processes inherit it."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_submitit_directory(folder: RunDirectory) -> None:
+    """Make submitit's directory; one that an earlier release made with the umask becomes private."""
+    folder.submitit.mkdir(mode=0o700, exist_ok=True)
+    folder.submitit.chmod(0o700)
+
+
+def _check_is_run(folder: RunDirectory) -> None:
+    """A directory of something else keeps its files and its mode."""
+    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    names.discard(".lock")  # of the submission that makes it
+    if names and not names & {"job.json", "logs", "checkpoints"}:
+        raise UserError(f"run_dir={folder.path}: holds {min(names)} and no run; choose a new or an empty directory")
+
+
+def _make_checkpoint_directory(folder: RunDirectory, config: RunConfig) -> None:
+    """Elsewhere than in the run directory: made before anything is computed that could then not be saved."""
+    try:
+        folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"
+        ) from error
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Replace a file atomically by one that only its owner may read."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    beside.replace(path)
+
+
+def make_attempt(folder: RunDirectory) -> int:
+    """The next attempt, its log directory made; two processes never get the same."""
+    attempt = 0
+    while True:
+        try:
+            folder.logs(attempt).mkdir(mode=0o700, parents=True)
+            return attempt
+        except FileExistsError:
+            attempt += 1
+
+
+def check_same_config(folder: RunDirectory, config: RunConfig) -> None:
+    """Raise UserError naming the settings in which the run in this folder was another one."""
+    old = _flatten(load_run_file(folder.config))
+    new = _flatten(config_to_dict(config))
+    differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
+    if not (old.get("data.path") and new.get("data.path")):
+        differ = [key for key in differ if key != "data.path"]  # built by the ranks: the sources say what it is
+    if differ:
+        shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differ[:3])
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise UserError(
+            f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
+        )
+
+
+def _flatten(node: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {key: value for name, sub in node.items() for key, value in _flatten(sub, f"{path}{name}.").items()}
+    # A token store's name says what is in it, its folder does not.
+    return {path[:-1]: Path(node).name if path == "data.path." and node else node}
