@@ -24,9 +24,9 @@ from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.job_spec import JobSpec, make_spec
-from hpc_train.launch.train import _schedule_file
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.node_locations import read_switch_file
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.traffic.stages import is_schedule_file
 from hpc_train.training.run_directory import (
     RunDirectory,
@@ -94,7 +94,15 @@ def decide_auto_layout(config: RunConfig, ranks: int | None) -> tuple[RunConfig,
 def read_schedule_file(config: RunConfig) -> str | None:
     """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
     pipeline = config.parallel.pipeline
-    return _schedule_file(Path(pipeline.schedule).expanduser()) if is_schedule_file(pipeline) else None
+    return _read_schedule_text(Path(pipeline.schedule).expanduser()) if is_schedule_file(pipeline) else None
+
+
+def _read_schedule_text(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"parallel.pipeline.schedule={path}: {why}; give a file with a pipeline's order") from error
 
 
 def find_token_store(config: RunConfig, build: bool = True) -> Path | None:

@@ -17,7 +17,6 @@ from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERR
 from hpc_train.launch.freeze import describe_finished_run, freeze_run
 from hpc_train.launch.job_spec import JobSpec
 from hpc_train.parallel.rules.parameter_server import needs_mpi
-from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.terminal import for_stream
@@ -95,14 +94,6 @@ def _refuse_second_run(folder: RunDirectory) -> None:
         from hpc_train.launch.submit import refuse_unfinished_job
 
         refuse_unfinished_job(folder.path, run_client)
-
-
-def _schedule_file(path: Path) -> str:
-    try:
-        return read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"parallel.pipeline.schedule={path}: {why}; give a file with a pipeline's order") from error
 
 
 def _as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest) -> int:
