@@ -1,6 +1,28 @@
 """hpc_train: describe, plan, submit, place, train, checkpoint and resume PyTorch runs on Slurm clusters.
 
-Importing this package is cheap: torch is imported by the rooms that need it, never here.
+Importing this package is cheap: each public name is imported on first use, and torch only by what needs it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_train.api import Run, compose, plan, submit, train
+    from hpc_train.errors import RunFailed, UserError
+
 __version__ = "0.1.0"
+__all__ = ["Run", "RunFailed", "UserError", "compose", "plan", "submit", "train"]
+
+_MODULES = {
+    "hpc_train.api": ("Run", "compose", "plan", "submit", "train"),
+    "hpc_train.errors": ("RunFailed", "UserError"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

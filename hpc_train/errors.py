@@ -19,3 +19,7 @@ class UserError(Exception):
 
 class IncompleteRun(Exception):
     """Raised when all steps are made but the run is not done; one line says what is missing and what to do."""
+
+
+class RunFailed(RuntimeError):
+    """Raised by `hpc_train.train` when ranks failed. Its text is the first error and where its log is."""

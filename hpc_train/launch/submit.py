@@ -13,9 +13,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
@@ -39,6 +41,20 @@ def default_to_slurm(overrides: Sequence[str]) -> list[str]:
     return [f"{group}=slurm" for group in ("cluster", "launch") if group not in chosen] + list(overrides)
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A run that Slurm has accepted, or the script that it would get."""
+
+    run_dir: Path
+    ranks: int
+    jobs: tuple[str, ...] = ()
+    """Job ids, of a chain in their order; empty of a dry run."""
+    nodes: int = 0
+    ranks_per_node: int = 0
+    script: str = ""
+    """The batch script, only of a dry run."""
+
+
 def submit_command(
     overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
 ) -> int:
@@ -46,7 +62,19 @@ def submit_command(
 
     after: runs that must have ended well before this one starts.
     """
-    config = compose(overrides, config_dir)
+    submission = submit_run(compose(overrides, config_dir), after=after, dry_run=dry_run)
+    _print_submission(submission, as_json)
+    return 0
+
+
+def submit_run(
+    config: RunConfig, *, after: Sequence[str] = (), dry_run: bool = False, ask: RunClient = run_client
+) -> Submission:
+    """Freeze one run and hand it to sbatch; returns at once. What sbatch refuses leaves nothing.
+
+    after: runs (directories or job ids) that must have ended well before this one starts. dry_run: only check, and
+    return the batch script. Raises UserError for whatever is wrong with the run or refused by Slurm.
+    """
     if config.launch.kind != "slurm":
         raise UserError(
             f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train` to run here"
@@ -56,24 +84,21 @@ def submit_command(
     ranks = node_count(config) * config.cluster.ranks_per_node
     folder = locate_run_directory(config)
     code = snapshot_code(config, folder.path)
-    request = make_request(config, folder, code).after(jobs_to_wait_for(after, run_client))
+    request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
         check_cluster_files(config)
-        script = render_script(folder, request)
-        print(json.dumps({"run_dir": str(folder.path), "ranks": ranks, "script": script}) if as_json else script)
-        return 0
-    check_partition(config, request, run_client)
+        return Submission(folder.path, ranks, script=render_script(folder, request))
+    check_partition(config, request, ask)
     with delay_signals(), submission_transaction(folder.path):
-        refuse_unfinished_job(folder.path, run_client)
+        refuse_unfinished_job(folder.path, ask)
         with code.kept_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, folder, why, code)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
-    _print_submission(folder, request, jobs, as_json)
     if code:
         remove_unused_snapshots(code.path.parent)
-    return 0
+    return Submission(folder.path, ranks, tuple(jobs), request.nodes, request.ranks_per_node)
 
 
 def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str]) -> None:
@@ -84,13 +109,17 @@ def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[
     append_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
 
 
-def _print_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str], as_json: bool) -> None:
-    if as_json:
-        chain = {"job_ids": jobs} if len(jobs) > 1 else {}
-        print(json.dumps({"job_id": jobs[0], "run_dir": str(folder.path), "ranks": request.ranks, **chain}))
-        return
-    what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
-    print(f"{what}: nodes {request.nodes} x ranks {request.ranks_per_node}, run directory {folder.path}")
+def _print_submission(submission: Submission, as_json: bool) -> None:
+    run, ranks, jobs = submission.run_dir, submission.ranks, submission.jobs
+    if submission.script:
+        shown = {"run_dir": str(run), "ranks": ranks, "script": submission.script}
+        print(json.dumps(shown) if as_json else submission.script)
+    elif as_json:
+        chain = {"job_ids": list(jobs)} if len(jobs) > 1 else {}
+        print(json.dumps({"job_id": jobs[0], "run_dir": str(run), "ranks": ranks, **chain}))
+    else:
+        what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
+        print(f"{what}: nodes {submission.nodes} x ranks {submission.ranks_per_node}, run directory {run}")
 
 
 SUBMISSION_LOCK = ".lock"

@@ -38,6 +38,15 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
 
 
 def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
+    folder, ranks = freeze_local_run(config)
+    return run_local_ranks(config, folder, ranks, stop)
+
+
+def freeze_local_run(config: RunConfig) -> tuple[RunDirectory, int]:
+    """Freeze a run of this machine's own ranks in its run directory; returns the directory and the number of ranks.
+
+    Raises UserError for what is wrong with the run, or if another one is going on in the directory.
+    """
     from hpc_train.launch.local.rank_pool import local_rank_count
 
     if mpi := needs_mpi(config):
@@ -47,7 +56,7 @@ def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
     check_owner(folder.path)
     _refuse_second_run(folder)
     freeze_run(config, ranks, folder)
-    return run_local_ranks(config, folder, ranks, stop)
+    return folder, ranks
 
 
 def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: StopRequest) -> int:

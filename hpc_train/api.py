@@ -1,0 +1,136 @@
+"""The Python API: what a notebook or another program calls. `import hpc_train` offers all of it lazily.
+
+    import hpc_train
+
+    config = hpc_train.compose(["model=llama_tiny", "train.steps=50"])
+    run = hpc_train.train(config)
+    run.status().state, run.metrics()[-1]["loss"]
+
+Each function does what the command of its name does, raises UserError where the command prints one line and exits with
+2, and returns a result in place of printing one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.config.compose import compose as compose
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, RunFailed, UserError
+
+if TYPE_CHECKING:
+    from hpc_train.launch.state.state_names import RunStatus
+    from hpc_train.planner.plan import Plan
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+
+
+class Run:
+    """One run: its directory, or the Slurm job that has it.
+
+    Nothing is cached: every call reads the run's files, and asks Slurm where a job is involved.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Find a run by its directory or job id. Raises UserError if there is none, or if it is a whole sweep."""
+        from hpc_train.launch.slurm.slurm_cli import run_client
+        from hpc_train.launch.state.run_lookup import find_points, require_single
+
+        self._point = require_single(find_points(str(path), run_client), str(path))
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._point.run
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration that the run was frozen with, read-only."""
+        from hpc_train.config.compose import config_from_dict
+        from hpc_train.config.run_file import load_run_file
+
+        return config_from_dict(load_run_file(self.path / "config.yaml"))
+
+    def status(self) -> RunStatus:
+        """State, reason, step, loss and nodes of the newest attempt, as `hpc-train status` shows them."""
+        from hpc_train.launch.slurm.slurm_cli import run_client
+        from hpc_train.launch.state.job_state import decide_state
+        from hpc_train.launch.state.progress import add_progress
+        from hpc_train.launch.state.run_facts import gather_facts
+
+        (facts,) = gather_facts([self._point], run_client)
+        return add_progress(decide_state(facts), facts)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary for each step: step, loss, grad_norm, lr, tokens_per_second, ... (docs/run_directory.md)."""
+        from hpc_train.training.run_records import read_metrics
+
+        return read_metrics(self.path / "metrics.jsonl")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Starts, resumes, checkpoints, signals and failures over all attempts, the oldest first."""
+        from hpc_train.launch.state.run_facts import read_events
+
+        return read_events(self.path)
+
+    def wait(self, timeout: float | None = None) -> RunStatus:
+        """Return the status once the run has ended; raise TimeoutError after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not (status := self.status()).state.ended:
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{self.path}: still {status.state} after {timeout:g} s")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return status
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+def train(config: RunConfig) -> Run:
+    """Train on this machine until the run is done, with the configuration's number of local ranks.
+
+    A run directory that holds this run already is continued from its newest whole checkpoint. Progress is printed.
+    Raises UserError for what is wrong with the configuration, and RunFailed with the first error of the ranks.
+    """
+    from hpc_train.launch.failures import explain_failure
+    from hpc_train.launch.train import freeze_local_run, run_local_ranks
+    from hpc_train.runtime.processes import StopRequest
+
+    if config.launch.kind != "local":
+        raise UserError(f"launch={config.launch.kind}: train() runs on this machine; use submit() for Slurm")
+    folder, ranks = freeze_local_run(config)
+    code = run_local_ranks(config, folder, ranks, StopRequest())
+    run = Run(folder.path)
+    if code not in (EXIT_DONE, EXIT_REQUEUE):
+        attempt = run.status().attempt
+        why = explain_failure(folder.logs(attempt)) if attempt is not None else None
+        raise RunFailed(why or f"the ranks ended with exit code {code}; see {folder.path / 'logs'}")
+    return run
+
+
+def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:
+    """Freeze a run and its code, hand it to Slurm, and return at once.
+
+    after: runs, run directories or job ids that must have ended well before this one starts. Raises UserError for
+    whatever is wrong with the run or refused by Slurm; then nothing is left behind.
+    """
+    from hpc_train.launch.submit import submit_run
+
+    names = [str(run.path if isinstance(run, Run) else run) for run in after]
+    return Run(submit_run(config, after=names).run_dir)
+
+
+def plan(config: RunConfig) -> Plan:
+    """Predict memory, step time and cost of a run, and search for the best layout.
+
+    Settings below `parallel` that differ from their defaults stay; the others, and the micro-batch, are searched.
+    `plan(config).best` is the recommended candidate; its `config` can be submitted. Raises UserError if nothing can be
+    planned, such as for a cluster without GPU figures.
+    """
+    from hpc_train.planner.plan import make_plan
+    from hpc_train.planner.request import make_request
+
+    return make_plan(make_request(config, ()))
