@@ -55,7 +55,7 @@ def act(action: str) -> None:
         assert not eaten, "nothing bounds the memory of this process"
     go = Path(os.environ["FAULT_FOLDER"]) / "go"
     told = sys.modules["__main__"]
-    while not (told._request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
+    while not (told._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
         time.sleep(0.01)
 
 
