@@ -131,7 +131,7 @@ def test_files_of_a_run_directory(tmp_path: Path, put: Put) -> None:
     assert read_cancel_seconds(RunPoint("run", tmp_path)) > 0
     assert list(JsonTail(tmp_path / "events.jsonl").records()) == []
     config = compose([f"run_dir={tmp_path}"])
-    with pytest.raises(UserError, match=r"config.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"config.yaml: it is a"):
         prepare_run_directory(locate_run_directory(config), config)
 
 

@@ -64,78 +64,80 @@ class Case:
 
 
 CASES = {
-    "head_width": Case(
+    "check_head_width": Case(
         "model.heads",
         [*GPU, "model.hidden=2112", "model.heads=16", "model.kv_heads=16"],
         "head_dim 132",
         ["model.heads=12"],
     ),
-    "head_width, given": Case("model.head_dim", [*GPU, "model.head_dim=100"], "head_dim 100", ["model.head_dim=104"]),
-    "hidden_width": Case(
+    "check_head_width, given": Case(
+        "model.head_dim", [*GPU, "model.head_dim=100"], "head_dim 100", ["model.head_dim=104"]
+    ),
+    "check_hidden_width": Case(
         "model.hidden",
         [*GPU, "model.hidden=2000", "model.heads=10", "model.kv_heads=10"],
         "27 %",
         ["model.hidden=1920"],
     ),
-    "feed_forward_width": Case(
+    "check_feed_forward_width": Case(
         "model.feed_forward",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.feed_forward=8200"],
         "is 1025, no multiple of 128",
         ["model.feed_forward=8192"],
         "hint",
     ),
-    "vocabulary": Case(
+    "check_vocabulary": Case(
         "model.vocab_size", [*GPU, "model.vocab_size=50257"], "no multiple of 128", ["model.vocab_size=50304"]
     ),
-    "precision": Case("precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
-    "tensor_divides": Case(
+    "check_precision": Case("check_precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
+    "check_tensor_divides": Case(
         "parallel.tp",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.hidden=1536", "model.heads=12", "model.kv_heads=12"],
         "does not divide heads 12",
         ["parallel.tp=4"],
         "error",
     ),
-    "tensor_shares_keys": Case(
+    "check_kv_head_sharing": Case(
         "parallel.tp",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.kv_heads=4"],
         "does not divide kv_heads 4",
         ["parallel.tp=4"],
         "hint",
     ),
-    "tensor_domain": Case(
+    "check_tensor_domain": Case(
         "parallel.tp",
         [*GPU, "cluster.nodes=2", "parallel=tp", "parallel.tp=16", "model.kv_heads=16", "parallel.dp_replicate=-1"],
         "more than the 8 GPUs of a node",
         ["parallel.tp=8"],
     ),
-    "uneven_stages": Case("parallel.pp", [*PIPELINE, "model.layers=18"], "18 layers over 4", ["model.layers=19"]),
-    "uneven_stages, head": Case(
+    "check_uneven_stages": Case("parallel.pp", [*PIPELINE, "model.layers=18"], "18 layers over 4", ["model.layers=19"]),
+    "check_uneven_stages, head": Case(
         "parallel.pp",
         [*PIPELINE, "model.vocab_size=512000"],
         "the head weighs",
         ["parallel.pp=1", "parallel.dp_replicate=8"],
     ),
-    "rounds": Case(
+    "check_interleaving_rounds": Case(
         "train.global_batch",
         [*PIPELINE, "parallel.pipeline.schedule=interleaved_1f1b", "train.global_batch=124", "model.layers=16"],
         "62 micro-batches over pp=4",
         ["train.global_batch=128"],
         "error",
     ),
-    "bubble": Case(
+    "check_bubble": Case(
         "parallel.pipeline",
         [*PIPELINE, "train.global_batch=32"],
         "16 micro-batches idles 16%",
         ["train.global_batch=54"],
     ),
-    "bubble, told": Case(
+    "check_bubble, told": Case(
         "parallel.pipeline",
         PIPELINE,
         "idles 20%",
         ["parallel.pp=1", "parallel.dp_replicate=8"],
         figures=RunEstimate(bubble=0.2),
     ),
-    "launch_bound": Case(
+    "check_launch_bound": Case(
         "train.micro_batch",
         [
             *GPU,
@@ -148,89 +150,89 @@ CASES = {
         "the host sets the pace",
         ["train.micro_batch=8", "parallel.compile=false"],
     ),
-    "needless_recompute": Case(
+    "check_needless_recompute": Case(
         "parallel.recompute.mode",
         [*GPU, "parallel.recompute.mode=full"],
         "a rank needs 40.0 of 80 GiB",
         ["parallel.recompute.mode=none"],
         figures=RunEstimate(memory_without_recompute=40 * GIB),
     ),
-    "needless_offload": Case(
+    "check_needless_offload": Case(
         "parallel.offload",
         [*GPU, "parallel=zero3", "parallel.offload.optimizer=cpu"],
         "a rank needs 60.0 of 80 GiB",
         ["parallel.offload.optimizer=none"],
         figures=RunEstimate(memory_without_offload=60 * GIB),
     ),
-    "past_critical": Case(
+    "check_critical_batch": Case(
         "train.global_batch",
         [*GPU, "plan.tokens=20e9", "train.global_batch=2048"],
         "times the critical batch",
         ["train.global_batch=431"],
     ),
-    "past_critical, measured": Case(
+    "check_critical_batch, measured": Case(
         "train.global_batch",
         [*GPU, "plan.critical_batch_tokens=1e5", "train.global_batch=2048"],
         "1e+05, measured",
         ["train.global_batch=97"],
     ),
-    "scaling_without_warmup": Case(
+    "check_scaling_warmup": Case(
         "optim.schedule.warmup_steps",
         [*GPU, "optim.lr_scaling=sqrt", "optim.base_batch=8", "optim.schedule.warmup_steps=0"],
         "for 2 times the batch, with 0 steps",
         ["optim.schedule.warmup_steps=100"],
     ),
-    "wrong_rule": Case(
+    "check_scaling_rule": Case(
         "optim.lr_scaling",
         [*GPU, "optim.lr_scaling=linear", "optim.base_batch=8"],
         "SGD's rule",
         ["optim.lr_scaling=sqrt"],
     ),
-    "no_warmup": Case(
+    "check_warmup": Case(
         "optim.schedule.warmup_steps",
         [*GPU, "optim.schedule.warmup_steps=0"],
         "without warm-up",
         ["optim.schedule.warmup_steps=100"],
         "hint",
     ),
-    "rate_off_law": Case(
+    "check_learning_rate": Case(
         "optim.lr", [*LARGE, "optim.lr=0.01"], "the Step Law's", ["optim.lr=3e-4"], "hint", BIG, names_value=False
     ),
-    "never_saves": Case(
+    "check_never_saves": Case(
         "checkpoint.every", [*LARGE, "checkpoint.every=0"], "nothing is saved", ["checkpoint.every=59"], figures=BIG
     ),
-    "interval_off": Case(
+    "check_save_interval": Case(
         "checkpoint.every",
         [*LARGE, "checkpoint.every=2000", "plan.checkpoint_seconds=60"],
         "of the time more than need be",
         ["checkpoint.every=59"],
         figures=BIG,
     ),
-    "interval_off, too often": Case(
+    "check_save_interval, too often": Case(
         "checkpoint.every",
         [*LARGE, "checkpoint.every=1", "plan.checkpoint_seconds=60"],
         "a save every 1 steps",
         ["checkpoint.every=59"],
         figures=BIG,
     ),
-    "blocking_saves": Case(
+    "check_blocking_saves": Case(
         "checkpoint.background",
         [*LARGE, "checkpoint.background=false", "plan.checkpoint_seconds=60"],
         "training waits 60 s",
         ["checkpoint.background=true"],
         figures=BIG,
     ),
-    "no_spares": Case(
+    "check_spares": Case(
         "plan.spare_nodes", LARGE, "128 nodes and none to spare", ["plan.spare_nodes=4"], "hint", BIG, False
     ),
-    "no_spares, repairs": Case(
+    "check_spares, repairs": Case(
         "plan.spare_nodes",
         [*LARGE, "plan.repair_hours=48"],
         "waits 51.9% of the time",
         ["plan.spare_nodes=5"],
         figures=BIG,
     ),
-    "late": Case(
+    "check_deadline": Case(
         "plan.deadline_days",
         [*LARGE, "plan.deadline_days=100"],
         "and 100 are allowed",
@@ -239,7 +241,7 @@ CASES = {
         BIG,
         names_value=False,
     ),
-    "over_budget": Case(
+    "check_budget": Case(
         "plan.budget",
         [*LARGE, "plan.price_per_gpu_hour=2", "plan.budget=1e6"],
         "and 1e+06 are there",
@@ -248,7 +250,7 @@ CASES = {
         BIG,
         names_value=False,
     ),
-    "spot_dearer": Case(
+    "check_spot_price": Case(
         "plan.spot_price_per_gpu_hour",
         [
             *LARGE,
@@ -322,7 +324,7 @@ def test_without_a_described_gpu_nothing_is_said_of_tensor_cores() -> None:
 
 
 def test_errors_come_first_and_print_in_two_lines() -> None:
-    case = CASES["tensor_divides"]
+    case = CASES["check_tensor_divides"]
     told = run_lints(run(*case.overrides, "model.vocab_size=50257"))
     assert [it.severity for it in told] == sorted((it.severity for it in told), key=["error", "warning", "hint"].index)
     assert len(format_advice(told)) == 2 * len(told)
@@ -335,9 +337,13 @@ def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
 
 
 def test_a_deadline_that_is_met_only_with_more_nodes_tells_how_many() -> None:
-    case = CASES["late"]
+    case = CASES["check_deadline"]
     slower = replace(case, figures=RunEstimate(job=replace(JOB, step_seconds=Percentiles(19.0, 20.0, 21.0))))
-    more = [int(told.fix.split()[2]) for told in (case.ask("late"), slower.ask("late")) if told is not None]
+    more = [
+        int(told.fix.split()[2])
+        for told in (case.ask("check_deadline"), slower.ask("check_deadline"))
+        if told is not None
+    ]
     assert more[1] == pytest.approx(2 * more[0], rel=0.05)
 
 
