@@ -31,6 +31,7 @@ from hpc_train.checkpoint.save.shared_file import WriterGroup
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.file_system import (
     WritePolicy,
+    checksum_bytes,
     make_directory,
     run_concurrently,
     sync_directory,
@@ -426,7 +427,8 @@ def commit_step(
 ) -> int:
     """On rank 0, when every file is on the disk. Returns the bytes of all files."""
     known = known or LayoutCache()
-    texts = {MANIFEST_FILE: known.text(manifest), INDEX_FILE: known.index(manifest)}
+    index = known.index(manifest)
+    texts = {MANIFEST_FILE: known.text(replace(manifest, index=checksum_bytes(index))), INDEX_FILE: index}
     calls = [partial(write_durable_file, temporary / name, text) for name, text in texts.items()]
     folders = sorted({temporary / SHARDS_FOLDER, *((temporary / file.name).parent for file in manifest.files)})
     run_concurrently(calls + [partial(sync_directory, folder) for folder in folders])
