@@ -85,7 +85,7 @@ def test_few_large_files_are_spread_and_written_in_whole_rounds(servers: Servers
     saved.wait()
     assert get_stripe_layout(tmp_path / "step-1" / "shards").layout == (StripeComponent(count=5, size=MIB),)
     assert verify_step(tmp_path, 1) == []
-    behaviour = saver.place._behaviour
+    behaviour = saver.storage._policy
     assert behaviour is not None
     assert behaviour.write_bytes == 20 * MIB, "the least multiple of a round of 5 MiB that is at least 16 MiB"
 
