@@ -171,7 +171,7 @@ class FileSection(NamedTuple):
 
 @dataclass
 class SharedFile:
-    """Its layouts is kept from save to save, and made anew when a rank has another one."""
+    """A file of several ranks, on the first of them; its layout is kept until a rank's rows change."""
 
     layouts: list[FileLayout] = field(default_factory=list)
     """Layout of each rank's section."""
@@ -179,10 +179,10 @@ class SharedFile:
     _head: SharedFileHead | None = None
 
     def create(self, path: Path, updates: Sequence[FileLayout | None], policy: WritePolicy) -> list[FileSection]:
-        """Make the file with all but its sections, unless nobody has any; where each rank writes.
+        """Create the file without its sections, unless no rank has data; returns where each rank writes.
 
-        news: what every rank has, None where that is what it had. The file is on the disk, its name is not.
-        Raises OSError, and CheckpointError as make_head does.
+        updates: the layout of each rank, None if it has not changed. The content is synchronised, its name is not.
+        Raises OSError, and CheckpointError as make_shared_head.
         """
         layouts = [old if new is None else new for new, old in zip(updates, self.layouts or updates, strict=True)]
         assert all(it is not None for it in layouts), "a rank has sent no layout yet"
