@@ -215,11 +215,11 @@ class TrainingRun:
             self.folder.checkpoints,
             self.world,
             background=checkpoint.background,
-            after=lambda _: self.retain(),
+            on_commit=lambda _: self.retain(),
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
-            place=CheckpointDirectory(checkpoint.io, LustreStriper(checkpoint.lustre)),
+            storage=CheckpointDirectory(checkpoint.io, LustreStriper(checkpoint.lustre)),
             overlap=overlap,
-            local=LocalStage.named(checkpoint.stage_dir),
+            local_stage=LocalStage.from_setting(checkpoint.stage_dir),
             sharing=replace(sharing, parallel_hdf5=checkpoint.parallel_hdf5),
             incremental=IncrementalWriter(whole_every=checkpoint.whole_every) if checkpoint.incremental else None,
             level=level,
@@ -230,7 +230,7 @@ class TrainingRun:
             self.world,
             background=checkpoint.background,
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
-            place=CheckpointDirectory(checkpoint.io, LustreStriper(checkpoint.lustre)),
+            storage=CheckpointDirectory(checkpoint.io, LustreStriper(checkpoint.lustre)),
             overlap=overlap,
             sharing=sharing,
             incremental=IncrementalWriter(whole_every=checkpoint.whole_every) if checkpoint.incremental else None,
@@ -250,7 +250,7 @@ class TrainingRun:
 
     def ended_saves(self) -> list[SaveResult]:
         """The saves, of either kind, that have ended since the last call."""
-        return self.saver.ended() + self.weights_saver.ended()
+        return self.saver.take_finished() + self.weights_saver.take_finished()
 
     def wait_for_saves(self) -> list[SaveResult]:
         """The same, once none is under way."""
@@ -258,7 +258,7 @@ class TrainingRun:
 
     def copied(self) -> float:
         """Return when parameters and optimizer state may change; the seconds that saves made it take."""
-        return self.saver.copied() + self.weights_saver.copied()
+        return self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
 
     def close(self) -> None:
         """End the loaders and the records."""

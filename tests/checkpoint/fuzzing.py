@@ -16,7 +16,6 @@ import resource
 import signal
 import struct
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from checkpoint_helpers import State, alone, same_bits, whole
 
-from hpc_train.checkpoint import CheckpointError, Saver, load_step, resume_from_checkpoint, save_step, verify_step
+from hpc_train.checkpoint import CheckpointError, Saver, load_step, resume_from_checkpoint, verify_step
 from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.load.verified_reader import read_digest_table
@@ -37,9 +36,11 @@ from hpc_train.cli.checkpoint.convert import reshard_command
 from hpc_train.interfaces import TensorShard
 
 SECONDS = 2
+LIMIT = 120
+"""Seconds after which a case ends the process, because an endless loop in C never comes back to a signal handler."""
 MEMORY = 64 << 20
 STEP = 2
-_HEADER = 24
+_HEADER = 24 + 16
 NUMBERS = (
     0,
     1,
@@ -163,8 +164,8 @@ def _between(taken: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     return found
 
 
-def make_bases(where: Path, older: Path) -> list[Base]:
-    """Make steps: plain, of two files, compressed, sharing with an earlier one, of older formats; step 1 is sound."""
+def make_bases(where: Path) -> list[Base]:
+    """Make steps: plain, of two files, compressed, sharing with an earlier one; step 1 is sound."""
     bases = []
     for name in ("plain", "split", "compressed", "shared"):
         directory, level = where / name, int(name == "compressed")
@@ -179,30 +180,9 @@ def make_bases(where: Path, older: Path) -> list[Base]:
             (directory / f"step-{STEP}").rename(where / "whole")
             (where / "other" / f"step-{STEP}").rename(directory / f"step-{STEP}")
         bases.append(Base(name, directory, tensors(STEP)))
-    with tarfile.open(older) as archive:
-        archive.extractall(where, filter="data")
-    for step, name in ((3, "format 4"), (6, "format 4, shared")):
-        directory = where / f"older-{step}"
-        save_step(directory, 1, whole({"rows": torch.zeros(2)}), {}, alone()).wait()
-        (where / "older" / f"step-{step}").rename(directory / f"step-{step}")
-        bases.append(Base(name, directory, {}, step=step))
     for base in bases:
         base.remember()
-        if not base.tensors:
-            base.tensors = _as_it_is(base)
     return bases
-
-
-def _as_it_is(base: Base) -> State:
-    found = {}
-    for it in read_manifest(base.path, base.step).holdings.tensors:
-        found[it.name] = torch.empty(it.shape, dtype=getattr(torch, it.dtype))
-    load_step(base.directory, base.step, whole_in_place(found), alone())
-    return found
-
-
-def whole_in_place(found: State) -> list[TensorShard]:
-    return [TensorShard(name, tuple(it.shape), it.dtype, (0,) * it.dim(), it) for name, it in found.items()]
 
 
 # ---- changes
@@ -347,9 +327,8 @@ def cut_off(base: Base, draw: random.Random) -> dict[str, bytes]:
 
 def with_digests(base: Base, name: str, data: bytes, draw: random.Random) -> dict[str, bytes]:
     old = base.files[name + ".digests"]
-    begin = _HEADER + 16 * (old[:8] == b"HPCTDIG2")
-    parts = old[begin + 8 * -(-len(base.files[name]) // (128 << 10)) :]
-    head = old[:8] + struct.pack("<Q", len(data)) + old[16:begin]
+    parts = old[_HEADER + 8 * -(-len(base.files[name]) // (128 << 10)) :]
+    head = old[:8] + struct.pack("<Q", len(data)) + old[16:_HEADER]
     digests = np.asarray(digest_blocks(memoryview(data)), dtype="<u8").tobytes()
     of_file = head + digests + parts
     return {name: data, name + ".digests": of_file} | with_table(base, name, of_file, draw, len(data))
@@ -446,6 +425,15 @@ def within_time(work: Callable[[], Any]) -> Any:
         signal.alarm(0)
 
 
+def limit_case(seconds: float = LIMIT) -> None:
+    """End the process with a traceback unless this is called again within so many seconds.
+
+    A thread of faulthandler's own watches: signal handlers and Python's threads wait while C code holds the
+    interpreter.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
 def memory_now() -> int:
     """Return the resident bytes, and count the peak from now on (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -471,7 +459,7 @@ def main() -> None:
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    bases = make_bases(arguments.where, Path(__file__).with_name("format_4.tar.xz"))
+    bases = make_bases(arguments.where)
     for base in bases:
         assert look(base, True) == "as saved", base.name
     now = _status("VmSize") + (4 << 30)
@@ -480,6 +468,7 @@ def main() -> None:
     failures, started = [], time.monotonic()
     for seed in range(arguments.first, arguments.first + arguments.cases):
         os.write(2, f"\r{seed} ".encode())
+        limit_case()
         try:
             where, outcome = run_case(bases, seed)
             key = f"{where.partition(': ')[2]}: {outcome}"
@@ -488,6 +477,7 @@ def main() -> None:
             failures.append([seed, f"{type(error).__name__}: {error}"[:500]])
             if len(failures) >= 50:
                 break
+    faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"counts": counts, "failures": failures, "seconds": time.monotonic() - started}))
     sys.exit(bool(failures))
 

@@ -42,7 +42,7 @@ def save_steps(
     """Save steps one after the other; returns for every rank what went wrong in each."""
 
     def work(world: World) -> list[str]:
-        saver, said = Saver(directory, on_nodes(world, nodes), sharing=sharing, local=disk), []
+        saver, said = Saver(directory, on_nodes(world, nodes), sharing=sharing, local_stage=disk), []
         for step, pieces in steps.items():
             saver.save(step, pieces(world), {"n": step})
             said += [str(it.error or "") for it in saver.wait()]

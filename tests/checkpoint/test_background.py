@@ -38,7 +38,7 @@ def change(pieces: list[TensorShard]) -> None:
 def test_the_pieces_may_change_at_once(tmp_path: Path, held_back: threading.Event) -> None:
     saver, pieces = Saver(tmp_path, alone()), whole(state(1))
     saver.save(1, pieces, {"consumed_samples": 8})
-    assert saver.ended() == []
+    assert saver.take_finished() == []
     change(pieces)
     held_back.set()
     (saved,) = saver.wait()
@@ -91,7 +91,7 @@ def test_in_the_foreground_the_outcome_is_known_at_once(tmp_path: Path) -> None:
     saver = Saver(tmp_path, alone(), background=False)
     saver.save(1, whole(state(1)), {})
     assert find_newest_verified(tmp_path) == 1
-    assert [saved.step for saved in saver.ended()] == [1]
+    assert [saved.step for saved in saver.take_finished()] == [1]
 
 
 def test_what_follows_a_commit_runs_on_rank_0_after_it(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_follows_a_commit_runs_on_rank_0_after_it(tmp_path: Path) -> None:
         def after(saved: SaveResult) -> None:
             seen.append((saved.step, saved.path.is_dir()))
 
-        saver = Saver(tmp_path, world, after=after)
+        saver = Saver(tmp_path, world, on_commit=after)
         for step in (1, 2):
             pieces = sharded(state(step), 0, world.rank, world.size)
             saver.save(step, pieces, {})

@@ -94,7 +94,7 @@ def test_an_index_of_another_step_is_a_problem_and_none_is_not(directory: Path, 
     assert printed.code == 1
     assert [it["file"] for it in printed.json["problems"]] == ["index.h5"]
     index.write_bytes(b"not HDF5")
-    assert "index.h5: it cannot be read" in terminal.call("verify", directory).err
+    assert "index.h5: its content is not what was committed" in terminal.call("verify", directory).err
     index.unlink()
     assert terminal.ok("verify", directory, "--json").json["ok"]
 

@@ -49,7 +49,7 @@ def test_ten_thousand_ranks_never_meet_in_one_folder(tmp_path: Path, ranks_per_f
     assert max(entries.values()) <= 128
     assert sorted(entries) == list_shard_folders(len(files))
 
-    needs = WriterGroup(files, 0).of_files([1] * RANKS)
+    needs = WriterGroup(files, 0).sum_by_file([1] * RANKS)
     assert needs == [len(ranks) for ranks in files]
     with at_call(0, lambda call, args: None) as calls:
         token, _ = prepare_directory(tmp_path / "step-1", needs, CheckpointDirectory())

@@ -114,6 +114,10 @@ MANIFEST_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda step: edit_manifest(step, lambda body: body["extra"].update(consumed_samples=8)),  # type: ignore[attr-defined]
         "own checksum",
     ),
+    "older format": (
+        lambda step: edit_manifest(step, lambda body: body.update(format_version=4)),
+        "format 4 is not read by this release, which reads 5; load it with the release that wrote it",
+    ),
     "newer format": (lambda step: edit_manifest(step, lambda body: body.update(format_version=99)), "newer"),
     "of another step": (
         lambda step: (step / "manifest.json").write_bytes((step.parent / "step-1" / "manifest.json").read_bytes()),

@@ -28,7 +28,7 @@ FAILS = {5: 1, 7: 0}
 def saves(world: World, directory: Path) -> list[tuple[bool, bool]]:
     """Steps 1 to 9; of each, whether it was committed, and whether this rank told what it holds."""
     saver, told = Saver(directory, world), []
-    tell = LayoutCache.tell
+    tell = LayoutCache.omit_unchanged
 
     def recorded(known: LayoutCache, files: FileUpdates) -> FileUpdates:
         said = tell(known, files)
@@ -40,7 +40,7 @@ def saves(world: World, directory: Path) -> list[tuple[bool, bool]]:
         return mine + (whole(MORE) if WITH_MORE.get(step) == world.rank else [])
 
     ended = []
-    with patch.object(LayoutCache, "tell", recorded):
+    with patch.object(LayoutCache, "omit_unchanged", recorded):
         for step in range(1, 10):
             calls = ("fsync",) if FAILS.get(step) == world.rank else ()
             with at_all(calls, fails(errno.EIO)):
@@ -74,20 +74,20 @@ def test_what_did_not_come_to_an_end_counts_as_never_told() -> None:
     """Also where it was committed and this rank has not heard of it."""
     rank, first, files, said = LayoutCache(), LayoutCache(), one(3), []
     for committed_there, heard_of_it in ((True, False), (False, False), (True, True), (True, False), (True, True)):
-        told = rank.tell(files)
+        told = rank.omit_unchanged(files)
         said.append(told[0][1] is not None)
-        assert [held for _, held in first.hear([told])] == [files[0][1]]
+        assert [held for _, held in first.restore_unchanged([told])] == [files[0][1]]
         if committed_there:
-            first.keep()
+            first.confirm_received()
         if heard_of_it:
-            rank.settle()
+            rank.confirm_sent()
     assert said == [True, True, True, False, True]
 
 
 def test_several_files_of_a_rank_are_always_told() -> None:
     rank, first = LayoutCache(), LayoutCache()
     for files in (one(3), one(3) + one(4), one(4), ()):
-        told = rank.tell(files)
-        assert [held for _, held in first.hear([told])] == [held for _, held in files]
-        first.keep()
-        rank.settle()
+        told = rank.omit_unchanged(files)
+        assert [held for _, held in first.restore_unchanged([told])] == [held for _, held in files]
+        first.confirm_received()
+        rank.confirm_sent()

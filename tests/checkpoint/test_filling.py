@@ -77,7 +77,7 @@ def test_once_nobody_waits_nothing_is_committed(tmp_path: Path, monkeypatch: pyt
     for piece in pieces:
         piece.local.zero_()
     free.set()
-    assert saver._under_way is not None
-    saver._under_way.thread.join(60)
+    assert saver._pending is not None
+    saver._pending.thread.join(60)
     assert list_committed_steps(tmp_path) == []
-    assert [saved.error is not None for saved in saver.ended()] == [True]
+    assert [saved.error is not None for saved in saver.take_finished()] == [True]

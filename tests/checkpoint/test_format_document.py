@@ -159,7 +159,7 @@ def test_every_key_is_described_and_every_description_is_of_a_key(step: tuple[Pa
     path, _ = step
     body = body_of(path)
     described = table_after("## The manifest")
-    optional = {"written_at", "inflated", "origin", "times"}
+    optional = {"written_at", "inflated", "index", "origin", "times"}
     assert body.keys() <= described
     assert described - optional <= body.keys()
     of_layout = table_after("A *layout* describes")
@@ -173,7 +173,6 @@ def test_its_numbers_are_those_of_the_code() -> None:
     text = DOCUMENT.read_text()
     numbers = {
         f"Format version {manifest.FORMAT_VERSION}.",
-        f"| {manifest.FORMAT_VERSION} | tables",
         f"| `block` | integer | {BLOCK_BYTES} |",
         f"| `algorithm` | text | `{BLOCK_DIGEST_ALGORITHM}` |",
         f"at most 2^{(manifest.MAX_MANIFEST_BYTES).bit_length() - 1} bytes, a mark {step_directory._MAX_REASON_BYTES};",

@@ -27,12 +27,20 @@ def where() -> Iterator[Path]:
 def run(where: Path, first: int, cases: int) -> None:
     command = [sys.executable, PROGRAM, where, "--first", str(first), "--cases", str(cases)]
     ended = subprocess.run(command, capture_output=True, text=True)
-    lines = ended.stdout.splitlines()
-    assert ended.returncode in (0, 1), ended.stderr[-2000:]  # after a signal, the last line tells at which case
-    result = json.loads(lines[-1])
+    # after a signal, or a case that did not end, there is no result, and the last lines tell at which case
+    assert ended.returncode in (0, 1), ended.stderr[-2000:]
+    assert ended.stdout, ended.stderr[-2000:]
+    result = json.loads(ended.stdout.splitlines()[-1])
     assert result["failures"] == []
     assert sum(result["counts"].values()) == cases
     assert len([it for it in result["counts"] if it.endswith("refused")]) >= 5, result["counts"]
+
+
+def test_a_case_that_never_comes_back_from_c_ends_with_a_report() -> None:
+    program = "import fuzzing, itertools; fuzzing.limit_case(1); sum(itertools.repeat(0))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=PROGRAM.parent, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
 
 
 def test_two_thousand_cases(where: Path) -> None:

@@ -49,7 +49,7 @@ def errors(saved: list[SaveResult]) -> list[tuple[int, str]]:
 
 def late_end(saver: Saver) -> list[tuple[int, str]]:
     """What becomes of a save that was given up."""
-    while not (told := errors(saver.ended())):
+    while not (told := errors(saver.take_finished())):
         time.sleep(0.01)
     return told
 
@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_in_its_write(tmp_path: Path) -> None:
             assert train_on(world) == 1
             told.append(errors(saver.wait()))
             save(saver, 3)
-            told.append(errors(saver.ended()))
+            told.append(errors(saver.take_finished()))
             assert train_on(world) == 1
             dist.barrier()
             go.touch()
@@ -135,7 +135,7 @@ def test_one_process_whose_disk_hangs(tmp_path: Path, background: bool) -> None:
         ((step, why),) = errors(saver.wait())
         assert (step, "has not ended in time" in why) == (1, True)
         saver.save(2, whole(state(2)), {})
-        ((step, why),) = errors(saver.ended())
+        ((step, why),) = errors(saver.take_finished())
         assert (step, "the save before it has not ended" in why) == (2, True)
         go.touch()
         ((step, why),) = late_end(saver)

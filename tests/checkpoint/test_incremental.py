@@ -173,7 +173,7 @@ def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
     of = Saver(tmp_path, alone(), background=False, incremental=it)
     saved(of, 1, tensors)
     tensors = trained(tensors, 2)
-    changes = it.compare(ShardStager().take(whole(tensors)), 2)
+    changes = it.compare(ShardStager().stage(whole(tensors)), 2)
     own = saved(of, 2, tensors)
     assert changes is not None
     assert changes.size == own.bytes - own.shared > 0
@@ -254,7 +254,9 @@ def test_a_file_with_all_the_names_it_can_have(tmp_path: Path) -> None:
 def test_a_disk_of_the_node_takes_whole_saves_only(tmp_path: Path) -> None:
     disk = tmp_path / "node"
     disk.mkdir()
-    of = Saver(tmp_path / "c", alone(), background=False, incremental=IncrementalWriter(SMALL), local=LocalStage(disk))
+    of = Saver(
+        tmp_path / "c", alone(), background=False, incremental=IncrementalWriter(SMALL), local_stage=LocalStage(disk)
+    )
     tensors = adapter()
     for step in (1, 2, 3):
         saved(of, step, tensors)

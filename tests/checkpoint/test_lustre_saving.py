@@ -33,7 +33,7 @@ def lustre(wishes: LustreConfig = AUTO, seconds: float = 20) -> CheckpointDirect
 
 
 def save_steps(directory: Path, place: CheckpointDirectory, steps: int = 1) -> None:
-    saver = Saver(directory, alone(), background=False, place=place)
+    saver = Saver(directory, alone(), background=False, storage=place)
     for step in range(1, steps + 1):
         saver.save(step, whole(state(step)), {})
     assert [it.error for it in saver.wait()] == [None] * steps
@@ -78,14 +78,14 @@ def test_older_servers_get_what_they_can_and_are_asked_once(
 def test_few_large_files_are_spread_and_written_in_whole_rounds(servers: Servers, tmp_path: Path) -> None:
     servers.are(osts=6)
     wishes = LustreConfig(stripe_size_mib=1)
-    saver = Saver(tmp_path, alone(), background=False, place=lustre(wishes))
+    saver = Saver(tmp_path, alone(), background=False, storage=lustre(wishes))
     large = torch.zeros(20 * MIB, dtype=torch.uint8)
     saver.save(1, [TensorShard("w", tuple(large.shape), large.dtype, (0,), large)], {})
     (saved,) = saver.wait()
     saved.wait()
     assert get_stripe_layout(tmp_path / "step-1" / "shards").layout == (StripeComponent(count=5, size=MIB),)
     assert verify_step(tmp_path, 1) == []
-    behaviour = saver.place._behaviour
+    behaviour = saver.storage._policy
     assert behaviour is not None
     assert behaviour.write_bytes == 20 * MIB, "the least multiple of a round of 5 MiB that is at least 16 MiB"
 
@@ -206,7 +206,7 @@ class Spy:
 def operations(world: World, directory: Path, tensors: int) -> list[str]:
     """What a rank asks of the directory in its second save, Lustre and all."""
     parts = {f"w{n}": state(n)["blocks.0.weight"] for n in range(tensors)}
-    saver = Saver(directory, world, background=False, place=lustre())
+    saver = Saver(directory, world, background=False, storage=lustre())
     saver.save(1, sharded(parts, 0, world.rank, world.size), {})
     spy = Spy(directory, [])
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +228,7 @@ def test_the_servers_of_metadata_are_spared(servers: Servers, tmp_path: Path) ->
 
 def test_what_was_saved_so_is_loaded(servers: Servers, tmp_path: Path) -> None:
     def save(world: World) -> int:
-        saver = Saver(tmp_path / "c", world, place=lustre())
+        saver = Saver(tmp_path / "c", world, storage=lustre())
         saver.save(1, sharded(state(1), 0, world.rank, world.size), {})
         return sum(it.error is None for it in saver.wait())
 

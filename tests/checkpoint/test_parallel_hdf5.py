@@ -58,16 +58,16 @@ def test_a_step_whose_data_hdf5_has_written_with_mpi(tmp_path: Path) -> None:
     path = temporary / name
     path.parent.mkdir(parents=True)
     pieces = [[piece for piece in sharded(LARGE, 0, rank, 3) if not piece.replica] for rank in ranks]
-    staged = [ShardStager(make=make_section).take(of_rank) for of_rank in pieces]
+    staged = [ShardStager(make_layout=make_section).stage(of_rank) for of_rank in pieces]
     file = SharedFile()
-    spots = file.lay(path, [it.held for it in staged], DEFAULT_POLICY)
+    spots = file.create(path, [it.layout for it in staged], DEFAULT_POLICY)
     for rank, spot, it in zip(ranks, spots, staged, strict=True):
         mine = [(data.name, bytes(data.bytes)) for data in list_datasets(spot, it)]
         Path(f"{tmp_path}/{rank}").write_bytes(pickle.dumps(mine))
     said = mpirun(3, PYTHON, mpio_ranks.__file__, parallel_hdf5.__file__, path, tmp_path)
     assert sorted(re.findall("rank . of .", said)) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
-    file.settle(path)
-    ((shard, held),) = file.end(temporary, name, [digest_blocks(it.image[: it.size]) for it in staged])
+    file.restore_size(path)
+    ((shard, held),) = file.write_digests(temporary, name, [digest_blocks(it.image[: it.size]) for it in staged])
     commit_step(temporary, tmp_path / "step-1", Manifest(1, 0, 3, gather_layouts([held]), (shard,), {}))
     assert verify_step(tmp_path, 1) == []
     assert holds(tmp_path, 1, LARGE)

@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_in_its_turn_stops_no_later_save(tmp_path: Path) -> No
         with patch.object(os, "fsync", fsync):
             said = [save(saver, 2)]
             go.touch()
-            while saver._under_way is not None and saver._under_way.thread.is_alive():
+            while saver._pending is not None and saver._pending.thread.is_alive():
                 time.sleep(0.01)
         return [*said, save(saver, 3)]
 

@@ -116,7 +116,7 @@ def test_by_way_of_a_disk_of_the_node(tmp_path: Path) -> None:
     disk.directory.mkdir()
 
     def work(world: World) -> int:
-        saver = Saver(directory, world, sharing=WriterSharing(0), local=disk)
+        saver = Saver(directory, world, sharing=WriterSharing(0), local_stage=disk)
         with patch.object(LocalFile, "copy_into", autospec=True, side_effect=LocalFile.copy_into) as copies:
             for step in (1, 2):
                 mine = sharded(state(step), 0, world.rank, world.size)
@@ -193,6 +193,6 @@ def test_on_lustre_large_sections_begin_at_stripes_and_small_ones_do_not_wait_fo
     for rows, expected in ((300, BLOCK_BYTES), (3000, 1 << 20)):
         mine = [DatasetRow("w", (rows, 513), torch.float32, (0, 0), (rows, 513))]
         held = FileLayout(tuple(mine), make_section(mine).places)
-        spots = SharedFile().lay(tmp_path / f"{rows}.h5", [held] * 3, lustre)
+        spots = SharedFile().create(tmp_path / f"{rows}.h5", [held] * 3, lustre)
         assert [spot.begin % expected for spot in spots] == [0, 0, 0]
         assert any(spot.begin % (1 << 20) for spot in spots) == (expected == BLOCK_BYTES)

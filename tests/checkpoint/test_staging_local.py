@@ -93,7 +93,7 @@ def test_a_save_by_way_of_the_disk(disk: LocalStage, tmp_path: Path) -> None:
     directory = tmp_path / "c"
 
     def save(world: World) -> list[Any]:
-        saver = Saver(directory, world, local=disk)
+        saver = Saver(directory, world, local_stage=disk)
         told = []
         for step in (1, 2):
             pieces = sharded(state(step), 0, world.rank, world.size)
@@ -123,7 +123,7 @@ def test_the_memory_is_back_while_the_shared_directory_is_slow(
         real(path, *args, **named)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    saver = Saver(tmp_path / "c", alone(), local=disk)
+    saver = Saver(tmp_path / "c", alone(), local_stage=disk)
     tensors = {"w": torch.arange(4 << 20, dtype=torch.int32)}
     before = lazily_free()
     saver.save(1, whole(tensors), {})
@@ -147,7 +147,7 @@ def lazily_free() -> int:
 def test_a_full_disk_of_the_node_costs_a_warning_and_nothing_else(
     disk: LocalStage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = Saver(tmp_path / "c", alone(), background=False, local=disk)
+    saver = Saver(tmp_path / "c", alone(), background=False, local_stage=disk)
     with at_call(0, disk_full) as made:
         saver.save(1, whole(state(1)), {})
     number = made.index("posix_fallocate") + 1
@@ -180,7 +180,7 @@ def test_a_disk_that_is_of_no_use_is_told_of_once(
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver(tmp_path / "c", alone(), background=False, local=LocalStage(tmp_path / "none"))
+    saver = Saver(tmp_path / "c", alone(), background=False, local_stage=LocalStage(tmp_path / "none"))
     saver.save(1, whole(state(1)), {})
     assert [it.error for it in saver.wait()] == [None]
     assert "No such file or directory" in caplog.text
@@ -188,8 +188,8 @@ def test_a_directory_that_is_not_there(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_the_setting_means_the_node_it_is_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", "/local/job-7")
-    assert LocalStage.named("$SLURM_TMPDIR/stage") == LocalStage(Path("/local/job-7/stage"))
-    assert LocalStage.named(None) is None
+    assert LocalStage.from_setting("$SLURM_TMPDIR/stage") == LocalStage(Path("/local/job-7/stage"))
+    assert LocalStage.from_setting(None) is None
 
 
 KILLED = r"""
@@ -216,7 +216,7 @@ def pwrite(descriptor, data, offset):
     return write(descriptor, data, offset)
 os.pwrite = pwrite
 large = torch.arange(8 << 20, dtype=torch.int32)
-saver = Saver(shared, alone(), background=False, local=LocalStage(disk))
+saver = Saver(shared, alone(), background=False, local_stage=LocalStage(disk))
 saver.save(2, [Piece("w", (8 << 20,), large.dtype, (0,), large)], {})
 """
 

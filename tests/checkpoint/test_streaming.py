@@ -110,7 +110,7 @@ def test_a_direct_write_that_is_refused_begins_again_through_the_page_cache(tmp_
     content = Content()
     told: list[list[int]] = []
     with at_call(number, fails(errno.EINVAL), ("pwrite",)):
-        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, known=told.append), SMALL)
+        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, on_digests=told.append), SMALL)
     assert (tmp_path / "file").read_bytes() == content.bytes
     assert digests == digest_blocks(memoryview(content.bytes))
     assert told
@@ -137,6 +137,6 @@ def test_all_digests_are_known_before_the_last_write_has_ended(tmp_path: Path) -
         assert known.wait(60)
 
     with at_call(PIECES, wait, ("pwrite",), tmp_path):
-        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, known=note), SMALL)
+        digests = write_stream(tmp_path / "file", WriteStream(content.stays, SIZE, True, on_digests=note), SMALL)
     assert told == [digests]
     assert (tmp_path / "file").read_bytes() == content.bytes

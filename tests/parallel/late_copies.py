@@ -50,7 +50,7 @@ def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Pat
     with latest() as late:
         for step in range(STEPS):
             engine.forward_backward(batch(world, step))
-            beside.copied()
+            beside.wait_for_copy()
             engine.clip(MAX_NORM)
             engine.update(RATE)
             pieces = list(engine.pieces())

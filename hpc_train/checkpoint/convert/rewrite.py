@@ -261,7 +261,7 @@ ReportProgress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepMetadata:
     """What a manifest says beside tensors and files (see Manifest)."""
 
     extra: dict[str, Any]
@@ -293,7 +293,7 @@ def write_step(
     step: int,
     source: TensorSource,
     files: Sequence[list[DatasetRow]],
-    about: StepFacts,
+    about: StepMetadata,
     tell: ReportProgress,
 ) -> Path:
     """Commit `step` under `directory` with these rows in each file; returns where it is.
@@ -320,7 +320,7 @@ def _write_step(
     path: Path,
     source: TensorSource,
     files: Sequence[list[DatasetRow]],
-    about: StepFacts,
+    about: StepMetadata,
     tell: ReportProgress,
     lock: Lock,
 ) -> Path:
@@ -338,7 +338,7 @@ def _write_step(
     return path
 
 
-def _make_manifest(path: Path, ranks: int, shards: list[tuple[ShardFile, FileLayout]], about: StepFacts) -> Manifest:
+def _make_manifest(path: Path, ranks: int, shards: list[tuple[ShardFile, FileLayout]], about: StepMetadata) -> Manifest:
     step = parse_step(path)
     assert step is not None, path
     holdings = gather_layouts([held for _, held in shards])

@@ -131,9 +131,9 @@ BLOCK_BYTES = 128 << 10
 """Bytes. Smaller ones cost time, larger ones make a reader of a few rows read more than it wants."""
 BLOCK_DIGEST_ALGORITHM = "xxh3_64"
 _HEADER = struct.Struct("<8sQQ")
-_MAGIC, _OLDER_MAGIC = b"HPCTDIG2", b"HPCTDIG1"
+_MAGIC = b"HPCTDIG2"
 _SEAL = 16
-"""Bytes of the seal, which follows the header in format 5."""
+"""Bytes of the seal, which follows the header."""
 
 BlockDigests = NDArray[np.uint64]
 
@@ -181,13 +181,13 @@ def count_blocks(size: int) -> int:
 
 
 class DigestTable(NamedTuple):
-    """What lies beside a file."""
+    """The table of digests beside a shard file."""
 
     digests: BlockDigests
     parts: PartTable | None
-    """Of its image, where the file is compressed."""
-    seal: bytes | None = None
-    """Seal of the file's contents (see seal); None in tables of formats before 5."""
+    """Parts of the image, where the file is compressed."""
+    seal: bytes
+    """Seal of the file's contents (see shard_layout.seal_rows)."""
 
 
 def encode_digest_table(size: int, digests: Sequence[int], seal: bytes, parts: PartTable | None = None) -> bytes:
@@ -207,15 +207,13 @@ def decode_digest_table(data: bytes, size: int, inflated: int | None = None) -> 
 
     inflated: bytes of the file's image, if it is compressed.
     """
-    sealed, compressed = data[:8] == _MAGIC, inflated is not None
-    begin = _HEADER.size + _SEAL * sealed
+    begin = _HEADER.size + _SEAL
     end = begin + 8 * count_blocks(size)
-    whole = (len(data) - end) % PART_DTYPE.itemsize == 0 if compressed else len(data) == end
-    header = _HEADER.pack(_MAGIC if sealed else _OLDER_MAGIC, size, BLOCK_BYTES)
-    if len(data) < end or not whole or data[: _HEADER.size] != header:
+    fits = len(data) == end if inflated is None else (len(data) - end) % PART_DTYPE.itemsize == 0
+    if len(data) < end or not fits or data[: _HEADER.size] != _HEADER.pack(_MAGIC, size, BLOCK_BYTES):
         raise CheckpointError("it is not the table of digests of that file")
     digests = np.frombuffer(data[:end], dtype="<u8", offset=begin).astype(np.uint64)
-    seal = data[_HEADER.size : begin] if sealed else None
+    seal = data[_HEADER.size : begin]
     if inflated is None:
         return DigestTable(digests, None, seal)
     parts = np.frombuffer(data, dtype=PART_DTYPE, offset=end)

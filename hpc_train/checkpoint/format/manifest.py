@@ -15,7 +15,6 @@ from typing import Any
 
 from hpc_train.checkpoint import provenance
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError, format_error
-from hpc_train.checkpoint.format import manifest_encoding
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
 from hpc_train.checkpoint.format.manifest_encoding import (
     LARGEST_INTEGER,
@@ -35,9 +34,7 @@ from hpc_train.regular_files import NotRegularError, is_plain_directory, read_re
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 5
-"""Goes up when an older release could no longer read what is written."""
-VERSION_WITHOUT_SEALS = 4
-"""The last format whose tables of digests have no seals; otherwise the same."""
+"""The format that is written, and the only one that is read."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 """The same text for equal content, on which the checksum is."""
 _NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
@@ -90,9 +87,9 @@ class Manifest:
     origin: Origin | None = None
     """What made it, where that was told."""
     times: SaveTimes | None = None
-    """Of its save; None for one that no training saved, and of earlier releases."""
-    version: int = FORMAT_VERSION
-    """Version of the format that it was read from."""
+    """How long each part of the save took; None for a step that no training saved."""
+    index: str | None = None
+    """Checksum of index.h5 as it was committed."""
 
     @property
     def size(self) -> int:
@@ -134,6 +131,7 @@ class Manifest:
             **({"written_at": [file.written_at for file in self.files]} if self.shared else {}),
             **({"inflated": [file.inflated for file in self.files]} if self.inflated is not None else {}),
             "extra": json.loads(json.dumps(self.extra, allow_nan=False)),  # as a reader will see it: no int keys
+            **({"index": self.index} if self.index is not None else {}),
             **({"origin": provenance.encode_provenance(self.origin)} if self.origin is not None else {}),
             **({"times": provenance.encode_provenance(self.times)} if self.times is not None else {}),
         }
@@ -166,22 +164,19 @@ def _parse_body(data: bytes, directory: Path | None) -> Manifest:
     body = _parse_json(data)
     version = body.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
-        raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the newest this release can read")
+        raise CheckpointError(f"format {version} is newer than {FORMAT_VERSION}, the one this release can read")
+    if type(version) is not int or version < FORMAT_VERSION:  # before the checksum, which could be another one there
+        raise CheckpointError(
+            f"format {str(version)[:20]} is not read by this release, which reads {FORMAT_VERSION}; load it with the "
+            "release that wrote it"
+        )
     if not _is_intact(data, body.pop("checksum", None), body):
         raise CheckpointError("its content does not match its own checksum")
-    known = type(version) is int and version in (
-        *manifest_encoding.OLDER_FORMATS,
-        VERSION_WITHOUT_SEALS,
-        FORMAT_VERSION,
-    )
-    if not known or (body.get("block"), body.get("algorithm")) != (BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM):
-        raise CheckpointError(
-            f"format {str(version)[:20]} is not read by this release; load it with the one that wrote it"
-        )
+    if (body.get("block"), body.get("algorithm")) != (BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM):
+        raise CheckpointError("its blocks of digests are of another kind")
     files = _parse_files(body["files"], body.get("written_at"), body.get("inflated"))
     budget = DecodeBudget(len(data), lambda: _bytes_on_disk(files, directory))
-    listed = manifest_encoding.columns_of_older_manifest(body) if version in manifest_encoding.OLDER_FORMATS else body
-    holdings = decode_layout(listed, len(files), budget)
+    holdings = decode_layout(body, len(files), budget)
     check_layout_bounds(holdings, files)
     if directory is not None:
         _check_sizes(holdings, files, directory)
@@ -196,7 +191,7 @@ def _parse_body(data: bytes, directory: Path | None) -> Manifest:
         _parse_bool(body.get("finite", True)),
         _parse_score(body.get("validation_loss")),
         *told,
-        version=_parse_number(version),
+        index=_parse_checksum(body.get("index")),
     )
 
 
@@ -320,6 +315,12 @@ def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
     if whole is not None and whole > _parse_number(size) * _MAX_INFLATION + _MAX_INFLATION:
         raise ValueError(f"a file of {size} bytes that would be {whole} bytes inflated")
     return ShardFile(name, _parse_number(size), digests, since, whole)
+
+
+def _parse_checksum(value: Any) -> str | None:
+    if value is not None and (type(value) is not str or not _CHECKSUM.fullmatch(value)):
+        raise ValueError("a checksum that is none")
+    return value
 
 
 def _parse_number(value: Any) -> int:

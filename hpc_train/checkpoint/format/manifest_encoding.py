@@ -26,7 +26,6 @@ from hpc_train.checkpoint.format.shard_layout import (
     SharedLayout,
     StepLayout,
     TensorKind,
-    find_distinct,
 )
 
 if TYPE_CHECKING:
@@ -254,32 +253,6 @@ def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
         raise ValueError("offsets of another number of files")
     offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
     return RowCut(parse_sizes(shape), offsets)
-
-
-OLDER_FORMATS = (2, 3)
-"""Both say the same of tensors; 3 told that there were compressed files."""
-
-
-def columns_of_older_manifest(body: dict[str, Any]) -> dict[str, Any]:
-    """What listing.from_json takes. Raises KeyError, TypeError or ValueError for what is no such manifest."""
-    return {
-        "tensors": [name for name, _, _ in body["tensors"]],
-        "kinds": _distinct_columns([[dtype, shape] for _, dtype, shape in body["tensors"]]),
-        "layouts": [
-            {
-                **{key: layout[key] for key in ("files", "tensors", "places", "within") if key in layout},
-                "cuts": _distinct_columns([list(row) for row in zip(layout["shapes"], layout["offsets"], strict=True)]),
-            }
-            for layout in body["layouts"]
-        ],
-    }
-
-
-def _distinct_columns(rows: Sequence[Any]) -> dict[str, Any]:
-    """The different ones, and of each row which of them it is."""
-    texts, of = find_distinct(map(repr, rows))
-    known = dict(zip(map(repr, rows), rows, strict=True))
-    return {"of": of.tolist(), "are": [known[text] for text in texts]}
 
 
 _PAIRS, _DIMENSIONS = 4096, 32

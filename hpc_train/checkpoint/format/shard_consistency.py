@@ -53,7 +53,7 @@ def check_shard_file(
     if layout is None or members is None:
         return  # nothing of it is ever read
     member = int(members[0])
-    sealed = table.seal is not None and layout.within is None
+    sealed = layout.within is None
     if sealed and table.seal != seal_table(compute_layout_seal(holdings, layout, member), table.parts):
         raise CheckpointError("what the manifest says of it is not what was written (seal)")
     if thorough or not sealed:

@@ -1,11 +1,11 @@
-"""What every file of a step holds: layouts that many files share, and for each file where its rectangles lie.
+"""Describe which file of a step holds which rectangles, in layouts that many files share.
 
 Ten thousand ranks with a thousand tensors each are ten million rectangles, but a few layouts: the shapes of a rank's
 shards and their bytes in its file are those of its neighbours, and where a shard begins in its tensor follows a rule.
 
 A seal is the digest of what a file holds, made by the rank that writes it and stored beside it: a manifest that says
 anything else does not belong to the file. `find_single_shard_tensors` is the fast path for tensors stored whole in
-one shard file: a shard that is wanted just as it was saved costs a few look-ups.
+one shard file: loading one just as it was saved costs a few look-ups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def hash_row_form(form: RowForm) -> int:
 
 
 def compute_seal(names: Sequence[str], codes: NDArray[np.uint64], places: NDArray[np.int64]) -> bytes:
-    """Return the 16-byte seal. names, codes, places: of every row; see code_of."""
+    """Return the 16-byte seal. names, codes, places: of every row; codes are of hash_row_form."""
     text = "\0".join(names)
     if text.count("\0") != max(0, len(names) - 1):  # a name contains NUL
         text = json.dumps(list(names))
@@ -65,11 +65,11 @@ def compute_seal(names: Sequence[str], codes: NDArray[np.uint64], places: NDArra
 T = TypeVar("T")
 Integers = NDArray[np.int64]
 _FEW = 8
-"""Members that are faster looked at one by one."""
+"""Up to so many members, a loop is faster than numpy."""
 
 
 class SavedTensor(NamedTuple):
-    """A logical tensor."""
+    """Name, dtype and shape of a logical tensor."""
 
     name: str
     dtype: str
@@ -77,12 +77,12 @@ class SavedTensor(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return dtype_itemsize(self.dtype)
 
     @property
     def rectangle(self) -> Rectangle:
-        """All of it."""
+        """The whole tensor as a rectangle."""
         return Rectangle((0,) * len(self.shape), self.shape)
 
 
@@ -90,7 +90,7 @@ class EnclosingDataset(NamedTuple):
     """The dataset of a file that a rectangle is a part of."""
 
     number: int
-    """Its tensor's first dataset in that file is 0 (see image.dataset_name)."""
+    """Number of the dataset among those of its tensor in the file, from 0 (see dataset_name)."""
     shape: tuple[int, ...]
     start: tuple[int, ...]
     """Where the rectangle begins in it."""
@@ -98,17 +98,17 @@ class EnclosingDataset(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What one file holds."""
+    """The rectangles in one file, and where they are."""
 
     rows: tuple[DatasetRow, ...]
     places: tuple[int, ...]
     """Byte of the file at which each row's data begins."""
     within: tuple[EnclosingDataset, ...] | None = None
-    """[rows], where the rows are not all the datasets of the file, whole and in order."""
+    """[rows]; None if the rows are all the datasets of the file, whole and in order."""
 
     @cached_property
     def seal(self) -> bytes:
-        """Seal of the file (see seal); computed once, as most saves are like the one before."""
+        """Seal of the file (see seal_rows); computed once, as most saves have the layout of the one before."""
         return seal_rows(self.rows, self.places)
 
 
@@ -124,7 +124,7 @@ class SavedPart:
 
 
 class TensorKind(NamedTuple):
-    """What a logical tensor has in common with many others."""
+    """Dtype and shape, which many tensors have in common."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ class TensorKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCut:
-    """How rows of a layout are cut out of their tensors."""
+    """Shape and offsets of rectangles, which many rows of a layout have in common."""
 
     shape: tuple[int, ...]
     """Of the rectangle."""
@@ -142,7 +142,7 @@ class RowCut:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Rows that several files hold at the same bytes, though of different parts of the tensors."""
+    """Rows that several files have at the same bytes, each of other parts of the tensors."""
 
     files: Integers
     """[members]: indices among the step's files."""
@@ -154,7 +154,7 @@ class SharedLayout:
     cut: Integers
     """[rows]: indices among the cuts."""
     within: tuple[EnclosingDataset, ...] | None = None
-    """[rows]; see Held."""
+    """[rows]; see FileLayout."""
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -167,7 +167,7 @@ class SharedLayout:
         return [self.cuts[it].offsets for it in self.cut.tolist()]
 
     def touching(self, row: int, wanted: Rectangle) -> list[SavedPart]:
-        """The parts of one row that have an element of a rectangle."""
+        """Return the parts of one row that overlap a rectangle."""
         shape, offsets = self.shapes[row], self.offsets[row]
         if 0 in shape or 0 in wanted.shape:
             return []
@@ -185,7 +185,7 @@ class SharedLayout:
 class StepLayout:
     """All tensors of a step, and which file has which part of them.
 
-    In columns: of thousands of tensors many are alike, and most readers want few of them.
+    Stored in columns: of thousands of tensors many are alike, and most readers need few of them.
     """
 
     names: tuple[str, ...]
@@ -203,12 +203,12 @@ class StepLayout:
         )
 
     def touching(self, name: str, wanted: Rectangle) -> list[SavedPart]:
-        """The parts of a tensor that have an element of a rectangle of it, without a look at other tensors."""
+        """Return the parts of a tensor that overlap a rectangle of it, without looking at other tensors."""
         return [part for layout, row in self._rows.get(name, ()) for part in layout.touching(row, wanted)]
 
     @cached_property
     def _rows(self) -> dict[str, list[tuple[SharedLayout, int]]]:
-        """Of every tensor the rows that are parts of it."""
+        """Layouts and rows of the parts of each tensor."""
         found: dict[str, list[tuple[SharedLayout, int]]] = {}
         for layout in self.layouts:
             for row, tensor in enumerate(layout.tensors.tolist()):
@@ -216,7 +216,7 @@ class StepLayout:
         return found
 
     def is_in_one_part(self, tensor: SavedTensor) -> bool:
-        """Whether one file has all of a tensor, in one rectangle, and no other has any of it."""
+        """Return whether one file has all of a tensor in one rectangle, and no other file has any of it."""
         rows = self._rows.get(tensor.name, ())
         if len(rows) != 1 or len(rows[0][0].files) != 1:
             return False
@@ -224,7 +224,7 @@ class StepLayout:
         return layout.shapes[row] == tensor.shape and not layout.offsets[row].any()
 
     def rectangles(self, tensor: SavedTensor) -> tuple[Integers, Integers]:
-        """Of all parts of a tensor that have elements the offsets and the shapes, [parts, dimensions] each."""
+        """Return offsets and shapes of all parts of a tensor with elements, [parts, dimensions] each."""
         offsets = shapes = np.empty((0, len(tensor.shape)), dtype=np.int64)
         rows = [(it.offsets[row], it.shapes[row]) for it, row in self._rows.get(tensor.name, ())]
         rows = [(of_row, shape) for of_row, shape in rows if 0 not in shape]
@@ -235,7 +235,7 @@ class StepLayout:
         return offsets, shapes
 
     def parts(self) -> dict[str, list[SavedPart]]:
-        """The parts of every tensor, those without elements left out."""
+        """Return the parts of every tensor; parts without elements are left out."""
         found: dict[str, list[SavedPart]] = {tensor.name: [] for tensor in self.tensors}
         for layout in self.layouts:
             files = layout.files.tolist()
@@ -250,7 +250,7 @@ class StepLayout:
 
 
 def gather_layouts(held: Sequence[FileLayout]) -> StepLayout:
-    """From what every file holds, in the order of the files."""
+    """Gather the layouts of all files, in their order, into one of the step."""
     tensors: dict[SavedTensor, int] = {}
     members: dict[Any, list[int]] = {}
     for index, file in enumerate(held):
@@ -263,7 +263,7 @@ def gather_layouts(held: Sequence[FileLayout]) -> StepLayout:
 
 
 def find_distinct(values: Iterable[T]) -> tuple[list[T], Integers]:
-    """The different ones, and of each its index among them."""
+    """Return the distinct values, and for each value its index among them."""
     known: dict[T, int] = {}
     numbers = [known.setdefault(it, len(known)) for it in values]
     return list(known), np.asarray(numbers, dtype=np.int64)
@@ -285,7 +285,7 @@ def _tensor_of_row(row: DatasetRow) -> SavedTensor:
 
 
 def make_file_layout(rows: Sequence[DatasetRow], image: ShardImage) -> FileLayout:
-    """Of a file with this image."""
+    """Return the layout of a file with this image."""
     return FileLayout(tuple(rows), image.places)
 
 
@@ -296,7 +296,7 @@ _NONE, _UNKNOWN = -1, -2
 
 
 class PieceForm(NamedTuple):
-    """What decides whether a piece is what was saved."""
+    """What must be equal for a tensor shard to be just what was saved."""
 
     of: tuple[int, ...]
     """Shape of the logical tensor."""
@@ -308,10 +308,10 @@ class PieceForm(NamedTuple):
 
 @dataclass(frozen=True)
 class SingleShardTensors:
-    """Such tensors, those without elements left out."""
+    """Tensors stored whole in one shard file, in columns; tensors without elements are left out."""
 
     rows: dict[str, int]
-    """Of each by name, in the columns."""
+    """Row of each tensor in the columns, by name."""
     forms: dict[PieceForm, int]
     form: Integers
     files: Integers
@@ -323,7 +323,7 @@ class SingleShardTensors:
         return np.array([prod(it.shape) * it.dtype.itemsize for it in self.forms], dtype=np.int64)
 
     def equal(self, pieces: Sequence[TensorShard]) -> Integers:
-        """[pieces]: the row of each that is just what was saved; -1 for others."""
+        """Return [pieces]: the row of each shard that is just what was saved; -1 for the others."""
         rows = np.array([self.rows.get(it, _NONE) for it in map(_NAME, pieces)], dtype=np.int64)
         form = np.array([self.forms.get(it, _UNKNOWN) for it in map(_PIECE_FORM, pieces)], dtype=np.int64)
         some = np.flatnonzero(rows != _NONE)
@@ -332,7 +332,7 @@ class SingleShardTensors:
 
 
 def find_single_shard_tensors(holdings: StepLayout) -> SingleShardTensors:
-    """Return the lone tensors of a step in which no two tensors have the same name (see bounds.check_holdings)."""
+    """Find the tensors stored whole in one shard file. Names must be distinct (see check_layout_bounds)."""
     names, none = holdings.names, np.zeros(0, dtype=np.int64)
     forms: dict[PieceForm, int] = {}
     times, found = np.zeros(len(names), dtype=np.int64), [(none, none, none, none)]
@@ -350,7 +350,7 @@ def find_single_shard_tensors(holdings: StepLayout) -> SingleShardTensors:
 
 
 def _number_forms(holdings: StepLayout, layout: SharedLayout, forms: dict[PieceForm, int]) -> Integers:
-    """[rows]: the number of each; -1 for one without elements, or of a dtype that this torch does not have."""
+    """Return [rows]: the number of each form; -1 if it has no elements, or a dtype that this torch does not have."""
     both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
     different, which = np.unique(both, return_inverse=True)
     numbers = []

@@ -1,7 +1,7 @@
 """Load a step into any layout, and choose the step that checkpoint.resume means.
 
-Every rank reads just what it wants of what was saved, and verifies what it reads: `plan_reads` turns wanted shards
-into strips of files, `exchange` passes on what several ranks want, `reader` does the rest.
+Every rank reads only what it needs and verifies what it reads: `plan_reads` turns tensor shards into strips of files,
+`exchange` passes on what several ranks need, `reader` reads and copies the rest.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def check_reads(strips: Strips, source: ShardReader, targets: LoadDestinations) 
 
 
 def plan_reads(pieces: Sequence[TensorShard], manifest: Manifest, where: str) -> Strips:
-    """What this rank wants, in file order."""
+    """Plan the strips that fill this rank's shards, in file order."""
     plain, others = _plan_single_shards(pieces, manifest.lone)
     rows = _plan_others(pieces, others, manifest, where) if others else []
     return sort_by_file(cut_at_cells(np.concatenate([plain, make_strips(rows)])))
 
 
 def _plan_single_shards(pieces: Sequence[TensorShard], lone: SingleShardTensors) -> tuple[Strips, list[int]]:
-    """The strips of the pieces that are just what was saved and nowhere else; the others' indices."""
+    """Return (strips of the shards that are just what was saved, indices of the others)."""
     found = lone.equal(pieces)
     plain = np.flatnonzero(found >= 0)
     rows = found[plain]
@@ -176,7 +176,7 @@ def _check_kind(piece: TensorShard, saved: SavedTensor, where: str) -> None:
 
 
 def report_damage(where: str, work: Callable[[], None]) -> None:
-    """Do it; raises CheckpointError, which says where, for what is wrong with the files."""
+    """Call `work`, and turn errors of the files into one CheckpointError that says which step is damaged."""
     try:
         work()
     except (CheckpointError, OSError) as error:
@@ -188,21 +188,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumedStep:
-    """What was loaded."""
+    """The step that was loaded."""
 
     directory: Path
     step: int
     extra: dict[str, Any]
     weights_only: bool = False
-    """Optimizer and position are as they were: training begins anew, from these weights."""
+    """Only weights were loaded: optimizer state and position are those of a new training."""
     origin: Origin | None = None
-    """What made it, where that is known."""
+    """The code and config that made it, if known."""
 
 
 def resume_from_checkpoint(
     directory: Path, how: str, pieces: Iterable[TensorShard], world: World | None
 ) -> ResumedStep | None:
-    """Load the pieces from the checkpoint that is meant; None to start from the beginning. Every rank calls it.
+    """Load the checkpoint that checkpoint.resume chooses; None to start from the beginning. Every rank calls it.
 
     directory: where this run keeps its checkpoints.
     how: `auto` (the newest that is sound), `never`, a step in `directory`, or the path of `step-<n>`, of a directory

@@ -1,4 +1,4 @@
-"""Which bytes of which files a rank needs, and where they belong in memory: strips, read in whole blocks.
+"""Plan which bytes of which files a rank reads, and where they go in memory: strips, read in whole blocks.
 
 A strip is some evenly spaced runs of bytes. A rectangle of a tensor that lies in a rectangle in a file is a few
 strips, whatever the number of dimensions; one that is contiguous in both is a single run. Thousands of them are one
@@ -25,11 +25,11 @@ from hpc_train.interfaces import TensorShard
 
 Buffer = memoryview | NDArray[np.uint8]
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-"""Runs of so few bytes are copied as numbers, whatever they mean."""
+"""Short runs are copied as numbers of their size, which is faster than byte by byte."""
 
 
 class LoadDestinations:
-    """Of all pieces. Thousands of small ones are looked at together, as most are filled by their addresses alone."""
+    """Memory of all tensors to load. Thousands of small ones are handled together: most need only an address."""
 
     def __init__(self, pieces: Sequence[TensorShard]) -> None:
         self._locals = [piece.local for piece in pieces]
@@ -38,12 +38,12 @@ class LoadDestinations:
         whole = list(map(Tensor.is_contiguous, self._locals))
         self._made = {index: LoadDestination(self._locals[index]) for index, it in enumerate(whole) if not it}
         self.addresses = np.array(list(map(Tensor.data_ptr, self._locals)), dtype=np.int64)
-        """[pieces]: of their memory; 0 for those on a GPU."""
+        """[pieces]: address of the memory; 0 on a GPU."""
         for index in self._made:
             self.addresses[index] = self._made[index].address
         self.addresses[~np.array([it.is_cpu for it in self._locals], dtype=np.bool_)] = 0
         self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
-        """[pieces]: their bytes."""
+        """[pieces]: bytes."""
 
     def __getitem__(self, piece: int) -> LoadDestination:
         if piece not in self._made:
@@ -51,13 +51,13 @@ class LoadDestinations:
         return self._made[piece]
 
     def finish(self) -> None:
-        """When every byte has come."""
+        """Copy to tensors that are not contiguous, after every byte has been read."""
         for it in self._made.values():
             it.finish()
 
 
 class LoadDestination:
-    """Where the bytes of a piece go: its own memory, or, where that is not contiguous, a copy until `finish`."""
+    """Memory for the bytes of one tensor: its own, or a contiguous copy until `finish`."""
 
     def __init__(self, local: Tensor) -> None:
         self._local = self._whole = local
@@ -66,12 +66,12 @@ class LoadDestination:
 
     @cached_property
     def memory(self) -> NDArray[np.uint8] | None:
-        """None on a GPU."""
+        """Bytes of the memory; None on a GPU."""
         return self._bytes.numpy() if self._whole.is_cpu else None
 
     @property
     def address(self) -> int:
-        """Of the memory."""
+        """Address of the memory."""
         return self._whole.data_ptr()
 
     @cached_property
@@ -79,7 +79,7 @@ class LoadDestination:
         return self._whole.detach().reshape(-1).view(torch.uint8)
 
     def put(self, at: int, step: int, runs: NDArray[Any]) -> None:
-        """Copy runs, as `view` gives them, to bytes `at`, `at + step`, ... of the piece."""
+        """Copy runs, as view_runs returns them, to bytes `at`, `at + step`, ... of the tensor."""
         count, run = len(runs), runs[:1].nbytes
         if self.memory is not None:
             view_runs(self.memory, at, count, step, run)[...] = runs
@@ -88,22 +88,22 @@ class LoadDestination:
         to.copy_(torch.from_numpy(np.ascontiguousarray(runs).view(np.uint8).reshape(count, run)))
 
     def finish(self) -> None:
-        """When every byte has come."""
+        """Copy to tensors that are not contiguous, after every byte has been read."""
         if self._whole is not self._local:
             self._local.detach().copy_(self._whole)
 
 
 def view_runs(buffer: Buffer, first: int, count: int, stride: int, run: int) -> NDArray[Any]:
-    """Evenly spaced runs of a buffer: [count, run] bytes, or [count] numbers where a run is as long as one."""
+    """View evenly spaced runs of a buffer as [count, run] bytes, or as [count] numbers of the length of a run."""
     if count == 1 or run not in _BITS:
         return np.ndarray((count, run), np.uint8, buffer, first, (stride, 1))
     return np.ndarray((count,), _BITS[run], buffer, first, (stride,))
 
 
 CELL_BYTES = 4 << 20
-"""Bytes of the grid over every file by which strips are cut: whole blocks."""
+"""Bytes of a cell of the grid by which strips are cut: whole blocks."""
 MAX_GAP_BYTES = BLOCK_BYTES
-"""Bytes between two runs from which on the blocks between them are not read."""
+"""Maximum bytes between two runs for which the blocks between them are read too."""
 STRIP_DTYPE = np.dtype(
     [(name, np.int64) for name in ("file", "begin", "count", "stride", "run", "piece", "at", "step")]
 )
@@ -115,12 +115,12 @@ StripRow = tuple[int, ...]
 
 
 def make_strips(rows: Iterable[StripRow]) -> Strips:
-    """The array of such rows, in the order of the fields."""
+    """Make an array of strips from rows in the order of STRIP_DTYPE."""
     return np.array(list(rows), dtype=STRIP_DTYPE)
 
 
 def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
-    """The same of single runs into the beginnings of pieces: (file, begin, run, piece) each."""
+    """Make strips of one run each, to the beginning of a tensor, from rows of (file, begin, run, piece)."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     found = np.zeros(len(table), dtype=STRIP_DTYPE)
     found["file"], found["begin"], found["run"], found["piece"] = table.T
@@ -130,9 +130,9 @@ def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
 def copy_strips(
     file: int, place: int, saved: Rectangle, piece: int, held: Rectangle, common: Rectangle, item: int
 ) -> list[StripRow]:
-    """The strips that copy `common` from the part `saved`, which begins at byte `place`, into a piece that is `held`.
+    """Return the strips that copy the rectangle `common` from `saved`, at byte `place` of a file, into `held`.
 
-    common: within both. item: bytes of an element.
+    common: within both. held: rectangle in memory. item: bytes of an element.
     """
     if common.shape == saved.shape == held.shape:
         size = common.volume * item
@@ -160,22 +160,22 @@ def copy_strips(
 
 
 def strip_ends(of: Strips) -> NDArray[np.int64]:
-    """One past the last byte in the file, of each."""
+    """Return one past the last byte of each strip in its file."""
     return of["begin"] + (of["count"] - 1) * of["stride"] + of["run"]  # type: ignore[no-any-return]
 
 
 def strip_sizes(of: Strips) -> NDArray[np.int64]:
-    """Bytes that each copies."""
+    """Return the bytes that each strip copies."""
     return of["count"] * of["run"]  # type: ignore[no-any-return]
 
 
 def cut_at_cells(of: Strips) -> Strips:
-    """The same bytes in strips that lie in one cell each; runs with whole blocks between them are parted."""
+    """Cut strips so that each lies in one cell, and split runs that are more than a block apart."""
     return _split_at_cells(_split_far_runs(of))
 
 
 def _split_far_runs(of: Strips) -> Strips:
-    """Runs that are so far from each other that what lies between is not to be read, as strips of their own."""
+    """Make strips of their own of runs that are too far apart to read what lies between."""
     far = (of["count"] > 1) & (of["stride"] - of["run"] > MAX_GAP_BYTES)
     if not far.any():
         return of
@@ -198,7 +198,7 @@ def _split_at_cells(of: Strips) -> Strips:
 
 
 def _clip_to_cell(it: Strips, low: NDArray[np.int64]) -> list[Strips]:
-    """What each strip has in the cell that begins at `low`: whole runs, and the parts of the first and of the last."""
+    """Clip each strip to the cell that begins at `low`: its whole runs, and parts of its first and last run."""
     high = low + CELL_BYTES
     inside = np.clip(-((it["begin"] - low) // it["stride"]), 0, it["count"])  # the first run that begins in the cell
     within = np.clip((high - it["run"] - it["begin"]) // it["stride"] + 1, 0, it["count"])  # one past the last in it
@@ -216,7 +216,7 @@ def _clip_to_cell(it: Strips, low: NDArray[np.int64]) -> list[Strips]:
 def _clip_run(
     it: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
 ) -> Strips:
-    """Of run number `run` of each strip the bytes from `low` to `high`, where there are any."""
+    """Clip run number `run` of each strip to bytes [low, high); strips without such bytes are left out."""
     start = it["begin"] + run * it["stride"]
     begin, end = np.maximum(start, low), np.minimum(start + it["run"], high)
     where = where & (end > begin)
@@ -238,12 +238,12 @@ def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 WIDE_READ_BYTES = 2 * CELL_BYTES
-"""Bytes of a read past the page cache: a few of them at a time are what a disk wants."""
+"""Bytes of a read past the page cache: a few of these at a time keep a disk busy."""
 
 
 @dataclass(frozen=True)
 class BlockRead:
-    """Bytes of a file, whole blocks, and what they are for."""
+    """One read of whole blocks, and the strips in it."""
 
     file: int
     begin: int
@@ -252,15 +252,14 @@ class BlockRead:
 
 
 def sort_by_file(strips: Strips) -> Strips:
-    """Sorted by file and byte."""
+    """Sort strips by file and byte."""
     return strips[np.lexsort((strips["begin"], strips["file"]))]
 
 
 def plan_block_reads(strips: Strips, bytes_of: Sequence[int], most: int = CELL_BYTES) -> list[BlockRead]:
-    """Reads that give every strip, file by file and in order; no block is in two of them.
+    """Plan reads that cover all strips, in file order; no block is read twice.
 
-    strips: cut by cells, in file order. bytes_of: the size of each file. most: whole cells; a read is in one multiple
-    of it.
+    strips: cut at cells, in file order. bytes_of: size of each file. most: bytes of a read, whole cells.
     """
     assert most % CELL_BYTES == 0, most
     if not len(strips):
@@ -279,18 +278,20 @@ def plan_block_reads(strips: Strips, bytes_of: Sequence[int], most: int = CELL_B
 
 
 def _groups(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(begin, end) of every strip, and the index of the first of every read."""
+    """Return the begin and end of every strip, and the index of the first strip of every read."""
     begin, end = strips["begin"], strip_ends(strips)
     cell = begin // most
     other = (np.diff(strips["file"]) != 0) | (np.diff(cell) != 0)
-    apart = np.concatenate([[0], np.cumsum(other)]) * (most + 1)  # so that the largest end is that of this cell alone
+    apart = np.concatenate([[0], np.cumsum(other)]) * (
+        most + 1
+    )  # the running maximum must not reach into the next cell
     reach = np.maximum.accumulate(end - cell * most + apart) - apart + cell * most
     gap = begin[1:] // BLOCK_BYTES * BLOCK_BYTES - -(-reach[:-1] // BLOCK_BYTES) * BLOCK_BYTES
     return begin, end, np.flatnonzero(np.concatenate([[True], other | (gap >= MAX_GAP_BYTES)]))
 
 
 def list_blocks(found: Sequence[BlockRead]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(file, block) of all blocks that the reads touch, in order."""
+    """Return (files, blocks): all blocks that the reads touch, in order."""
     number = np.array([-(-read.end // BLOCK_BYTES) - read.begin // BLOCK_BYTES for read in found], dtype=np.int64)
     files = np.repeat(np.array([read.file for read in found], dtype=np.int64), number)
     first = np.repeat(np.array([read.begin // BLOCK_BYTES for read in found], dtype=np.int64), number)

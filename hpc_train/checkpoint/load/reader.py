@@ -1,9 +1,8 @@
 """Read shard files into the tensors that they are for.
 
-The destination of every byte is computed for all reads before the first: between two reads the processor's caches are
-full of data, so that what is left to do then are a few operations on Python's own numbers. `LoadWorkers` verify and
-copy what others have read; threads that did both would fall into step, and the disk would wait while all of them look
-at what came.
+All destinations are computed before the first read: between two reads the processor's caches are full of data, so only
+a few operations on plain Python integers are left for then. Some threads read, and `LoadWorkers` verify and copy.
+Threads that did both would fall into step, and the disk would wait while all of them verify.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from hpc_train.checkpoint.load.verified_reader import (
 from hpc_train.interfaces import TensorShard
 
 _MOST_BUFFERS = 1000
-"""Buffers of one call; systems take 1024 (IOV_MAX)."""
+"""Maximum buffers of one preadv(2); Linux takes 1024 (IOV_MAX)."""
 CopyRun = list[int]
-"""First byte in the file, one past the last, the address that byte 0 of the file would have, and the piece."""
+"""[first byte in the file, one past the last, address that byte 0 of the file would have, piece]"""
 
 
 @dataclass(frozen=True)
 class PlannedRead:
-    """A read."""
+    """A read with the destinations of its bytes."""
 
     read: BlockRead
     runs: list[CopyRun] | None
-    """In file order; None if some are not single runs into the processor's memory."""
+    """Copies in file order; None if some strips are not one run into host memory."""
     apart: bool
-    """No byte is wanted twice."""
+    """Whether every byte has at most one destination."""
 
 
 def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDArray[np.int64]) -> list[PlannedRead]:
-    """In the same order.
+    """Compute the destinations of all reads before I/O starts; returns them in the same order.
 
-    found: of all the strips. addresses: of the memory of every piece; 0 where it is not the processor's.
+    found: reads of all the strips. addresses: memory of every tensor; 0 on a GPU.
     """
     near = (strips["count"] == 1) & (addresses[strips["piece"]] != 0)
     runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(it.strips) for it in found], dtype=np.int64)
@@ -78,17 +77,17 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
 
 
 def make_copy_runs(strips: Strips, addresses: NDArray[np.int64]) -> list[CopyRun]:
-    """Of single runs into the processor's memory; of others it means nothing."""
+    """Return the copy of each strip; only valid for strips of one run into host memory."""
     base = addresses[strips["piece"]] + strips["at"] - strips["begin"]
     found: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["piece"]], axis=1).tolist()
     return found
 
 
 def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryview) -> list[Any] | None:
-    """Where bytes `low` to `high` of the file belong, one buffer after the other; None if those are too many.
+    """Return buffers for bytes [low, high) of the file, for preadv(2); None if there are too many.
 
-    rest: in file order, none with bytes of another; those that are before `low` are dropped. between: takes what nobody
-    wants.
+    rest: copies in file order that do not overlap; those before `low` are dropped. between: takes bytes that no tensor
+    needs.
     """
     found: list[Any] = []
     at = low
@@ -111,9 +110,9 @@ def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryvie
 
 
 def make_copier(rest: deque[CopyRun], data: memoryview, low: int, high: int) -> OnVerified:
-    """What copies runs part after part.
+    """Make a function that copies the runs of one part of `data` after the other.
 
-    rest: in file order; those that are before a part are dropped. data: where bytes `low` to `high` of the file come.
+    rest: copies in file order; those before a part are dropped. data: bytes [low, high) of the file.
     """
     assert len(data) >= high - low
     source = np.frombuffer(data, np.uint8).ctypes.data - low
@@ -133,17 +132,17 @@ def make_copier(rest: deque[CopyRun], data: memoryview, low: int, high: int) -> 
 
 
 class LoadWorkers:
-    """Threads, and memory for what they have to do."""
+    """Threads that verify and copy, and the buffers that are read into for them."""
 
     def __init__(self, threads: int, number: int, size: int) -> None:
-        """number: of buffers of `size` bytes, in whole pages, that are made when they are first needed."""
+        """number: buffers of `size` bytes, in whole pages, allocated when they are first used."""
         self._pool, self._size = ThreadPoolExecutor(threads), size
         self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
         for _ in range(number):
             self._free.put(None)
         self._under_way: deque[Future[None]] = deque()
         self.failed = False
-        """There is no use in more; `wait` tells why."""
+        """Whether a worker has failed; `wait` raises its error."""
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +151,11 @@ class LoadWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def memory(self) -> mmap.mmap:
-        """That nobody else has; waits for it."""
+        """Take a free buffer; waits for one."""
         return self._free.get() or allocate_pages(self._size)
 
     def do(self, work: Callable[[], None], memory: mmap.mmap) -> None:
-        """In another thread; then the memory is free."""
+        """Call `work` in a worker thread; the buffer is free afterwards."""
         self._under_way.append(self._pool.submit(self._do, work, memory))
 
     def _do(self, work: Callable[[], None], memory: mmap.mmap) -> None:
@@ -169,25 +168,25 @@ class LoadWorkers:
             self._free.put(memory)
 
     def wait(self) -> None:
-        """For all of it. Raises what the first that failed raised."""
+        """Wait for all work. Raises the first error."""
         while self._under_way:
             self._under_way.popleft().result()
 
 
 _WAITING_READS = 2
-"""Threads that wait for the disk."""
+"""Threads that read past the page cache."""
 
 
 class PieceReader:
-    """Fills pieces from a source."""
+    """Fills tensors from the shard files of a step."""
 
     def __init__(self, source: ShardReader, pieces: Sequence[TensorShard], targets: LoadDestinations) -> None:
         self._source, self._pieces, self._targets = source, pieces, targets
 
     def run(self, strips: Strips) -> None:
-        """Read, verify and copy. Raises CheckpointError or OSError; what was copied until then stays.
+        """Read, verify and copy. Raises CheckpointError or OSError; tensors may be partly filled then.
 
-        strips: what is wanted, cut by cells, in file order.
+        strips: bytes to load, cut at cells, in file order.
         """
         if not len(strips):
             return
@@ -205,10 +204,10 @@ class PieceReader:
                     done.result()
                 consumers.wait()
             finally:
-                deque(rest, 0)  # who interrupts this does not wait for all
+                deque(rest, 0)  # an interrupt does not wait for all reads
 
     def _some(self, rest: Iterator[PlannedRead], consumers: LoadWorkers) -> None:
-        """Whatever no other thread has taken."""
+        """Do reads that no other thread has taken yet."""
         try:
             for it in rest:
                 if self._source.is_direct(it.read.file):
@@ -220,7 +219,7 @@ class PieceReader:
                 if consumers.failed:
                     return
         finally:
-            deque(rest, 0)  # after an error the others have no more to do
+            deque(rest, 0)  # after an error the other threads stop too
 
     def _fetched(self, it: PlannedRead, memory: memoryview) -> None:
         read = it.read
@@ -237,14 +236,14 @@ class PieceReader:
             self._by_a_copy(part, part.begin, part.end, None)
 
     def _named(self, read: BlockRead, work: Callable[[], None]) -> None:
-        """Do it; what is damaged is told with the name of a tensor."""
+        """Call `work`, and add the name of a tensor to the error for a damaged block."""
         try:
             work()
         except DamagedBlockError as damage:
             raise DamagedBlockError(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
 
     def _scattered(self, read: BlockRead, runs: deque[CopyRun]) -> None:
-        """Straight to where it belongs, as much at a time as is then still in the processor's cache."""
+        """Read straight into the tensors, then verify while the bytes are in the processor's cache."""
         between = self._source.scratch(CACHE_BYTES)
         for low in range(read.begin, read.end, CACHE_BYTES):
             high = min(low + CACHE_BYTES, read.end)
@@ -255,12 +254,12 @@ class PieceReader:
                 self._source.scatter(read.file, low, to)
 
     def _near(self, strips: Strips) -> NDArray[np.bool_]:
-        """Which are single runs into the processor's memory."""
+        """Return which strips are one run into host memory."""
         found: NDArray[np.bool_] = (strips["count"] == 1) & (self._targets.addresses[strips["piece"]] != 0)
         return found
 
     def _by_a_copy(self, read: BlockRead, low: int, high: int, runs: deque[CopyRun] | None) -> None:
-        """What is wanted of bytes `low` to `high` of the file."""
+        """Read bytes [low, high) of the file into scratch memory and copy them from there."""
         data = self._source.scratch(high - low)
         self._take(read, low, high, runs, data, partial(self._source.read, read.file, low, high - low, data))
 
@@ -273,10 +272,10 @@ class PieceReader:
         data: memoryview,
         get: Callable[[OnVerified], None],
     ) -> None:
-        """The same from `data`; they are all of a strip of several runs.
+        """Copy bytes [low, high) of the file from `data`, which holds all of any strip of several runs.
 
-        runs: those of the strips that are not done with, if all are single runs into the processor's memory. get: tells
-        what of `data` has come and is verified.
+        runs: copies left to do, if all are single runs into host memory. get: reads or verifies `data`, and calls back
+        for each verified part.
         """
         if runs is not None:
             get(make_copier(runs, data, low, high))
@@ -287,7 +286,7 @@ class PieceReader:
         self._copy_others(strips[~near], data, low, high)
 
     def _copy_others(self, strips: Strips, data: memoryview, low: int, high: int) -> None:
-        """data: bytes `low` to `high` of the file."""
+        """Copy strips that are not one run into host memory. data: bytes [low, high) of the file."""
         for _, begin, count, stride, run, piece, at, step in strips.tolist():
             first, last = max(begin, low), min(begin + run, high)
             if count == 1 and first < last:
@@ -296,7 +295,7 @@ class PieceReader:
                 self._targets[piece].put(at, step, view_runs(data, begin - low, count, stride, run))
 
     def _tensor_in(self, read: BlockRead, lost: Sequence[tuple[int, int]]) -> str | None:
-        """Of the first tensor that has bytes in what is lost."""
+        """Return the name of the first tensor with bytes in the damaged spans."""
         for begin, end in lost:
             hit = (read.strips["begin"] < end) & (strip_ends(read.strips) > begin)
             if hit.any():

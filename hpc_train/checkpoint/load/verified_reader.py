@@ -1,6 +1,6 @@
-"""The shard files of a step as verified bytes: whole blocks, read past the page cache or out of it.
+"""Read the shard files of a step and verify every block, past the page cache or through it.
 
-What is read of a compressed file is its image as it was: the blocks are verified as they are stored, then inflated.
+A compressed file is read as its uncompressed image: blocks are verified as they are stored, then inflated.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from hpc_train.regular_files import is_plain_directory, open_regular, read_regul
 CACHE_BYTES = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
 _MOST = 4
-"""Threads of one process that are of use."""
+"""Maximum useful threads of one process."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 OnVerified = Callable[[int, int], object]
-"""Is called with the first, and one past the last, byte of the image of what has come."""
+"""Called with the first byte of a verified part of the image, and one past the last."""
 
 
 class DamagedBlockError(CheckpointError):
-    """A block that is not what was committed."""
+    """A block differs from what was committed."""
 
     def __init__(self, name: str, at: int, tensor: str | None = None, lost: Sequence[tuple[int, int]] = ()) -> None:
         """lost: bytes [begin, end) of the file's image, where the file is compressed."""
@@ -61,7 +61,7 @@ class DamagedBlockError(CheckpointError):
 
 
 class ShardReader:
-    """Open shard files of one step. Any number of threads may read."""
+    """Reads verified bytes of one step's shard files. Any number of threads may read."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         files = manifest.files
@@ -71,10 +71,9 @@ class ShardReader:
         self._open: dict[int, _Opened] = {}
         self._lock, self._local = threading.Lock(), threading.local()
         self.working = max(1, min(len(os.sched_getaffinity(0)), _MOST))
-        """Threads that use a processor at once."""
+        """Threads that may use a processor at once."""
         self.beside = max(1, self.working // 2)
-        """The same while others wait for the disk, which takes some of a processor too: that of this system or of its
-        host."""
+        """The same while others wait for the disk: the kernel or a hypervisor needs a processor too."""
         self._working, self._beside = threading.Semaphore(self.working), threading.Semaphore(self.beside)
 
     def __enter__(self) -> ShardReader:
@@ -87,13 +86,12 @@ class ShardReader:
     def read(
         self, file: int, begin: int, size: int, memory: memoryview, then: OnVerified = lambda first, last: None
     ) -> None:
-        """Put `size` bytes of the image, from `begin` on, at the beginning of `memory`, and verify them.
+        """Read `size` bytes of the image from `begin` on into `memory`, and verify them.
 
-        They are whole blocks: `begin` is the first byte of one, and the last ends with them or with the file. Where the
-        page cache is passed by, memory begins at a page and has room for whole pages. What lies between tensors is
-        undefined where the file is compressed. then: of one part after the other, as soon as it is verified and mostly
-        while it is in the processor's cache.
-        Raises Damaged, CheckpointError for a file that is not as it was committed, and OSError.
+        The bytes must be whole blocks, up to the end of the file. Past the page cache, memory must begin at a page and
+        have room for whole pages. Bytes between the tensors of a compressed file are undefined. then: called for each
+        verified part, mostly while it is in the processor's cache.
+        Raises DamagedBlockError, CheckpointError for a file that is not as it was committed, and OSError.
         """
         it = self._opened(file)
         if it.parts is None:
@@ -119,7 +117,7 @@ class ShardReader:
                     _copy_part(it, _Part(*row), data, low, memory, begin)
 
     def _read(self, it: _Opened, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
-        """The bytes as they are stored."""
+        """Read and verify bytes as they are stored."""
         if it.direct and self._read_directly(it, begin, size, memory):
             with self._beside:
                 self._look(it, begin, memory[:size], then)
@@ -131,7 +129,7 @@ class ShardReader:
                 self._look(it, begin + at, part, then)
 
     def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
-        """False, and never again, where the file system had the file opened for it and refuses it now."""
+        """Read past the page cache; returns False, and stops trying, if the file system refuses after all."""
         try:
             _read_pages(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
         except OSError as error:
@@ -143,13 +141,13 @@ class ShardReader:
         return True
 
     def fetch(self, file: int, begin: int, size: int, memory: memoryview) -> None:
-        """As `read`, of a file that is_direct, but for verifying it, which is for another thread to do."""
+        """Read bytes of a file that is_direct without verifying them: another thread calls `verify`."""
         it = self._opened(file)
         if not self._read_directly(it, begin, size, memory):
             _read_pages(it, begin, memory[:size], size)
 
     def verify(self, file: int, begin: int, memory: memoryview, then: OnVerified) -> None:
-        """What was fetched, whole blocks from byte `begin` on. Raises and calls `then` as `read` does."""
+        """Verify fetched bytes, whole blocks from byte `begin` on. Raises, and calls `then`, as `read` does."""
         self._look(self._opened(file), begin, memory, then)
 
     def _look(self, it: _Opened, begin: int, memory: memoryview, then: OnVerified) -> None:
@@ -159,17 +157,17 @@ class ShardReader:
             then(begin + at, begin + at + len(part))
 
     def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
-        """Fill one buffer after the other from a file that is cached, and verify it. Raises as `read` does."""
+        """Fill several buffers from a cached file, and verify them. Raises as `read` does."""
         it = self._opened(file)
         _fill_buffers(it, begin, memory)
         _compare_digests(it, begin, digest_scattered_blocks(memory))
 
     def is_direct(self, file: int) -> bool:
-        """Whether the page cache is passed by, into `memory`: then it reads pages into pages."""
+        """Return whether the file is read past the page cache, so that memory must be whole pages."""
         return self._opened(file).direct and self._opened(file).parts is None
 
     def is_cached(self, file: int) -> bool:
-        """Whether it is read as it is, out of the page cache: then parts of a read cost no more than all at once."""
+        """Return whether the file is read through the page cache, uncompressed: then small reads cost no more."""
         return not self._opened(file).direct and self._opened(file).parts is None
 
     def check(self, strips: Strips) -> None:
@@ -202,7 +200,7 @@ class ShardReader:
                 os.close(opened.descriptor)
 
     def scratch(self, size: int) -> memoryview:
-        """Whole pages, of this thread; what they held is lost with the next call."""
+        """Return whole pages of scratch memory for this thread; the next call reuses them."""
         return self._pages("scratch", size)
 
     def _pages(self, name: str, size: int) -> memoryview:
@@ -236,7 +234,7 @@ class ShardReader:
 
 
 class _Opened:
-    """One shard file with its digests."""
+    """One open shard file with its digests."""
 
     def __init__(self, directory: Path, known: ShardFile) -> None:
         self.name, self.size = known.name, known.bytes
@@ -255,7 +253,7 @@ class _Opened:
 
 
 def _compare_digests(it: _Opened, begin: int, found: list[int]) -> None:
-    """found: the digests of blocks from byte `begin` on."""
+    """Raise DamagedBlockError at the first wrong digest. found: digests of the blocks from byte `begin` on."""
     first = begin // BLOCK_BYTES
     wrong = find_first_mismatch(found, it.digests[first : first + len(found)])
     if wrong is not None:
@@ -263,7 +261,7 @@ def _compare_digests(it: _Opened, begin: int, found: list[int]) -> None:
 
 
 class _Part(NamedTuple):
-    """See chunks.PART."""
+    """A row of PART_DTYPE."""
 
     begin: int
     size: int
@@ -274,7 +272,7 @@ class _Part(NamedTuple):
 
 
 def _split_parts(parts: PartTable) -> list[PartTable]:
-    """The same in groups that lie together in the file, though in any order."""
+    """Split parts into groups that are adjacent in the file."""
     if not len(parts):
         return []
     ordered = parts[np.argsort(parts["at"])]
@@ -284,7 +282,7 @@ def _split_parts(parts: PartTable) -> list[PartTable]:
 
 
 def _copy_part(it: _Opened, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:
-    """What `memory`, which is of the image from byte `begin` on, has of a part. data: of the file, from `low` on."""
+    """Copy one part into `memory`, the image from byte `begin` on. data: stored bytes of the file from `low` on."""
     stored = data[part.at - low : part.at - low + part.stored]
     first, last = max(part.begin, begin), min(part.begin + part.size, begin + len(memory))
     if not part.whole:
@@ -298,7 +296,7 @@ def _copy_part(it: _Opened, part: _Part, data: memoryview, low: int, memory: mem
 
 
 def read_digest_table(directory: Path, file: ShardFile) -> DigestTable:
-    """What lies beside a shard file. Raises CheckpointError if they are not those that were committed."""
+    """Read the table of digests of a shard file. Raises CheckpointError if it is not the committed one."""
     name, most = digest_table_path(Path(file.name)).as_posix(), max_table_bytes(file.bytes, file.inflated is not None)
     try:
         data = read_regular(digest_table_path(directory / file.name), most)
@@ -325,7 +323,7 @@ def check_folders(directory: Path, name: str) -> None:
 
 
 def allocate_pages(size: int) -> mmap.mmap:
-    """Memory that direct I/O takes, in huge pages where the kernel has them."""
+    """Allocate memory for direct I/O, in huge pages if the kernel has them."""
     memory = mmap.mmap(-1, max(1, -(-size // ALIGNMENT)) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -333,7 +331,7 @@ def allocate_pages(size: int) -> mmap.mmap:
 
 
 def _read_pages(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
-    """At least `size` bytes, as direct I/O wants whole pages also where a file ends."""
+    """Read at least `size` bytes; direct I/O needs room for whole pages even at the end of a file."""
     at = 0
     while at < size:
         count = os.preadv(it.descriptor, [memory[at:]], begin + at)
@@ -347,7 +345,7 @@ def _read_pages(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
 
 
 def _fill_buffers(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
-    """All of the buffers, one after the other."""
+    """Fill all buffers, one after the other."""
     rest, at = deque(memory), begin
     while rest:
         count = os.preadv(it.descriptor, rest, at)
@@ -361,7 +359,7 @@ def _fill_buffers(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
 
 
 def _open_for_reading(path: Path) -> tuple[int, bool]:
-    """(descriptor, whether it passes the page cache by): it does where little of the file is in there."""
+    """Open a file; returns (descriptor, whether past the page cache): past it if little of the file is cached."""
     plain = open_regular(path)
     if _is_cached(plain):
         return plain, False
@@ -377,7 +375,7 @@ def _open_for_reading(path: Path) -> tuple[int, bool]:
 
 
 def _is_cached(descriptor: int) -> bool:
-    """Whether a look at some pages finds them in memory (preadv2(2), RWF_NOWAIT)."""
+    """Return whether most of some sampled pages are in the page cache (preadv2(2), RWF_NOWAIT)."""
     size = os.fstat(descriptor).st_size
     page = bytearray(1)
     spots = [size * k // 8 for k in range(8)]

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.format.block_digests import (
     find_first_mismatch,
     stored_parts_within,
 )
-from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_problem
+from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -32,7 +32,7 @@ from hpc_train.checkpoint.format.shard_consistency import check_shard_file
 from hpc_train.checkpoint.load.verified_reader import check_folders, read_digest_table
 from hpc_train.checkpoint.storage.step_directory import list_committed_steps, locate_step
 from hpc_train.interfaces import World
-from hpc_train.regular_files import check_regular, open_regular
+from hpc_train.regular_files import open_regular
 from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
 
 _log = logging.getLogger(__name__)
@@ -78,13 +78,7 @@ def verify_in_one_process(
 
 
 def list_index_problems(path: Path, manifest: Manifest) -> list[Problem]:
-    """Return the problems of a step's index, if it has one; only a regular file is opened."""
-    try:
-        check_regular(path / INDEX_FILE, follow=False)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [Problem(INDEX_FILE, f"it cannot be read: {error.strerror}")]
+    """Return the problems of a step's index, if it has one."""
     found = find_index_problem(path, manifest)
     return [found] if found else []
 

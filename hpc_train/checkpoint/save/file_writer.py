@@ -57,20 +57,20 @@ class GatherBuffers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
-        self._of: dict[int, mmap.mmap] = {}
+        self._in_use: dict[int, mmap.mmap] = {}
 
     def free(self) -> None:
         """The threads that had them have ended."""
-        self._free += self._of.values()
-        self._of = {}
+        self._free += self._in_use.values()
+        self._in_use = {}
 
-    def mine(self, size: int) -> memoryview:
+    def for_this_thread(self, size: int) -> memoryview:
         """At least so many bytes, of this thread until `free`."""
         with self._lock:
             thread = threading.get_ident()
-            if thread not in self._of or len(self._of[thread]) < size:
-                self._of[thread] = self._take(size)
-            return memoryview(self._of[thread])
+            if thread not in self._in_use or len(self._in_use[thread]) < size:
+                self._in_use[thread] = self._take(size)
+            return memoryview(self._in_use[thread])
 
     def _take(self, size: int) -> mmap.mmap:
         self._free = [it for it in self._free if len(it) >= size]
@@ -94,7 +94,7 @@ class GatherSource:
         extent = self._extents[first]
         if extent.aligned and extent.end >= end:
             return extent.data[begin - extent.begin : end - extent.begin]
-        buffer = self._buffers.mine(end - begin)[: end - begin]
+        buffer = self._buffers.for_this_thread(end - begin)[: end - begin]
         for extent in self._extents[first : bisect_left(self._begins, end)]:
             low, high = max(begin, extent.begin), min(end, extent.end)
             buffer[low - begin : high - begin] = extent.data[low - extent.begin : high - extent.begin]
@@ -138,16 +138,16 @@ class WriteStream:
 
     source: ReadImage
     size: int
-    stays: bool = False
+    memory_stays: bool = False
     """What the source gives stays valid until all is written; then one thread asks for it, in order. Else it is asked
     from several threads and in any order."""
     digests: DigestPart = compute_digests
     """Tells those of what came, if the source knows them."""
-    known: OnDigests = lambda digests: None
+    on_digests: OnDigests = lambda digests: None
     """Called again, with the same, where a file refuses direct I/O after all."""
 
 
-def write_image(path: Path, memory: memoryview, size: int, how: WritePolicy = DEFAULT_POLICY) -> list[int]:
+def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy = DEFAULT_POLICY) -> list[int]:
     """Write the first `size` bytes of `memory` (whole pages) to a new file; returns the digests of its blocks.
 
     The file is on the disk when this returns; the directory's entry is not synchronised. how: with direct, past the
@@ -155,53 +155,53 @@ def write_image(path: Path, memory: memoryview, size: int, how: WritePolicy = DE
     """
     end = -(-size // ALIGNMENT) * ALIGNMENT
     memory[size:end] = bytes(end - size)
-    return write_stream(path, WriteStream(lambda begin, end: memory[begin:end], size, stays=True), how)
+    return write_stream(path, WriteStream(lambda begin, end: memory[begin:end], size, memory_stays=True), policy)
 
 
-def write_stream(path: Path, stream: WriteStream, how: WritePolicy) -> list[int]:
+def write_stream(path: Path, stream: WriteStream, policy: WritePolicy) -> list[int]:
     """The same of bytes that come in pieces of how.write_bytes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    if how.direct:
+    if policy.direct:
         try:
-            return _write_new_file(path, flags | os.O_DIRECT, stream, how)
+            return _write_new_file(path, flags | os.O_DIRECT, stream, policy)
         except OSError as error:
             if error.errno not in DIRECT_IO_REFUSED:
                 raise
             with suppress(FileNotFoundError):
                 path.unlink()
-    return _write_new_file(path, flags, stream, replace(how, direct=False))
+    return _write_new_file(path, flags, stream, replace(policy, direct=False))
 
 
-def _write_new_file(path: Path, flags: int, stream: WriteStream, how: WritePolicy) -> list[int]:
+def _write_new_file(path: Path, flags: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
     with open_descriptor(path, flags) as file:
-        return fill_open_file(file, stream, how)
+        return fill_open_file(file, stream, policy)
 
 
-def fill_open_file(file: int, stream: WriteStream, how: WritePolicy) -> list[int]:
+def fill_open_file(file: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
     """The same into an empty file that is open: for direct I/O if how.direct."""
-    end = -(-stream.size // ALIGNMENT) * ALIGNMENT if how.direct else stream.size
-    begin = partial(reserve_space, file, end) if how.reserve else lambda: None
-    found = _write_chunks(file, stream, end, how.write_bytes, begin=begin)
+    end = -(-stream.size // ALIGNMENT) * ALIGNMENT if policy.direct else stream.size
+    begin = partial(reserve_space, file, end) if policy.reserve else lambda: None
+    found = _write_chunks(file, stream, end, policy.write_bytes, begin=begin)
     os.ftruncate(file, stream.size)
     os.fsync(file)
     return found
 
 
-def write_file_part(path: Path, at: int, stream: WriteStream, how: WritePolicy) -> list[int]:
+def write_file_part(path: Path, at: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
     """Write whole blocks, from byte `at` on, into a file that is there and that others write to as well.
 
     They are on the disk when this returns; returns their digests. Raises OSError.
     """
     assert at % BLOCK_BYTES == stream.size % BLOCK_BYTES == 0, (at, stream.size)
     try:
-        with open_descriptor(path, os.O_WRONLY | (os.O_DIRECT if how.direct else 0)) as file:
-            digests = _write_chunks(file, stream, stream.size, how.write_bytes, at)
+        with open_descriptor(path, os.O_WRONLY | (os.O_DIRECT if policy.direct else 0)) as file:
+            digests = _write_chunks(file, stream, stream.size, policy.write_bytes, at)
             os.fsync(file)
             return digests
     except OSError as error:
-        if not how.direct or error.errno not in DIRECT_IO_REFUSED:
+        if not policy.direct or error.errno not in DIRECT_IO_REFUSED:
             raise
-    return write_file_part(path, at, stream, replace(how, direct=False))
+    return write_file_part(path, at, stream, replace(policy, direct=False))
 
 
 def _write_chunks(
@@ -241,10 +241,10 @@ def _write_chunks(
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             begun = pool.submit(begin)
-            if stream.stays:
-                return _write_ahead(pool, pieces, get, put, stream.known)
+            if stream.memory_stays:
+                return _write_ahead(pool, pieces, get, put, stream.on_digests)
             found = [it for of_piece in pool.map(both, pieces) for it in of_piece]
-    stream.known(found)
+    stream.on_digests(found)
     return found
 
 
@@ -262,7 +262,7 @@ def _write_ahead(
     pieces: Sequence[_Piece],
     get: Callable[[_Piece], tuple[memoryview, list[int]]],
     put: Callable[[_Piece, memoryview], None],
-    known: OnDigests,
+    on_digests: OnDigests,
 ) -> list[int]:
     """Get every piece in this thread while those before it are written, so that the disk always has one to take.
 
@@ -278,7 +278,7 @@ def _write_ahead(
             writing.append(pool.submit(put, piece, data))
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
-        known(found)
+        on_digests(found)
         for it in writing:
             it.result()
         return found
@@ -307,19 +307,19 @@ class LocalFile:
     size: int
     digests: list[int]
 
-    def copy_to(self, path: Path, how: WritePolicy) -> list[int]:
+    def copy_to(self, path: Path, policy: WritePolicy) -> list[int]:
         """Write a new file with the same bytes, on the disk when this returns; returns the digests of its blocks.
 
         Raises OSError, and CheckpointError if the bytes are no longer those that were put here.
         """
-        return self._checked(write_stream(path, WriteStream(self._reads(how).read, self.size), how))
+        return self._checked(write_stream(path, WriteStream(self._reads(policy).read, self.size), policy))
 
-    def copy_into(self, path: Path, at: int, how: WritePolicy) -> list[int]:
+    def copy_into(self, path: Path, at: int, policy: WritePolicy) -> list[int]:
         """The same as whole blocks of a file that is there, from byte `at` on."""
-        return self._checked(write_file_part(path, at, WriteStream(self._reads(how).read, self.size), how))
+        return self._checked(write_file_part(path, at, WriteStream(self._reads(policy).read, self.size), policy))
 
-    def _reads(self, how: WritePolicy) -> _Reads:
-        return _Reads(self.descriptor, self.size, how.write_bytes)
+    def _reads(self, policy: WritePolicy) -> _Reads:
+        return _Reads(self.descriptor, self.size, policy.write_bytes)
 
     def _checked(self, found: list[int]) -> list[int]:
         if found != self.digests:
@@ -336,25 +336,25 @@ class LocalStage:
     """checkpoint.stage_dir of this node. Where it cannot be used, saves go straight from memory, and that is told."""
 
     directory: Path
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def named(cls, text: str | None) -> LocalStage | None:
+    def from_setting(cls, text: str | None) -> LocalStage | None:
         """From the setting; None where there is none. Environment variables are those of this process."""
         return cls(Path(os.path.expandvars(text)).expanduser().absolute()) if text else None
 
-    def put(self, memory: memoryview, size: int) -> LocalFile | None:
+    def copy_from(self, memory: memoryview, size: int) -> LocalFile | None:
         """A copy of the first `size` bytes (whole pages); None, after a warning, if it cannot be had."""
         try:
-            why = self._unfit(size)
-            if why is None:
+            reason = self._find_obstacle(size)
+            if reason is None:
                 return _write_local_file(self.directory, memory, size)
         except OSError as error:
-            why = f"{error.strerror}; the save goes straight from memory"
-        self._tell(why)
+            reason = f"{error.strerror}; the save goes straight from memory"
+        self._warn_once(reason)
         return None
 
-    def _unfit(self, size: int) -> str | None:
+    def _find_obstacle(self, size: int) -> str | None:
         system = detect_file_system(self.directory)
         if system.shared_memory:
             return "it is in memory, where a copy gains nothing; give a directory on a disk of the node"
@@ -363,10 +363,10 @@ class LocalStage:
             return f"it has {has} free, this rank needs {needs}; the save goes straight from memory"
         return None
 
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            _log.warning("checkpoint.stage_dir=%s is not used: %s", self.directory, why)
-        self._told.add(why)
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            _log.warning("checkpoint.stage_dir=%s is not used: %s", self.directory, reason)
+        self._warned.add(reason)
 
 
 @dataclass
@@ -375,13 +375,13 @@ class _Reads:
 
     descriptor: int
     size: int
-    most: int
+    buffer_bytes: int
     _of_thread: threading.local = field(default_factory=threading.local)
 
     def read(self, begin: int, end: int) -> memoryview:
         """What is past the end of the file is undefined. Direct I/O wants whole pages, also of what is not wanted."""
         if not hasattr(self._of_thread, "buffer"):
-            self._of_thread.buffer = mmap.mmap(-1, self.most)
+            self._of_thread.buffer = mmap.mmap(-1, self.buffer_bytes)
         data = memoryview(self._of_thread.buffer)[: -(-(end - begin) // ALIGNMENT) * ALIGNMENT]
         at = 0
         while begin + at < min(end, self.size):
@@ -403,11 +403,11 @@ def _write_local_file(directory: Path, memory: memoryview, size: int) -> LocalFi
         return _write_with_policy(directory, memory, size, WritePolicy(direct=False))
 
 
-def _write_with_policy(directory: Path, memory: memoryview, size: int, how: WritePolicy) -> LocalFile:
-    descriptor = _open_unnamed(directory, os.O_DIRECT if how.direct else 0)
+def _write_with_policy(directory: Path, memory: memoryview, size: int, policy: WritePolicy) -> LocalFile:
+    descriptor = _open_unnamed(directory, os.O_DIRECT if policy.direct else 0)
     try:
-        image = WriteStream(lambda begin, end: memory[begin:end], size, stays=True)
-        return LocalFile(descriptor, size, fill_open_file(descriptor, image, how))
+        image = WriteStream(lambda begin, end: memory[begin:end], size, memory_stays=True)
+        return LocalFile(descriptor, size, fill_open_file(descriptor, image, policy))
     except BaseException:
         os.close(descriptor)
         raise

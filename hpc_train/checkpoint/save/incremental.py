@@ -1,16 +1,15 @@
 """Save only what has changed since the last committed step, and link the files of all else into the new step.
 
-Every writer compares digests of runs of rows that it is about to write with those of the step before: what is the
-same stays where it is, in a file of an earlier step, which gets one more name (link(2)) in this one. So a step is as
-complete as any other: it is read, moved and removed alone, and there is no chain to follow. The file system counts
-the names.
+Every rank compares the digests of runs of rows that it is about to write with those of the step before. Unchanged runs
+stay where they are, in a file of an earlier step, which gets a hard link in this one. So every step is complete: it can
+be read, moved and removed alone, there is no chain to follow, and the file system counts the links.
 
-A file is shared as long as at least half of it is still wanted, and of those the few that have most; what else has
-not changed is written anew, into a file of its own, so that from then on it can be shared whole.
+A file is shared as long as at least half of it is still used, and of those files only the few that are used most. Other
+unchanged runs are written again into a file of their own, so that from then on that file can be shared whole.
 
-Only what this process has itself written, in a step that it saw committed, is ever shared: after a resume the first
-save is whole. Damage to a shared file is damage to all steps that share it; who wants more copies has every so many
-saves written whole.
+A process shares only files that it has written itself, in a step that it saw committed: after a resume the first save
+is whole. Damage to a shared file damages all steps that share it; checkpoint.whole_every has every so many saves
+written whole for more copies.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -41,33 +40,33 @@ from hpc_train.checkpoint.save.staging import are_spans_finite, find_float_spans
 from hpc_train.checkpoint.storage.file_system import WritePolicy
 
 RUN_BYTES = 1 << 20
-"""Bytes of a run, about; what is smaller than that on the disk is not worth a name."""
+"""Approximate bytes of a run; a smaller one is not worth a link."""
 MAX_RUNS = 1024
-"""Runs of a large shard beyond one a tensor, about: each may become a part of its own in the manifest."""
+"""Approximate number of runs of a large shard, beyond one a tensor: each may become a row of the manifest."""
 _THREADS = 2
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class RowRun:
-    """Some rows of a rectangle that a shard holds, contiguous there."""
+    """Adjacent rows of a rectangle, contiguous in the shard's image."""
 
     row: int
-    """Index among what the shard holds."""
+    """Index among the rows of the file layout."""
     rectangle: Rectangle
-    """Of the logical tensor."""
+    """Rectangle of the logical tensor."""
     begin: int
-    """Byte of the shard's image."""
+    """Byte of the shard's image where it begins."""
     size: int
     """Bytes."""
 
 
-def split_runs(held: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
-    """All of a shard, in its own order. A tensor without elements is one run without bytes."""
-    total = sum(row.bytes for row in held.rows)
+def split_runs(layout: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
+    """Split a shard into runs of about `length` bytes, in file order. An empty tensor is one run without bytes."""
+    total = sum(row.bytes for row in layout.rows)
     most = max(length, total // MAX_RUNS)
     found = []
-    for index, (row, place) in enumerate(zip(held.rows, held.places, strict=True)):
+    for index, (row, place) in enumerate(zip(layout.rows, layout.places, strict=True)):
         at, item = place, row.dtype.itemsize
         for slab in split_slabs(Rectangle(row.offset, row.local_shape), max(1, most // item)):
             found.append(RowRun(index, slab, at, slab.volume * item))
@@ -76,7 +75,7 @@ def split_runs(held: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
 
 
 def digest_runs(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
-    """xxh3-128 of the bytes of every run. Lets other threads run meanwhile."""
+    """Return the xxh3-128 of every run. xxhash releases the interpreter lock meanwhile."""
     with ThreadPoolExecutor(_THREADS) as pool:
         batches = (runs[at : at + _BATCH] for at in range(0, len(runs), _BATCH))
         return [digest for batch in pool.map(lambda it: _digest_batch(memory, it), batches) for digest in batch]
@@ -87,7 +86,7 @@ def _digest_batch(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
 
 
 def merge_runs(runs: Sequence[RowRun]) -> list[tuple[RowRun, list[RowRun]]]:
-    """(all of it as one run, its runs): neighbours of one row that are one rectangle together, as many as can be.
+    """Merge adjacent runs that form one rectangle; returns [(merged run, its runs)].
 
     runs: in the order of their bytes.
     """
@@ -108,7 +107,7 @@ def _merge_two(first: RowRun, second: RowRun) -> RowRun | None:
 
 
 LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of link(2) that mean that it will never be had here; with EMLINK one file has all the names it can have."""
+"""Errors of link(2) that mean that the file system has no hard links. EMLINK is about one file: it has too many."""
 
 
 @dataclass(frozen=True)
@@ -116,34 +115,34 @@ class EarlierFile:
     """A shard file that this process has written, in a step that it saw committed."""
 
     file: ShardFile
-    """As it was in that step."""
+    """The file as it was in that step."""
     step: int
     inode: int
     data: int
-    """Bytes of tensors in it, whether they are still wanted or not."""
+    """Bytes of tensors in it, used or not."""
 
     def name_in(self, step: int) -> str:
-        """Path within the directory of a step that has it, of its own or since then."""
+        """Return its path within the directory of its own step, or of a later one that shares it."""
         if step == self.step:
             return self.file.name
         path = PurePosixPath(self.file.name)
         return path.with_name(f"{path.stem}.step-{self.step}{path.suffix}").as_posix()
 
     def as_in(self, step: int) -> ShardFile:
-        """What the manifest of a later step says of it."""
+        """Return its entry in the manifest of a later step."""
         return replace(self.file, name=self.name_in(step), written_at=self.step)
 
 
 def record_written_file(directory: Path, file: ShardFile, step: int, data: int) -> EarlierFile:
-    """A file that was just written. Raises OSError."""
+    """Remember a file that was just written. Raises OSError."""
     return EarlierFile(file, step, (directory / file.name).stat().st_ino, data)
 
 
 def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: int) -> None:
-    """Give a file of the step `base`, whose directory is `source`, its name in `step`, whose directory is `target`.
+    """Link a file of step `base` (directory `source`) and its table of digests into `step` (directory `target`).
 
-    Its folder is there; it is not synchronised. Raises OSError, and CheckpointError for a file that is no longer the
-    one that was written: then the name is not there, as far as it could be taken away.
+    The folder must exist; it is not synchronised. Raises OSError, and CheckpointError for a file that is no longer the
+    one that was written; then the links are removed again, if possible.
     """
     of, to = source / older.name_in(base), target / older.name_in(step)
     try:
@@ -161,7 +160,7 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
 
 
 RunKey = tuple[str, tuple[int, ...], torch.dtype, Rectangle]
-"""A run by its tensor's name, shape and dtype, and its rectangle."""
+"""What identifies a run from step to step: name, shape and dtype of its tensor, and its rectangle."""
 
 
 @dataclass(frozen=True)
@@ -173,87 +172,95 @@ class StoredRun:
     place: int
     """Byte of the file."""
     number: int
-    """Of its dataset; see Within."""
-    of: Rectangle
-    """All of the dataset."""
+    """Number of its dataset; see EnclosingDataset."""
+    dataset: Rectangle
+    """Rectangle of the whole dataset."""
 
 
 @dataclass(frozen=True)
 class BaseStep:
-    """What a writer has in the last step that it saw committed."""
+    """The last step that this writer saw committed, and where its runs are stored."""
 
     path: Path
     step: int
     runs: dict[RunKey, StoredRun]
     finite: bool = False
-    """Neither NaN nor infinity was in any of it."""
+    """Whether all of its tensors were free of NaN and infinity."""
 
 
 @dataclass(frozen=True)
 class StepDelta:
-    """One writer's step, compared with a base."""
+    """Which runs of a rank's step are shared with earlier steps, and which are written."""
 
     step: int
-    held: FileLayout
-    """As it is staged."""
+    layout: FileLayout
+    """Layout of the staged shard."""
     runs: Sequence[RowRun]
     digests: Sequence[bytes]
-    stays: dict[int, StoredRun]
-    """Runs, by index, that are as they were, and where they stay."""
-    moves: frozenset[int] = frozenset()
-    """Others that are as they were, and are written anew all the same: their files are not worth keeping."""
+    shared_runs: dict[int, StoredRun]
+    """Unchanged runs, by index, that stay in files of earlier steps."""
+    rewritten_runs: frozenset[int] = frozenset()
+    """Unchanged runs that are written again, because too little of their files is still used."""
 
     @property
-    def files(self) -> list[EarlierFile]:
-        """Those that are shared."""
-        return list(dict.fromkeys(known.file for known in self.stays.values()))
+    def shared_files(self) -> list[EarlierFile]:
+        """Files of earlier steps that this step shares."""
+        return list(dict.fromkeys(stored.file for stored in self.shared_runs.values()))
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is shared, and all is written as one file."""
-        return not self.stays and len(self.groups()) < 2
+        """Whether nothing is shared and all is written as one file."""
+        return not self.shared_runs and len(self.written_groups()) < 2
 
     @property
-    def changed(self) -> list[int]:
-        """Runs that are not as they were."""
-        return [index for index in range(len(self.runs)) if index not in self.stays and index not in self.moves]
+    def changed_runs(self) -> list[int]:
+        """Indices of the runs that have changed."""
+        return [
+            index
+            for index in range(len(self.runs))
+            if index not in self.shared_runs and index not in self.rewritten_runs
+        ]
 
-    def groups(self) -> list[list[int]]:
-        """Runs that are written, in a file for each group: what changes goes apart from what does not."""
-        return [group for group in (self.changed, sorted(self.moves)) if group]
+    def written_groups(self) -> list[list[int]]:
+        """Return the runs of each file to write: those that change apart from those that do not."""
+        return [group for group in (self.changed_runs, sorted(self.rewritten_runs)) if group]
 
-    def without(self, file: EarlierFile) -> StepDelta:
-        """The same without sharing a file."""
-        stays = {index: known for index, known in self.stays.items() if known.file != file}
-        return replace(self, stays=stays, moves=self.moves | (self.stays.keys() - stays.keys()))
+    def without_file(self, file: EarlierFile) -> StepDelta:
+        """Return this delta without sharing a file: its runs are written again."""
+        shared_runs = {index: stored for index, stored in self.shared_runs.items() if stored.file != file}
+        return replace(
+            self,
+            shared_runs=shared_runs,
+            rewritten_runs=self.rewritten_runs | (self.shared_runs.keys() - shared_runs.keys()),
+        )
 
-    def merged(self, group: Sequence[int]) -> list[tuple[RowRun, list[RowRun]]]:
-        """A group of runs in as few rectangles as there can be, in the order of memory."""
+    def merge_group(self, group: Sequence[int]) -> list[tuple[RowRun, list[RowRun]]]:
+        """Merge a group of runs into as few rectangles as possible, in memory order."""
         return merge_runs([self.runs[index] for index in group])
 
-    def row(self, run: RowRun) -> DatasetRow:
-        """What a run is in a file of its own."""
-        return replace(self.held.rows[run.row], offset=run.rectangle.offset, local_shape=run.rectangle.shape)
+    def make_row(self, run: RowRun) -> DatasetRow:
+        """Return the dataset row of a run."""
+        return replace(self.layout.rows[run.row], offset=run.rectangle.offset, local_shape=run.rectangle.shape)
 
-    def rows(self, group: Sequence[int]) -> tuple[DatasetRow, ...]:
-        """Of a file that has these runs."""
-        return tuple(self.row(run) for run, _ in self.merged(group))
+    def make_rows(self, group: Sequence[int]) -> tuple[DatasetRow, ...]:
+        """Return the dataset rows of a file with these runs."""
+        return tuple(self.make_row(run) for run, _ in self.merge_group(group))
 
-    def key(self, run: RowRun) -> RunKey:
-        """What it is known by from step to step."""
-        row = self.held.rows[run.row]
+    def run_key(self, run: RowRun) -> RunKey:
+        """Return what identifies a run from step to step."""
+        row = self.layout.rows[run.row]
         return row.name, row.shape, row.dtype, run.rectangle
 
-    def held_of(self, file: EarlierFile) -> FileLayout:
-        """What this step has in a file that is shared."""
-        here = [(known, self.runs[index]) for index, known in self.stays.items() if known.file == file]
-        here.sort(key=lambda it: it[0].place)
+    def layout_in(self, file: EarlierFile) -> FileLayout:
+        """Return the layout of this step's part of a shared file."""
+        runs_in_file = [(stored, self.runs[index]) for index, stored in self.shared_runs.items() if stored.file == file]
+        runs_in_file.sort(key=lambda it: it[0].place)
         rows, places, within = [], [], []
-        for (_, number), of_dataset in groupby(here, key=lambda it: (it[1].row, it[0].number)):
+        for (_, number), of_dataset in groupby(runs_in_file, key=lambda it: (it[1].row, it[0].number)):
             found = list(of_dataset)
-            dataset = found[0][0].of
-            for run, _ in merge_runs([replace(run, begin=known.place) for known, run in found]):
-                rows.append(self.row(run))
+            dataset = found[0][0].dataset
+            for run, _ in merge_runs([replace(run, begin=stored.place) for stored, run in found]):
+                rows.append(self.make_row(run))
                 places.append(run.begin)
                 within.append(EnclosingDataset(number, dataset.shape, run.rectangle.start_in(dataset)))
         return FileLayout(tuple(rows), tuple(places), tuple(within))
@@ -261,22 +268,22 @@ class StepDelta:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """One writer's step as it lies in its directory."""
+    """A rank's files of a step, and where its runs are in them."""
 
     files: tuple[tuple[ShardFile, FileLayout], ...]
-    """Its own and those that are shared, with what each holds of the step."""
+    """New and shared files, each with its layout."""
     runs: dict[RunKey, StoredRun]
 
 
 @dataclass
 class DeltaCache:
-    """What is worth keeping from save to save: mostly the same tensors change."""
+    """Buffers and file images kept from save to save, as mostly the same tensors change."""
 
     buffers: GatherBuffers = field(default_factory=GatherBuffers)
     _images: dict[tuple[DatasetRow, ...], ShardImage] = field(default_factory=dict)
 
-    def image(self, rows: tuple[DatasetRow, ...]) -> ShardImage:
-        """Of a file with these rows. Raises as `image.make_image`."""
+    def get_image(self, rows: tuple[DatasetRow, ...]) -> ShardImage:
+        """Return the image of a file with these rows. Raises as make_image."""
         if rows not in self._images:
             self._images = dict(list(self._images.items())[-1:])
             self._images[rows] = make_image(rows)
@@ -284,132 +291,128 @@ class DeltaCache:
 
 
 def write_delta(
-    delta: StepDelta, directory: Path, name: str, staged: StagedShard, how: WritePolicy, shop: DeltaCache
+    delta: StepDelta, directory: Path, name: str, shard: StagedShard, policy: WritePolicy, cache: DeltaCache
 ) -> StoredStep:
-    """Write what is new, on the disk when this returns; what is shared has its names there.
+    """Write and synchronise the runs that are not shared; the shared files must be linked already.
 
-    name: path, within the directory of the step, of the file of what has changed. Raises as `write_shard`.
+    name: path, within the directory of the step, of the file of changed runs. Raises as write_shard.
     """
-    runs = {delta.key(delta.runs[index]): known for index, known in delta.stays.items()}
-    files = [(older.as_in(delta.step), delta.held_of(older)) for older in delta.files]
+    runs = {delta.run_key(delta.runs[index]): stored for index, stored in delta.shared_runs.items()}
+    files = [(older.as_in(delta.step), delta.layout_in(older)) for older in delta.shared_files]
     if delta.is_whole:
-        file, held = write_shard(directory, name, staged, how)
-        older = record_written_file(directory, file, delta.step, sum(row.bytes for row in held.rows))
-        return StoredStep(((file, held),), runs | _runs_in_whole_file(delta, older))
-    for group, its_name in zip(delta.groups(), (name, unchanged_file_name(name)), strict=False):
-        file, held = _write_runs(delta, group, directory / its_name, staged, how, shop)
-        file = replace(file, name=its_name)
-        older = record_written_file(directory, file, delta.step, sum(row.bytes for row in held.rows))
-        files.append((file, held))
-        runs |= _runs_in_parts(delta, group, older, held)
+        file, layout = write_shard(directory, name, shard, policy)
+        older = record_written_file(directory, file, delta.step, sum(row.bytes for row in layout.rows))
+        return StoredStep(((file, layout),), runs | _runs_in_whole_file(delta, older))
+    for group, file_name in zip(delta.written_groups(), (name, unchanged_file_name(name)), strict=False):
+        file, layout = _write_runs(delta, group, directory / file_name, shard, policy, cache)
+        file = replace(file, name=file_name)
+        older = record_written_file(directory, file, delta.step, sum(row.bytes for row in layout.rows))
+        files.append((file, layout))
+        runs |= _runs_in_parts(delta, group, older, layout)
     return StoredStep(tuple(files), runs)
 
 
 def unchanged_file_name(name: str) -> str:
-    """Of the file of what has not changed, beside that of what has."""
+    """Return the name of the file of unchanged runs that are written again."""
     path = PurePosixPath(name)
     return path.with_name(f"{path.stem}.unchanging{path.suffix}").as_posix()
 
 
 def _write_runs(
-    delta: StepDelta, group: Sequence[int], path: Path, staged: StagedShard, how: WritePolicy, shop: DeltaCache
+    delta: StepDelta, group: Sequence[int], path: Path, shard: StagedShard, policy: WritePolicy, cache: DeltaCache
 ) -> tuple[ShardFile, FileLayout]:
-    """A file of some runs."""
-    assert isinstance(staged.image, memoryview)
-    rows, spans = delta.rows(group), [(run.begin, run.size) for run, _ in delta.merged(group)]
-    image = shop.image(rows)
-    if staged.level:
+    """Write a file of some runs."""
+    assert isinstance(shard.image, memoryview)
+    rows, spans = delta.make_rows(group), [(run.begin, run.size) for run, _ in delta.merge_group(group)]
+    image = cache.get_image(rows)
+    if shard.level:
         begins = [begin for begin, _ in spans]
         return write_compressed_shard(
-            path.parent, path.name, staged, make_file_layout(rows, image), begins, image.size, how
+            path.parent, path.name, shard, make_file_layout(rows, image), begins, image.size, policy
         )
-    source = GatherSource(list_extents(staged.image, image, spans), image, shop.buffers)
-    digests = write_stream(path, WriteStream(source.read, image.size), how)
-    held = make_file_layout(rows, image)
-    return write_digest_table(path.parent, path.name, image.size, digests, held), held
+    source = GatherSource(list_extents(shard.image, image, spans), image, cache.buffers)
+    digests = write_stream(path, WriteStream(source.read, image.size), policy)
+    layout = make_file_layout(rows, image)
+    return write_digest_table(path.parent, path.name, image.size, digests, layout), layout
 
 
 def _runs_in_whole_file(delta: StepDelta, older: EarlierFile) -> dict[RunKey, StoredRun]:
-    """Of the staged image itself."""
-    rows = delta.held.rows
+    """Return where each run is in a file that is the staged image itself."""
+    rows = delta.layout.rows
     numbers = count_earlier_occurrences(row.name for row in rows)
     datasets = [Rectangle(row.offset, row.local_shape) for row in rows]
     return {
-        delta.key(run): StoredRun(digest, older, run.begin, numbers[run.row], datasets[run.row])
+        delta.run_key(run): StoredRun(digest, older, run.begin, numbers[run.row], datasets[run.row])
         for run, digest in zip(delta.runs, delta.digests, strict=True)
     }
 
 
 def _runs_in_parts(
-    delta: StepDelta, group: Sequence[int], older: EarlierFile, held: FileLayout
+    delta: StepDelta, group: Sequence[int], older: EarlierFile, layout: FileLayout
 ) -> dict[RunKey, StoredRun]:
-    """Of a file of some runs."""
-    digests = dict(zip((delta.key(delta.runs[index]) for index in group), _select(delta.digests, group), strict=True))
-    numbers = count_earlier_occurrences(row.name for row in held.rows)
+    """Return where each run of a group is in its file."""
+    digests = {delta.run_key(delta.runs[index]): delta.digests[index] for index in group}
+    numbers = count_earlier_occurrences(row.name for row in layout.rows)
     found = {}
-    for (whole, parts), place, number in zip(delta.merged(group), held.places, numbers, strict=True):
+    for (whole, parts), place, number in zip(delta.merge_group(group), layout.places, numbers, strict=True):
         for run in parts:
-            key = delta.key(run)
+            key = delta.run_key(run)
             found[key] = StoredRun(digests[key], older, place + run.begin - whole.begin, number, whole.rectangle)
     return found
 
 
-def _select(values: Sequence[bytes], indices: Sequence[int]) -> Iterator[bytes]:
-    return (values[index] for index in indices)
-
-
 @dataclass(frozen=True)
 class SharingLimits:
-    """What is worth sharing."""
+    """When a file of an earlier step is worth sharing."""
 
     files: int = 4
-    """Of earlier steps, that a writer shares at most."""
+    """Maximum number of shared files of a rank."""
     live: float = 0.5
-    """Part of a file that must still be wanted."""
+    """Share of a file that must still be used."""
     least: int = 1 << 20
-    """Bytes that must: for less a file is not worth its names."""
+    """Bytes of it that must still be used."""
     run: int = RUN_BYTES
-    """Bytes of a run, about."""
+    """Approximate bytes of a run."""
 
 
 @dataclass
 class StepChanges:
-    """One writer's part of one save: what of it is new, and once it is written, where all of it is."""
+    """What a rank's save changes; once it is written, also where all of its runs are."""
 
     delta: StepDelta
     base: BaseStep | None
     size: int
     """Bytes that will be written."""
-    shop: DeltaCache
+    cache: DeltaCache
     warning: str | None = None
-    """Why something is written anew that could have been shared."""
+    """Why unchanged runs had to be written again."""
     refused: bool = False
-    """The file system has no such links."""
+    """Whether the file system has no hard links."""
     stored: StoredStep | None = None
     finite: bool = False
 
-    def is_finite(self, staged: StagedShard) -> bool:
-        """As `Staged.is_finite`, with no look at tensors that are as they were when there was none."""
-        if isinstance(staged.image, memoryview) and self.base is not None and self.base.finite:
-            rows = sorted({self.delta.runs[index].row for index in self.delta.changed})
-            held = staged.held
-            new = FileLayout(tuple(held.rows[row] for row in rows), tuple(held.places[row] for row in rows))
-            self.finite = are_spans_finite(staged.image, find_float_spans(staged.image, new))
+    def is_finite(self, shard: StagedShard) -> bool:
+        """Return whether the shard is finite, looking only at changed tensors if the base was finite."""
+        if isinstance(shard.image, memoryview) and self.base is not None and self.base.finite:
+            rows = sorted({self.delta.runs[index].row for index in self.delta.changed_runs})
+            layout = shard.layout
+            new = FileLayout(tuple(layout.rows[row] for row in rows), tuple(layout.places[row] for row in rows))
+            self.finite = are_spans_finite(shard.image, find_float_spans(shard.image, new))
         else:
-            self.finite = staged.is_finite()
+            self.finite = shard.is_finite()
         return self.finite
 
     def write(
-        self, directory: Path, name: str, staged: StagedShard, how: WritePolicy
+        self, directory: Path, name: str, shard: StagedShard, policy: WritePolicy
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
-        """Link and write; see `delta.store`. What cannot be linked is written."""
+        """Link the shared files and write the rest. Runs of a file that cannot be linked are written again."""
         delta = self.delta
-        for older in delta.files:
+        for older in delta.shared_files:
             if self.refused or not self._is_linked(directory, older):
-                delta = delta.without(older)
+                delta = delta.without_file(older)
         if self.refused:
-            delta = StepDelta(delta.step, delta.held, delta.runs, delta.digests, {})
-        self.stored = write_delta(delta, directory, name, staged, how, self.shop)
+            delta = StepDelta(delta.step, delta.layout, delta.runs, delta.digests, {})
+        self.stored = write_delta(delta, directory, name, shard, policy, self.cache)
         return self.stored.files
 
     def _is_linked(self, directory: Path, older: EarlierFile) -> bool:
@@ -427,58 +430,60 @@ class StepChanges:
 
 @dataclass
 class IncrementalWriter:
-    """One writer's memory of what it has on the disk."""
+    """Writes of each step only what has changed, and remembers where all runs are stored."""
 
     limits: SharingLimits = SharingLimits()
     whole_every: int = 0
-    """Of so many saves one shares nothing; 0: the first one only."""
+    """Every so many saves one shares nothing; 0: only the first."""
     _base: BaseStep | None = None
-    _since: int = 0
-    """Saves that were committed after the last that was to be whole; the same on every rank that writes."""
-    _shop: DeltaCache = field(default_factory=DeltaCache)
+    _saves_since_whole: int = 0
+    """Saves committed since the last whole one; the same on every rank that writes."""
+    _cache: DeltaCache = field(default_factory=DeltaCache)
     _refused: bool = False
 
-    def compare(self, staged: StagedShard, step: int) -> StepChanges | None:
-        """What of a shard is new; None where there is no use in knowing, as nothing can be shared here.
-
-        Raises as `image.make_image`.
-        """
+    def compare(self, shard: StagedShard, step: int) -> StepChanges | None:
+        """Compare a staged shard with the base step; None if files cannot be shared here. Raises as make_image."""
         if self._refused:
             return None
-        assert isinstance(staged.image, memoryview)
+        assert isinstance(shard.image, memoryview)
         if self._base is not None and step <= self._base.step:
             self._base = None  # training went back: names of files would no longer tell them apart
-        runs = split_runs(staged.held, self.limits.run)
-        delta = StepDelta(step, staged.held, runs, digest_runs(staged.image, runs), {})
-        base = None if 0 < self.whole_every <= self._since + 1 else self._base
+        runs = split_runs(shard.layout, self.limits.run)
+        delta = StepDelta(step, shard.layout, runs, digest_runs(shard.image, runs), {})
+        base = None if 0 < self.whole_every <= self._saves_since_whole + 1 else self._base
         if base is not None:
-            delta = self._shared(delta, base)
-        size = staged.size if delta.is_whole else sum(self._shop.image(delta.rows(it)).size for it in delta.groups())
-        return StepChanges(delta, base, size, self._shop)
+            delta = self._choose_shared_runs(delta, base)
+        size = (
+            shard.size
+            if delta.is_whole
+            else sum(self._cache.get_image(delta.make_rows(it)).size for it in delta.written_groups())
+        )
+        return StepChanges(delta, base, size, self._cache)
 
     def adopt(self, changes: StepChanges, path: Path) -> None:
-        """The step that they were written with is committed, and lies in this directory."""
-        self._since = 0 if changes.base is None else self._since + 1
+        """Make a committed step, in the directory `path`, the base of the next comparison."""
+        self._saves_since_whole = 0 if changes.base is None else self._saves_since_whole + 1
         if changes.stored is not None:
             self._base = BaseStep(path, changes.delta.step, changes.stored.runs, changes.finite)
         self._refused |= changes.refused
         if self._refused:
             self._base = None
 
-    def _shared(self, delta: StepDelta, base: BaseStep) -> StepDelta:
-        known = ((index, base.runs.get(delta.key(run))) for index, run in enumerate(delta.runs))
-        same = {index: it for index, it in known if it is not None and it.digest == delta.digests[index]}
+    def _choose_shared_runs(self, delta: StepDelta, base: BaseStep) -> StepDelta:
+        stored = ((index, base.runs.get(delta.run_key(run))) for index, run in enumerate(delta.runs))
+        same = {index: it for index, it in stored if it is not None and it.digest == delta.digests[index]}
         live: Counter[EarlierFile] = Counter()
         for index, it in same.items():
             live[it.file] += delta.runs[index].size
-        kept = set(self._worth(live))
-        stays = {index: it for index, it in same.items() if it.file in kept}
-        moves = same.keys() - stays.keys()
-        few = sum(delta.runs[index].size for index in moves) < self.limits.least
-        return StepDelta(delta.step, delta.held, delta.runs, delta.digests, stays, frozenset(() if few else moves))
+        files = set(self._choose_files(live))
+        shared = {index: it for index, it in same.items() if it.file in files}
+        rewritten = same.keys() - shared.keys()
+        if sum(delta.runs[index].size for index in rewritten) < self.limits.least:
+            rewritten = set()  # too few for a file of their own: they go with the changed runs
+        return StepDelta(delta.step, delta.layout, delta.runs, delta.digests, shared, frozenset(rewritten))
 
-    def _worth(self, live: Counter[EarlierFile]) -> list[EarlierFile]:
-        """The files to share; live: bytes of each that are still wanted."""
+    def _choose_files(self, live: Counter[EarlierFile]) -> list[EarlierFile]:
+        """Return the files to share. live: bytes of each that are still used."""
         limits = self.limits
         worth = [it for it, size in live.items() if size >= max(limits.least, limits.live * it.data)]
         return sorted(worth, key=lambda it: live[it], reverse=True)[: limits.files]

@@ -1,8 +1,8 @@
-"""Save a step: every rank writes its shard file beside, rank 0 commits all of them by one rename.
+"""Save a step: every rank writes its shard file into a temporary directory, rank 0 commits them all by one rename.
 
-`stage_step` copies what this rank writes, `write_and_commit` does the rest; `save_step` is both. `LayoutCache`
-remembers what the files of the last save held: an unchanged layout is neither sent to rank 0 nor encoded again, which
-takes longer than the save.
+`stage_step` copies what this rank writes, `write_and_commit` does the rest; `save_step` is both. `LayoutCache` keeps
+the file layouts of the last save: an unchanged layout is neither sent to rank 0 nor encoded again, which would take
+longer than the save.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hpc_train.checkpoint.save.shared_file import WriterGroup
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.file_system import (
     WritePolicy,
+    checksum_bytes,
     make_directory,
     run_concurrently,
     sync_directory,
@@ -54,110 +55,116 @@ if TYPE_CHECKING:
 
     from hpc_train.checkpoint.save.incremental import StepChanges
 
-DescribedFiles = tuple[tuple[ShardFile, FileLayout], ...]
-"""Of one rank, with what each holds."""
 FileUpdates = tuple[tuple[ShardFile, FileLayout | None], ...]
-"""The same; None stands for what the only file of the last save held."""
+"""The files that one rank wrote, each with its layout; None stands for the layout of its only file in the last save."""
 
 
 @dataclass
 class LayoutCache:
-    """One rank's memory from save to save."""
+    """File layouts that a rank and rank 0 remember from save to save.
 
-    _mine: FileLayout | None = None
-    """What this rank's only file held in the last save that it knows to be committed."""
-    _telling: FileLayout | None = None
-    """The same of this save."""
-    _of_ranks: dict[int, FileLayout] = field(default_factory=dict)
-    """On rank 0, of every rank, in the last save that was committed; so it knows whatever a rank leaves out."""
-    _hearing: dict[int, FileLayout] = field(default_factory=dict)
-    _held: Sequence[FileLayout] = ()
-    _holdings: StepLayout | None = None
-    _listed: tuple[StepLayout, dict[str, bytes]] | None = None
-    _index: tuple[StepLayout, list[str], bytes] | None = None
+    A rank that has one file, with the layout of the last committed save, sends None in its place. What was sent counts
+    only once the save is committed, on both sides: after a failed save nobody can tell what the other one knows.
+    """
 
-    def tell(self, files: FileUpdates) -> FileUpdates:
-        """What rank 0 must be told. Nothing counts as told until `settle`."""
-        known, self._mine, self._telling = self._mine, None, None
+    _layout: FileLayout | None = None
+    """Layout of this rank's only file in the last save that it knows to be committed."""
+    _pending_layout: FileLayout | None = None
+    """The same of the save that is being written."""
+    _rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
+    """On rank 0, the layout of each rank in the last committed save: all that a rank may leave out."""
+    _pending_rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
+    _file_layouts: Sequence[FileLayout] = ()
+    _step_layout: StepLayout | None = None
+    _encoded_columns: tuple[StepLayout, dict[str, bytes]] | None = None
+    _encoded_index: tuple[StepLayout, list[str], bytes] | None = None
+
+    def omit_unchanged(self, files: FileUpdates) -> FileUpdates:
+        """Return what to send to rank 0: without the layout, if it is that of the last save."""
+        previous, self._layout, self._pending_layout = self._layout, None, None
         if len(files) != 1:
             return files
-        (file, held), self._telling = files[0], files[0][1]
-        return ((file, None if held is known else held),)
+        (file, layout), self._pending_layout = files[0], files[0][1]
+        return ((file, None if layout is previous else layout),)
 
-    def settle(self) -> None:
-        """It is committed."""
-        self._mine = self._telling
+    def confirm_sent(self) -> None:
+        """Remember what was sent, as the save is committed."""
+        self._layout = self._pending_layout
 
-    def hear(self, ranks: Sequence[FileUpdates]) -> list[tuple[ShardFile, FileLayout]]:
-        """On rank 0, all files, from what it was told. What is new counts as known with `keep`."""
-        found: list[DescribedFiles] = [
-            tuple((file, self._of_ranks[rank] if held is None else held) for file, held in files)
+    def restore_unchanged(self, ranks: Sequence[FileUpdates]) -> list[tuple[ShardFile, FileLayout]]:
+        """On rank 0, return the files of all ranks, with the layouts that they left out."""
+        found: list[tuple[tuple[ShardFile, FileLayout], ...]] = [
+            tuple((file, self._rank_layouts[rank] if layout is None else layout) for file, layout in files)
             for rank, files in enumerate(ranks)
         ]
-        self._hearing = {rank: files[0][1] for rank, files in enumerate(found) if len(files) == 1}
-        return [it for files in found for it in files]
+        self._pending_rank_layouts = {rank: files[0][1] for rank, files in enumerate(found) if len(files) == 1}
+        return [file for files in found for file in files]
 
-    def keep(self) -> None:
-        """They are committed."""
-        self._of_ranks = self._hearing
+    def confirm_received(self) -> None:
+        """On rank 0, remember what was received, as the save is committed."""
+        self._rank_layouts = self._pending_rank_layouts
 
-    def holdings(self, held: Sequence[FileLayout]) -> StepLayout:
-        """On rank 0. Raises CheckpointError if the files do not hold every tensor exactly once."""
-        if self._holdings is None or list(self._held) != list(held):
-            self._held, self._holdings = (), None
-            holdings = gather_layouts(held)
-            wrong = find_incomplete_tensor(holdings)
+    def build_step_layout(self, layouts: Sequence[FileLayout]) -> StepLayout:
+        """On rank 0, gather the layouts of all files, or return the last result if they are the same.
+
+        Raises CheckpointError if the files do not hold every tensor exactly once.
+        """
+        if self._step_layout is None or list(self._file_layouts) != list(layouts):
+            self._file_layouts, self._step_layout = (), None  # nothing to go on from if this raises
+            step_layout = gather_layouts(layouts)
+            wrong = find_incomplete_tensor(step_layout)
             if wrong:
                 raise CheckpointError(f"tensor {wrong[0]!r}: {wrong[1]}")
-            self._held, self._holdings = held, holdings
-        return self._holdings
+            self._file_layouts, self._step_layout = layouts, step_layout
+        return self._step_layout
 
-    def text(self, manifest: Manifest) -> bytes:
-        """The content of manifest.json. Raises as Manifest.to_bytes does."""
-        if self._listed is None or self._listed[0] is not manifest.holdings:
-            self._listed = manifest.holdings, encode_columns(manifest.holdings)
-        return manifest.to_bytes(self._listed[1])
+    def encode_manifest(self, manifest: Manifest) -> bytes:
+        """Return the content of manifest.json. Raises as Manifest.to_bytes."""
+        if self._encoded_columns is None or self._encoded_columns[0] is not manifest.holdings:
+            self._encoded_columns = manifest.holdings, encode_columns(manifest.holdings)
+        return manifest.to_bytes(self._encoded_columns[1])
 
-    def index(self, manifest: Manifest) -> bytes:
-        """The content of index.h5. Raises as index_image does."""
+    def encode_index(self, manifest: Manifest) -> bytes:
+        """Return the content of index.h5. Raises as build_index."""
         names = [file.name for file in manifest.files]
-        if self._index is None or self._index[0] is not manifest.holdings or self._index[1] != names:
-            self._index = manifest.holdings, names, build_index(manifest)
-        return self._index[2]
+        index = self._encoded_index
+        if index is None or index[0] is not manifest.holdings or index[1] != names:
+            index = self._encoded_index = manifest.holdings, names, build_index(manifest)
+        return index[2]
 
 
 class WrittenShard(NamedTuple):
-    """What one rank has written."""
+    """What one rank has written, as it reports it to rank 0."""
 
     files: FileUpdates = ()
-    """With what each holds; a file is named by one rank only."""
+    """Its files; a file that several ranks share is reported by one of them."""
     finite: bool = True
     warning: str | None = None
-    """See Saved."""
+    """See SaveResult."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A save that has ended (an api.Handle)."""
+    """Outcome of a save, committed or not."""
 
     step: int
     path: Path
     bytes: int
-    """Of all shard files; 0 if nothing was committed."""
+    """Bytes of all shard files; 0 if nothing was committed."""
     seconds: float
-    """From the call to the outcome."""
+    """Seconds from the call to the outcome."""
     stall: float = 0.0
-    """Seconds of it for which the training waited."""
+    """Seconds of these for which the training waited."""
     error: CheckpointError | None = None
     lost: bool = False
-    """It failed because a rank is gone or late; their group is of no use any more."""
+    """It failed because a rank is gone or late: the group of the saves is of no use any more."""
     shared: int = 0
-    """Of `bytes`, those of files that were written with earlier steps (see incremental)."""
+    """Bytes of files that were written with earlier steps (see incremental), counted in `bytes`."""
     warning: str | None = None
-    """What a person should know of it, though it was committed; the same on every rank."""
+    """What a person should know although the step was committed; the same on every rank."""
     times: SaveTimes | None = None
-    """On rank 0, if it is committed."""
+    """How long each part took; on rank 0, if the step was committed."""
 
     def wait(self) -> None:
         """Return if the checkpoint is committed; raise CheckpointError, the same on every rank, if it is not."""
@@ -167,283 +174,292 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step whose pieces are copied, or are being copied: nothing is on the disk yet."""
+    """A step whose shards are copied, or are being copied; nothing is on the disk yet."""
 
     step: int
-    staged: StagedShard | None
+    shard: StagedShard | None
     """None if this rank has nothing to write."""
     extra: dict[str, Any]
     started: float
     stall: float
     failure: Exception | None = None
-    """Why this rank could not copy; told to the others when they meet."""
+    """Why this rank could not copy; the other ranks hear of it when all meet."""
     finite: bool = True
-    """As far as the training knows; the writer looks at the state itself."""
+    """Whether the training saw no NaN and no infinity; the writer looks at the tensors itself."""
     validation_loss: float | None = None
     origin: Origin | None = None
     """See Manifest."""
     changes: StepChanges | None = None
-    """What of it is new; None: all of it is written."""
+    """What differs from the step before; None: all of it is written."""
 
     @property
-    def stalled(self) -> float:
+    def total_stall(self) -> float:
         """Seconds for which the training has waited for the copy until now."""
-        if self.staged is not None and self.staged.filling is not None:
+        if self.shard is not None and self.shard.fused is not None:
             return time.monotonic() - self.started
-        copying = self.staged.copying if self.staged is not None else None
-        return self.stall + (copying.stall if copying is not None else 0.0)
+        copy = self.shard.copy if self.shard is not None else None
+        return self.stall + (copy.stall if copy is not None else 0.0)
 
 
 def save_step(
-    directory: Path, step: int, pieces: Iterable[TensorShard], extra: dict[str, Any], world: World | None
+    directory: Path, step: int, shards: Iterable[TensorShard], extra: dict[str, Any], world: World | None
 ) -> SaveResult:
     """Write a checkpoint of `step` under `directory`, whole or not at all. Every rank of `world` calls it.
 
-    Raises CheckpointError, on every rank, if it is not committed. No world means a single process.
+    Returns when the step is committed; raises CheckpointError, on every rank, if it is not. No world means a single
+    process.
 
-    pieces: of this rank; only those with replica 0 are written. Over all ranks they must cover each logical tensor
-    exactly once.
-    extra: what JSON can hold, the same on every rank (rank 0's is kept). It comes back from `load`.
+    shards: tensor shards of this rank; only those with replica 0 are written. Over all ranks they must cover each
+    logical tensor exactly once.
+    extra: JSON values, the same on every rank (rank 0's is kept). `load_step` returns it.
 
-    The protocol: rank 0 sees that there is room for all and makes `step-<n>.tmp-<token>`; every rank writes, hashes and
-    synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
+    The protocol: rank 0 checks that there is room for all and makes `step-<n>.tmp-<token>`; every rank writes, hashes
+    and synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
     directories, renames it to `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails,
     nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and every rank raises
-    the same CheckpointError.
-    If a process dies, what is left is ignored by readers and removed by a later save or prune.
+    the same CheckpointError. If a process dies, readers ignore what is left, and a later save or prune removes it.
 
-    A step that is already committed is replaced, and is readable, in its old or in its new form, at every moment: after
-    a rollback the state of the same step may differ, so keeping the old one would be wrong.
-
-    Returns when the outcome is known; checkpoint.background has saves that return when the pieces are copied.
+    A step that is already committed is replaced, because after a rollback the state of the same step may differ. It is
+    readable, in its old or in its new form, at every moment.
     """
-    saved = write_and_commit(directory, stage_step(ShardStager(), step, pieces, extra, late=True), world)
+    saved = write_and_commit(directory, stage_step(ShardStager(), step, shards, extra, fuse=True), world)
     saved.wait()
     return saved
 
 
 @pause_gc()
 def stage_step(
-    stage: ShardStager,
+    stager: ShardStager,
     step: int,
-    pieces: Iterable[TensorShard],
+    shards: Iterable[TensorShard],
     extra: dict[str, Any],
     finite: bool = True,
     validation_loss: float | None = None,
     overlap: bool = False,
-    late: bool = False,
+    fuse: bool = False,
 ) -> StagedStep:
-    """Copy what this rank writes. An empty rectangle is left out unless its tensor is empty. overlap: see copying.
+    """Copy what this rank writes into host memory. An error is kept in `failure` and raised when the ranks meet.
 
-    late: copy while it is written, because the caller waits for the save anyway; see filling.
+    overlap: shards that stay still are copied later, beside the training (see staging.start_copy).
+    fuse: copy while the file is written, for a caller that waits for the save anyway (see staging.FusedStaging).
     """
     assert step >= 0, step
     started = time.monotonic()
     staged, failure = None, None
     try:
-        mine = [
-            piece for piece in _check_pieces(pieces) if piece.replica == 0 and (piece.local.numel() or 0 in piece.shape)
-        ]
-        staged = stage.take(mine, overlap, late) if mine else None
+        # An empty rectangle is left out unless its tensor is empty: somebody must say that the tensor exists.
+        own = [it for it in _check_shards(shards) if it.replica == 0 and (it.local.numel() or 0 in it.shape)]
+        staged = stager.stage(own, overlap, fuse) if own else None
     except Exception as error:
         failure = error
     return StagedStep(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)
 
 
-def _check_pieces(pieces: Iterable[TensorShard]) -> Iterable[TensorShard]:
-    """Return the pieces unchanged. Raises CheckpointError for objects that are often given instead of pieces."""
-    if isinstance(pieces, Mapping):
-        raise CheckpointError("it was given a state dict; give one api.Piece a tensor, which tells where it belongs")
-    for piece in pieces:
-        if not isinstance(piece, TensorShard):
-            raise CheckpointError(f"it was given a {type(piece).__name__} in place of an api.Piece")
-        yield piece
+def _check_shards(shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
+    """Yield the shards unchanged. Raises CheckpointError for objects that are often given in their place."""
+    if isinstance(shards, Mapping):
+        raise CheckpointError("it was given a state dict; give one TensorShard a tensor, which tells where it belongs")
+    for shard in shards:
+        if not isinstance(shard, TensorShard):
+            raise CheckpointError(f"it was given a {type(shard).__name__} in place of a TensorShard")
+        yield shard
 
 
 def write_and_commit(
     directory: Path,
-    taken: StagedStep,
+    staged: StagedStep,
     world: World | None,
     group: dist.ProcessGroup | None = None,
-    place: CheckpointDirectory | None = None,
+    storage: CheckpointDirectory | None = None,
     lock: Lock | None = None,
-    crew: WriterGroup | None = None,
-    described: LayoutCache | None = None,
+    writers: WriterGroup | None = None,
+    cache: LayoutCache | None = None,
 ) -> SaveResult:
-    """Write and commit what every rank took. group: see agreement; for calls beside others of the same ranks.
+    """Write and commit what every rank has staged. A failed save is returned, not raised.
 
-    place: what was found out about the directory; rank 0's counts. lock: rank 0's, without which nothing is committed.
-    crew: what ranks share, None for nothing; with shared files it is sections that they took. described: of the save
-    before.
-    A rank that is lost fails the save as any other error does, with `lost` set.
+    group: ranks that save, for calls beside other collectives of the same ranks. storage: what is known of the
+    directory; rank 0's counts. lock: rank 0's; whoever lost it commits nothing. writers: which ranks share files or
+    take turns; with shared files the ranks have staged sections. cache: layouts of the save before.
+    A lost rank fails the save like any other error, and sets `lost`.
     """
-    path = step_path(directory, taken.step)
-    watch, taken, temporary = SaveTimer(taken.started), complete_copy(taken), None
-    known, rank = described or LayoutCache(), world.rank if world is not None else 0
-    watch.lap("copy")
+    path = step_path(directory, staged.step)
+    timer, staged, temporary = SaveTimer(staged.started), complete_copy(staged), None
+    cache, rank = cache or LayoutCache(), world.rank if world is not None else 0
+    timer.lap("copy")
     try:
-        token, how = gather_and_decide(
+        token, policy = gather_and_decide(
             world,
-            lambda: _count_needed_bytes(taken),
+            lambda: _count_needed_bytes(staged),
             lambda needs: prepare_directory(
-                path, crew.of_files(needs) if crew else needs, place or CheckpointDirectory(), lock
+                path, writers.sum_by_file(needs) if writers else needs, storage or CheckpointDirectory(), lock
             ),
             group,
         )
         temporary = uncommitted_path(path, "tmp", token)
-        watch.lap("prepare")
-        written = gather_and_decide(
+        timer.lap("prepare")
+        size, shared, warning = gather_and_decide(
             world,
-            lambda: _write_and_describe(temporary, rank, taken, how, crew, known),
-            lambda it: _commit(temporary, path, _make_manifest(directory, taken, it, watch, known), lock, it, known),
+            lambda: _write_and_report(temporary, rank, staged, policy, writers, cache),
+            lambda ranks: _commit(
+                temporary, path, _make_manifest(directory, staged, ranks, timer, cache), lock, ranks, cache
+            ),
             group,
         )
-        known.settle()
+        cache.confirm_sent()
     except (CheckpointError, LostRanksError) as error:
         if temporary is not None and rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        failed = CheckpointError(f"checkpoint step {taken.step} was not saved in {directory}: {error}")
-        lost = isinstance(error, LostRanksError)
-        return SaveResult(taken.step, path, 0, time.monotonic() - taken.started, taken.stalled, failed, lost)
-    times, seconds = watch.committed(), time.monotonic() - taken.started
-    size, shared, warning = written
-    return SaveResult(taken.step, path, size, seconds, taken.stalled, shared=shared, warning=warning, times=times)
+        failed = CheckpointError(f"checkpoint step {staged.step} was not saved in {directory}: {error}")
+        lost, seconds = isinstance(error, LostRanksError), time.monotonic() - staged.started
+        return SaveResult(staged.step, path, 0, seconds, staged.total_stall, failed, lost)
+    times, seconds, stall = timer.committed(), time.monotonic() - staged.started, staged.total_stall
+    return SaveResult(staged.step, path, size, seconds, stall, shared=shared, warning=warning, times=times)
 
 
-def complete_copy(taken: StagedStep) -> StagedStep:
-    """The same when all of it is copied, in the thread of the save; a failure is told to the others when they meet."""
+def complete_copy(staged: StagedStep) -> StagedStep:
+    """Copy what is left to copy, in the thread of the save; returns the step, with the failure if it failed."""
     try:
-        if taken.staged is not None and taken.staged.copying is not None:
-            taken.staged.copying.complete()
+        if staged.shard is not None and staged.shard.copy is not None:
+            staged.shard.copy.complete()
     except Exception as error:
-        return replace(taken, failure=error)
-    return taken
+        return replace(staged, failure=error)
+    return staged
 
 
-def _count_needed_bytes(taken: StagedStep) -> int:
-    """Bytes that this rank will write."""
-    if taken.failure is not None:
-        raise taken.failure
-    if taken.changes is not None:
-        return taken.changes.size
-    return taken.staged.size if taken.staged is not None else 0
+def _count_needed_bytes(staged: StagedStep) -> int:
+    """Return the bytes that this rank will write. Raises what its copy raised, so that all ranks hear of it."""
+    if staged.failure is not None:
+        raise staged.failure
+    if staged.changes is not None:
+        return staged.changes.size
+    return staged.shard.size if staged.shard is not None else 0
 
 
 def prepare_directory(
-    path: Path, needs: list[int], place: CheckpointDirectory, lock: Lock | None = None
+    path: Path, needs: list[int], storage: CheckpointDirectory, lock: Lock | None = None
 ) -> tuple[str, WritePolicy]:
-    """Make the temporary directory and its folders, once for all ranks; returns its token, and how to write there.
+    """Make the temporary directory of a step and its folders on rank 0; returns (its token, how to write there).
 
-    needs: bytes of every file. Without room for them CheckpointError is raised, and nothing is made.
+    needs: bytes of every file. Raises CheckpointError, and makes nothing, if there is no room for them.
     """
     directory, token = path.parent, make_token()
     make_directory(directory)
     if lock is not None:
         lock.check()
     sweep_leftovers(directory, sole=lock is not None)
-    system = place.check(directory, needs)
+    system = storage.check_space(directory, needs)
     temporary = uncommitted_path(path, "tmp", token)
     try:
-        how = place.make(temporary, temporary / SHARDS_FOLDER, system, needs)
+        policy = storage.make_step(temporary, temporary / SHARDS_FOLDER, system, needs)
         for folder in list_shard_folders(len(needs)):
             (temporary / folder).mkdir(mode=0o700)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return token, how
+    return token, policy
 
 
-def _write(temporary: Path, rank: int, taken: StagedStep, how: WritePolicy, crew: WriterGroup | None) -> WrittenShard:
-    """This rank's part of what is to be written, when it is its turn."""
-    if crew is None:
-        return _write_own(temporary, rank, taken, how)
-    if crew.team is None:
-        return crew.turns.run(lambda: _write_own(temporary, rank, taken, how), crew.group)
+def _write_and_report(
+    temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy, writers: WriterGroup | None, cache: LayoutCache
+) -> WrittenShard:
+    """Write this rank's files, and return its report once it is certain that no tensor changed under the copy."""
+    started = time.monotonic()
+    written = _write_in_turn(temporary, rank, staged, policy, writers)
+    seconds = time.monotonic() - started
+    if staged.shard is not None and staged.shard.copy is not None:
+        staged.shard.copy.confirm()
+    return written._replace(files=cache.omit_unchanged(written.files), seconds=seconds)
+
+
+def _write_in_turn(
+    temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy, writers: WriterGroup | None
+) -> WrittenShard:
+    """Write this rank's files, or its section of a shared file, when it is its turn."""
+    if writers is None:
+        return _write_own_files(temporary, rank, staged, policy)
+    if writers.shared_file is None:
+        return writers.turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
     with ThreadPoolExecutor(1) as pool:
-        finite = pool.submit(lambda: taken.staged is None or taken.staged.is_finite())
-        files = crew.team.write(temporary, crew.name, taken.staged, how, crew.turns)
+        finite = pool.submit(lambda: staged.shard is None or staged.shard.is_finite())
+        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.turns)
         return WrittenShard(files, finite.result())
 
 
-def _write_own(temporary: Path, rank: int, taken: StagedStep, how: WritePolicy) -> WrittenShard:
-    """This rank's file, if it has anything to write; several where it shares some with earlier steps."""
-    staged = taken.staged
-    if staged is None:
+def _write_own_files(temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy) -> WrittenShard:
+    """Write this rank's file, if it has anything to write; several where it shares some with earlier steps."""
+    shard, changes, name = staged.shard, staged.changes, shard_file_name(rank)
+    if shard is None:
         return WrittenShard()
-    if staged.looking is not None and taken.changes is None:
-        file = write_shard(temporary, shard_file_name(rank), staged, how)
-        if staged.filling is not None:
-            staged.filling.confirm()
-        return WrittenShard((file,), staged.is_finite())
-    changes = taken.changes
+    if shard.check is not None and changes is None:  # looks for NaN in the blocks that it hashes, while they are cached
+        file = write_shard(temporary, name, shard, policy)
+        if shard.fused is not None:
+            shard.fused.confirm()
+        return WrittenShard((file,), shard.is_finite())
     with ThreadPoolExecutor(1) as pool:
-        finite = pool.submit(staged.is_finite) if changes is None else pool.submit(changes.is_finite, staged)
-        if staged.level:
-            finite.result()  # what is compressed can no longer be looked at
+        finite = pool.submit(shard.is_finite) if changes is None else pool.submit(changes.is_finite, shard)
+        if shard.level:
+            finite.result()  # compressing overwrites the image
         if changes is None:
-            return WrittenShard((write_shard(temporary, shard_file_name(rank), staged, how),), finite.result())
-        files = changes.write(temporary, shard_file_name(rank), staged, how)
+            return WrittenShard((write_shard(temporary, name, shard, policy),), finite.result())
+        files = changes.write(temporary, name, shard, policy)
         return WrittenShard(files, finite.result(), changes.warning)
 
 
-def _write_and_describe(
-    temporary: Path, rank: int, taken: StagedStep, how: WritePolicy, crew: WriterGroup | None, known: LayoutCache
-) -> WrittenShard:
-    """What this rank has written, once it is known that nothing changed under the copy of it."""
-    started = time.monotonic()
-    written = _write(temporary, rank, taken, how, crew)
-    seconds = time.monotonic() - started
-    if taken.staged is not None and taken.staged.copying is not None:
-        taken.staged.copying.confirm()
-    return written._replace(files=known.tell(written.files), seconds=seconds)
-
-
 def _make_manifest(
-    directory: Path, taken: StagedStep, ranks: list[WrittenShard], watch: SaveTimer, known: LayoutCache
+    directory: Path, staged: StagedStep, ranks: list[WrittenShard], timer: SaveTimer, cache: LayoutCache
 ) -> Manifest:
-    files = known.hear([written.files for written in ranks])
-    holdings = known.holdings([held for _, held in files])
-    finite = taken.finite and all(written.finite for written in ranks)
-    score = taken.validation_loss if taken.validation_loss is not None and isfinite(taken.validation_loss) else None
-    names = tuple(file for file, _ in files)
-    about = (taken.extra, finite, score, taken.origin)
-    times = watch.all_written(taken.stalled, [it.seconds for it in ranks])
-    return Manifest(taken.step, next_sequence_number(directory), len(ranks), holdings, names, *about, times)
+    """On rank 0, describe the step from what all ranks have written."""
+    files = cache.restore_unchanged([written.files for written in ranks])
+    loss = staged.validation_loss
+    return Manifest(
+        staged.step,
+        next_sequence_number(directory),
+        len(ranks),
+        cache.build_step_layout([layout for _, layout in files]),
+        tuple(file for file, _ in files),
+        staged.extra,
+        staged.finite and all(written.finite for written in ranks),
+        loss if loss is not None and isfinite(loss) else None,
+        staged.origin,
+        timer.all_written(staged.total_stall, [written.seconds for written in ranks]),
+    )
 
 
 def _commit(
-    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[WrittenShard], known: LayoutCache
+    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[WrittenShard], cache: LayoutCache
 ) -> tuple[int, int, str | None]:
-    """(bytes, shared, warning) of Saved."""
-    warning = next((written.warning for written in ranks if written.warning), None)
-    size = commit_step(temporary, path, manifest, lock, known)
-    known.keep()
-    return size, manifest.shared, warning
+    """Commit the step on rank 0; returns (bytes, bytes of shared files, warning) for SaveResult."""
+    size = commit_step(temporary, path, manifest, lock, cache)
+    cache.confirm_received()
+    return size, manifest.shared, next((written.warning for written in ranks if written.warning), None)
 
 
 def commit_step(
-    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, known: LayoutCache | None = None
+    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, cache: LayoutCache | None = None
 ) -> int:
-    """On rank 0, when every file is on the disk. Returns the bytes of all files."""
-    known = known or LayoutCache()
-    texts = {MANIFEST_FILE: known.text(manifest), INDEX_FILE: known.index(manifest)}
-    calls = [partial(write_durable_file, temporary / name, text) for name, text in texts.items()]
+    """Commit a step on rank 0, when every shard file is on the disk. Returns the bytes of all shard files."""
+    cache = cache or LayoutCache()
+    index = cache.encode_index(manifest)
+    text = cache.encode_manifest(replace(manifest, index=checksum_bytes(index)))
+    writes = [
+        partial(write_durable_file, temporary / name, data)
+        for name, data in ((MANIFEST_FILE, text), (INDEX_FILE, index))
+    ]
     folders = sorted({temporary / SHARDS_FOLDER, *((temporary / file.name).parent for file in manifest.files)})
-    run_concurrently(calls + [partial(sync_directory, folder) for folder in folders])
+    run_concurrently(writes + [partial(sync_directory, folder) for folder in folders])
     sync_directory(temporary)
     if lock is not None:
-        lock.check()
-    replaced = (
-        uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
-    )  # lexists: also for a dangling link
-    ours = _inode(temporary)
+        lock.check()  # as late as can be: whoever has taken it over may have committed this very step
+    # lexists: also for a dangling link
+    replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
+    inode = _inode(temporary)
     try:
         if replaced:
             path.rename(replaced)
         temporary.rename(path)
         sync_directory(path.parent)
     except OSError:
-        _undo(temporary, path, replaced, ours)
+        _undo_renames(temporary, path, replaced, inode)
         raise
     if replaced:
         discard_step(replaced)
@@ -455,13 +471,14 @@ def _inode(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _undo(temporary: Path, path: Path, replaced: Path | None, ours: tuple[int, int]) -> None:
+def _undo_renames(temporary: Path, path: Path, replaced: Path | None, inode: tuple[int, int]) -> None:
     """Rename everything back, so that an error means that nothing was committed.
 
-    ours: inode of what was to be committed. Another inode of that name was committed by whoever took the lock over.
+    inode: of the directory that was to be committed. Another inode of that name was committed by whoever took the lock
+    over.
     """
     with suppress(OSError):
-        if path.exists() and not temporary.exists() and _inode(path) == ours:
+        if path.exists() and not temporary.exists() and _inode(path) == inode:
             path.rename(temporary)
         if replaced and replaced.exists():
             replaced.rename(path)

@@ -1,7 +1,7 @@
 """Run the saves of a training beside it: `Saver.save` returns as soon as the tensors are copied.
 
 A thread writes and commits; one save at a time. Every rank makes the same calls. With checkpoint.parallel_hdf5 the
-ranks write through MPI, as MPI knows them.
+ranks write through MPI.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WITHOUT = "or set checkpoint.ranks_per_file=0, which shares files without MPI"
 
 
 def make_mpi_communicator(world: World) -> Intracomm:
-    """A communicator of the saves' own, in the order of our ranks. A collective: every rank calls it.
+    """Make a communicator for the saves, in the order of our ranks. A collective: every rank calls it.
 
     Raises UserError where h5py is built without MPI, mpi4py is not installed, or MPI did not start the ranks.
     """
@@ -81,6 +81,10 @@ def make_mpi_communicator(world: World) -> Intracomm:
 _log = logging.getLogger(__name__)
 
 
+_WORTH_WARNING_SECONDS, _WORTH_WARNING_SHARE = 1.0, 0.05
+"""A wait for the previous save is worth a warning above both: seconds, and share of the time since that save began."""
+
+
 @dataclass
 class _PendingSave:
     """The save that was begun last."""
@@ -91,144 +95,148 @@ class _PendingSave:
     since: float = field(default_factory=time.monotonic)
 
     def join(self, limit: timedelta) -> bool:
-        """Wait for its end until `limit` after its beginning; whether it has ended."""
+        """Wait for its end until `limit` after its beginning; returns whether it has ended."""
         self.thread.join(max(0.0, self.since + limit.total_seconds() - time.monotonic()))
         return not self.thread.is_alive()
 
 
 @dataclass
 class Saver:
-    """The saves of one run, one at a time, over memory that is kept between them. Every rank makes the same calls."""
+    """Run the saves of one run, one at a time, over memory that is kept between them.
+
+    Every rank makes the same calls.
+    """
 
     directory: Path
     world: World
     background: bool = True
     """False: `save` returns when the outcome is known."""
-    after: Callable[[SaveResult], object] = lambda saved: None
+    on_commit: Callable[[SaveResult], object] = lambda saved: None
     """Called on rank 0 after a commit, in the thread that wrote it."""
     timeout: timedelta = timedelta(minutes=30)
-    """A save that takes so long is given up. One whose ranks come to the commit with half of it between them fails."""
-    place: CheckpointDirectory = field(default_factory=CheckpointDirectory)
+    """A save that takes longer is given up. It fails if its ranks come to the commit more than half of this apart."""
+    storage: CheckpointDirectory = field(default_factory=CheckpointDirectory)
     overlap: bool = False
-    """`save` returns before pieces that are still are copied: `copied` is to be called before they change. Only with
+    """`save` returns before shards that stay still are copied: call `wait_for_copy` before they change. Only with
     `background`."""
-    local: LocalStage | None = None
-    """A disk of the node in between."""
+    local_stage: LocalStage | None = None
+    """A disk of the node between memory and the shared directory."""
     origin: Origin | None = None
-    """What makes these steps; rank 0's is written into them."""
+    """The code and config that make these steps; rank 0's is written into them."""
     lock: Lock | None = None
-    """Rank 0's, of the directory: without it nothing is committed."""
+    """Rank 0's lock of the directory: without it nothing is committed."""
     incremental: IncrementalWriter | None = None
-    """Only what has changed since the save before is written. Such a save has no use for `local`."""
+    """Write only what has changed since the save before. Such a save does not use `local_stage`."""
     sharing: WriterSharing = field(default_factory=WriterSharing)
-    """Of files, which `incremental` has no use for, and of a node's link or disk."""
+    """Which ranks write one file together (not with `incremental`), or take turns on a node's link or disk."""
     level: int = 0
-    """At which zlib compresses the tensors, 1 to 9; 0: not. With neither shared files nor `local`."""
-    _stage: ShardStager = field(default_factory=ShardStager)
-    _described: LayoutCache = field(default_factory=LayoutCache)
-    _under_way: _PendingSave | None = None
-    _copying: TensorCopy | None = None
-    _ended: deque[SaveResult] = field(default_factory=deque)
+    """zlib level at which tensors are compressed, 1 to 9; 0: not. Neither with shared files nor with `local_stage`."""
+    _stager: ShardStager = field(default_factory=ShardStager)
+    _layout_cache: LayoutCache = field(default_factory=LayoutCache)
+    _pending: _PendingSave | None = None
+    _copy: TensorCopy | None = None
+    _finished: deque[SaveResult] = field(default_factory=deque)
     _group: dist.ProcessGroup | None = None
-    _crew: WriterGroup | None = None
+    _writers: WriterGroup | None = None
     _mpi: Intracomm | None = None
     _lost: bool = False
 
     def __post_init__(self) -> None:
-        assert self.incremental is None or not self.sharing.files
-        assert not self.level or not (self.sharing.files or self.local)
-        self._stage.level = self.level
-        if self.sharing.files and self.world.size > 1:
-            self._stage.make = make_section
+        assert self.incremental is None or not self.sharing.shares_files
+        assert not self.level or not (self.sharing.shares_files or self.local_stage)
+        self._stager.level = self.level
+        if self.sharing.shares_files and self.world.size > 1:
+            self._stager.make_layout = make_section
         if self.sharing.parallel_hdf5:
             self._mpi = make_mpi_communicator(self.world)
 
     def save(
         self,
         step: int,
-        pieces: Iterable[TensorShard],
+        shards: Iterable[TensorShard],
         extra: dict[str, Any],
         finite: bool = True,
         validation_loss: float | None = None,
     ) -> Future[SaveResult]:
-        """Begin a save; the pieces may change when this returns, but for `overlap`. Waits for the one before, with a
-        warning if it must.
+        """Begin a save and return when the shards may change (see `overlap`). Waits for the save before, if need be.
 
-        `ended`, `wait` and the future report the outcome; the future's `result` raises CheckpointError if nothing was
-        committed. The save is skipped, and reported as failed, if the one before
-        has not ended within `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
+        `take_finished`, `wait` and the future report the outcome; the future's `result` raises CheckpointError if
+        nothing was committed. The save is skipped, and reported as failed, if the one before has not ended within
+        `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
         finite, validation_loss: see Manifest, as far as the training knows; rank 0's count.
         """
-        self.copied()
-        self._wait_for_the_one_before(step)
-        if not self._agree():
-            return self._told(
-                Future(), self._failed(step, "the save before it has not ended, a rank or its disk hangs")
-            )
+        self.wait_for_copy()
+        self._wait_for_previous_save(step)
+        if not self._agree_to_start():
+            why = "the save before it has not ended, a rank or its disk hangs"
+            return self._report(Future(), self._make_failure(step, why))
         overlap = self.overlap and self.background
-        late = not (self.background or self.incremental or self.local or self.sharing.files)
-        taken = stage_step(self._stage, step, pieces, extra, finite, validation_loss, overlap, late)
-        taken = replace(taken, origin=self.origin)
-        self._copying = taken.staged.copying if taken.staged is not None else None
+        fuse = not (self.background or self.incremental or self.local_stage or self.sharing.shares_files)
+        staged = stage_step(self._stager, step, shards, extra, finite, validation_loss, overlap, fuse)
+        staged = replace(staged, origin=self.origin)
+        self._copy = staged.shard.copy if staged.shard is not None else None
         future: Future[SaveResult] = Future()
-        thread = threading.Thread(target=self._finish, args=(taken, future), daemon=True)
-        self._under_way = _PendingSave(step, thread, future)
-        self._under_way.thread.start()
-        in_time = self.background or self._under_way.join(self.timeout)
-        if not in_time and taken.staged is not None and taken.staged.filling is not None:
-            taken.staged.filling.give_up()
+        thread = threading.Thread(target=self._run, args=(staged, future), daemon=True)
+        self._pending = _PendingSave(step, thread, future)
+        thread.start()
+        in_time = self.background or self._pending.join(self.timeout)
+        if not in_time and staged.shard is not None and staged.shard.fused is not None:
+            staged.shard.fused.give_up()
         return future
 
-    def copied(self) -> float:
-        """Return when the pieces of the last save may change; the seconds that this took.
+    def wait_for_copy(self) -> float:
+        """Return when the shards of the last save may change, after how many seconds.
 
-        On the thread, and the CUDA stream, that will change them. Before it, nothing is committed.
+        Call it on the thread, and the CUDA stream, that will change them. Until then nothing is committed.
         """
-        copying, self._copying = self._copying, None
-        if copying is None:
+        copy, self._copy = self._copy, None
+        if copy is None:
             return 0.0
-        seconds = copying.wait()
-        if copying.changed is not None:
+        seconds = copy.wait()
+        if copy.changed is not None:
             self.overlap = False
             _log.warning(
                 "tensor %r is changed by a forward or a backward: the save that was copying it meanwhile is given up, "
                 "and later ones copy first (checkpoint.overlap=never)",
-                copying.changed,
+                copy.changed,
             )
         return seconds
 
-    def ended(self) -> list[SaveResult]:
-        """The saves that have ended since the last call."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+    def take_finished(self) -> list[SaveResult]:
+        """Return the saves that have ended since the last call."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def wait(self) -> list[SaveResult]:
-        """What `ended` gives, once no save is under way; one that does not end within `timeout` is told as failed."""
-        self.copied()
-        late = self._under_way is not None and not self._under_way.join(self.timeout)
-        if self._under_way is not None and late:
-            why = "it has not ended in time, a rank or its disk hangs"
-            self._told(self._under_way.future, self._failed(self._under_way.step, why))
-        return self.ended()
+        """Wait for the pending save; returns those that have ended since the last call.
 
-    def _finish(self, taken: StagedStep, future: Future[SaveResult]) -> None:
+        A save that does not end within `timeout` is reported as failed.
+        """
+        self.wait_for_copy()
+        if self._pending is not None and not self._pending.join(self.timeout):
+            why = "it has not ended in time, a rank or its disk hangs"
+            self._report(self._pending.future, self._make_failure(self._pending.step, why))
+        return self.take_finished()
+
+    def _run(self, staged: StagedStep, future: Future[SaveResult]) -> None:
+        """Write, commit and report one save; the body of its thread."""
         try:
-            saved = self._finished(taken)
+            saved = self._write(staged)
         except Exception as error:
-            _log.exception("checkpoint step %d: unexpected error", taken.step)
-            saved = self._failed(taken.step, format_error(error))
+            _log.exception("checkpoint step %d: unexpected error", staged.step)
+            saved = self._make_failure(staged.step, format_error(error))
         self._lost |= saved.lost
         if saved.warning is not None and self.world.rank == 0:
             _log.warning("checkpoint step %d: %s", saved.step, saved.warning)
         if saved.error is None and self.world.rank == 0:
             try:
-                self.after(saved)
-            except Exception as error:  # the checkpoint is committed whatever became of this
-                _log.warning("checkpoint step %d: after the commit: %s", taken.step, format_error(error))
-        self._told(future, saved)
+                self.on_commit(saved)
+            except Exception as error:  # the checkpoint is committed whatever becomes of this
+                _log.warning("checkpoint step %d: after the commit: %s", staged.step, format_error(error))
+        self._report(future, saved)
 
-    def _told(self, future: Future[SaveResult], saved: SaveResult) -> Future[SaveResult]:
-        """Report the outcome to `ended` and to the future. A save that ends too late keeps the first one reported."""
-        self._ended.append(saved)
+    def _report(self, future: Future[SaveResult], saved: SaveResult) -> Future[SaveResult]:
+        """Report an outcome. The future of a save that ends too late keeps the failure that was reported first."""
+        self._finished.append(saved)
         with suppress(InvalidStateError):
             if saved.error is not None:
                 future.set_exception(saved.error)
@@ -236,66 +244,77 @@ class Saver:
                 future.set_result(saved)
         return future
 
-    def _finished(self, taken: StagedStep) -> SaveResult:
-        taken = self._compared(complete_copy(taken))
-        shares = taken.changes is not None and not taken.changes.delta.is_whole
-        if self.local is not None and taken.staged is not None and not shares:
+    def _write(self, staged: StagedStep) -> SaveResult:
+        staged = self._compare_with_base(complete_copy(staged))
+        shares = staged.changes is not None and not staged.changes.delta.is_whole
+        if self.local_stage is not None and staged.shard is not None and not shares:
             try:
-                taken = replace(taken, staged=self._stage.put_aside(taken.staged, self.local))
-            except Exception as error:  # told to the others when they meet
-                taken = replace(taken, failure=error)
+                staged = replace(staged, shard=self._stager.move_to_local_disk(staged.shard, self.local_stage))
+            except Exception as error:  # the other ranks hear of it when all meet
+                staged = replace(staged, failure=error)
         try:
-            how = (self._group, self.place, self.lock, self._crew, self._described)
-            saved = write_and_commit(self.directory, taken, self.world, *how)
+            saved = write_and_commit(
+                self.directory,
+                staged,
+                self.world,
+                self._group,
+                self.storage,
+                self.lock,
+                self._writers,
+                self._layout_cache,
+            )
         finally:
-            if taken.staged is not None and isinstance(taken.staged.image, LocalFile):
-                taken.staged.image.close()
-        if self.incremental is not None and taken.changes is not None and saved.error is None:
-            self.incremental.adopt(taken.changes, saved.path)
+            if staged.shard is not None and isinstance(staged.shard.image, LocalFile):
+                staged.shard.image.close()
+        if self.incremental is not None and staged.changes is not None and saved.error is None:
+            self.incremental.adopt(staged.changes, saved.path)
         return saved
 
-    def _compared(self, taken: StagedStep) -> StagedStep:
-        """The same with what of it is new, where that is asked for."""
-        if self.incremental is None or taken.staged is None or taken.failure is not None:
-            return taken
+    def _compare_with_base(self, staged: StagedStep) -> StagedStep:
+        """Find out what has changed since the save before, if saves are incremental."""
+        if self.incremental is None or staged.shard is None or staged.failure is not None:
+            return staged
         try:
-            return replace(taken, changes=self.incremental.compare(taken.staged, taken.step))
-        except Exception as error:  # told to the others when they meet
-            return replace(taken, failure=error)
+            return replace(staged, changes=self.incremental.compare(staged.shard, staged.step))
+        except Exception as error:  # the other ranks hear of it when all meet
+            return replace(staged, failure=error)
 
-    def _wait_for_the_one_before(self, step: int) -> None:
-        if self._under_way is None:
+    def _wait_for_previous_save(self, step: int) -> None:
+        """Wait until the save before has ended, or is given up; warn if that cost the training much."""
+        if self._pending is None:
             return
         started = time.monotonic()
-        late = self._under_way.thread.is_alive()
-        self._under_way.join(self.timeout)
-        if late and self.world.rank == 0:
+        self._pending.join(self.timeout)
+        waited, interval = time.monotonic() - started, time.monotonic() - self._pending.since
+        if self.world.rank == 0 and waited > max(_WORTH_WARNING_SECONDS, _WORTH_WARNING_SHARE * interval):
             _log.warning(
-                "checkpoint step %d: waited %.1f s for the save before it; save less often (checkpoint.every), or to a "
-                "faster disk",
+                "checkpoint step %d: waited %.1f s for the save before it, %.0f %% of the time since then; save less "
+                "often (checkpoint.every), or to a faster disk",
                 step,
-                time.monotonic() - started,
+                waited,
+                100 * waited / interval,
             )
 
-    def _agree(self) -> bool:
-        """Whether no rank is still in the save before; then they have a group that works. In the training's thread.
+    def _agree_to_start(self) -> bool:
+        """Return whether no rank is still in the save before; all have a working group then. In the training's thread.
 
         The group is the saves' own: their collectives must not mix with those of the training. One that has lost a rank
         is of no use any more, even if the rank comes after all: all make a new one.
         """
-        busy = self._under_way is not None and self._under_way.thread.is_alive()
+        busy = self._pending is not None and self._pending.thread.is_alive()
         if self.world.size == 1:
             return not busy
-        seen = torch.tensor([busy, self._lost or self._group is None], dtype=torch.uint8)
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
-        someone_busy, remake = seen.tolist()
+        flags = torch.tensor([busy, self._lost or self._group is None], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        someone_busy, remake = flags.tolist()
         if someone_busy:
             return False
         if remake:
+            # half: ranks that wait for one that hangs give up before `timeout` ends the save from outside
             self._group, self._lost = dist.new_group(backend="gloo", timeout=self.timeout / 2), False
-            self._crew = make_writer_group(self.world, self.sharing, self._group, self._mpi)
+            self._writers = make_writer_group(self.world, self.sharing, self._group, self._mpi)
         return True
 
-    def _failed(self, step: int, why: str) -> SaveResult:
+    def _make_failure(self, step: int, why: str) -> SaveResult:
         error = CheckpointError(f"checkpoint step {step} was not saved in {self.directory}: {why}")
         return SaveResult(step, step_path(self.directory, step), 0, 0.0, error=error)

@@ -126,13 +126,13 @@ class _Dataset:
 
 
 def write_compressed_file(
-    path: Path, rows: Sequence[RowInMemory], level: int, how: WritePolicy, buffers: GatherBuffers
+    path: Path, rows: Sequence[RowInMemory], level: int, policy: WritePolicy, buffers: GatherBuffers
 ) -> CompressedFile:
     """Write a new file, on the disk when this returns. The memory of the rows is overwritten.
 
     Raises OSError, and as image.make_image does.
     """
-    datasets = [_dataset(row) for row in rows]
+    datasets = [_split_dataset(row) for row in rows]
     with ThreadPoolExecutor(_THREADS) as pool:
         chunks = [(it, part) for it in datasets if it.chunk for part in it.parts]
         batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
@@ -142,11 +142,11 @@ def write_compressed_file(
         extents = [MemoryExtent(place, part.data) for place, part in zip(places, _parts(datasets), strict=True)]
         size = os.fstat(content.fileno()).st_size
         image = ShardImage(size, (), tuple(find_gaps(content, sorted((it.begin, it.end) for it in extents), size)))
-    digests = write_stream(path, WriteStream(GatherSource(extents, image, buffers).read, size), how)
-    return CompressedFile(size, digests, _table(datasets, places))
+    digests = write_stream(path, WriteStream(GatherSource(extents, image, buffers).read, size), policy)
+    return CompressedFile(size, digests, _make_part_table(datasets, places))
 
 
-def _dataset(it: RowInMemory) -> _Dataset:
+def _split_dataset(it: RowInMemory) -> _Dataset:
     chunk = choose_chunk_shape(it.row)
     if chunk is None:
         return _Dataset(it.row, None, [_Part(it.place, it.data, len(it.data))] if it.data else [])
@@ -218,7 +218,7 @@ def _parts(datasets: Sequence[_Dataset]) -> list[_Part]:
     return [part for it in datasets for part in it.parts]
 
 
-def _table(datasets: Sequence[_Dataset], places: Sequence[int]) -> PartTable:
+def _make_part_table(datasets: Sequence[_Dataset], places: Sequence[int]) -> PartTable:
     rows = [
         (part.begin, part.size, len(part.data), part.whole, it.row.dtype.itemsize)
         for it in datasets
@@ -232,149 +232,150 @@ def _table(datasets: Sequence[_Dataset], places: Sequence[int]) -> PartTable:
     return ordered
 
 
-_OF_PIECE = attrgetter("name", "shape", "dtype", "offset")
+_SHARD_FORM = attrgetter("name", "shape", "dtype", "offset")
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
-_PieceForms = tuple[list[Any], ...]
-"""What of pieces decides where they go, in columns, as an object a piece takes longer to make."""
+_ShardForms = tuple[list[Any], ...]
+"""Columns of what decides where shards go in a file; one object for each shard would take longer to make."""
 
 
 @dataclass(frozen=True)
 class StagedShard:
-    """A shard file's image, in memory or on a disk of the node."""
+    """The image of a rank's shard file, in memory or on a disk of the node."""
 
     image: memoryview | LocalFile
     size: int
-    held: FileLayout
+    layout: FileLayout
     finite: bool | None = None
-    """None: nobody has looked yet."""
-    copying: TensorCopy | None = None
-    """What fills the image, where that may still be under way."""
-    filling: FusedStaging | None = None
-    """What fills it while it is written."""
-    looking: StreamingCheck | None = None
-    """Sees whether it is finite, while it is written."""
-    spans: Sequence[FloatSpan] = ()
-    """What of it can have a NaN."""
+    """Whether it has neither NaN nor infinity; None: not checked yet."""
+    copy: TensorCopy | None = None
+    """The copy into the image, which may not be complete."""
+    fused: FusedStaging | None = None
+    """The copy into the image while the file is written."""
+    check: StreamingCheck | None = None
+    """Check for NaN and infinity while the file is written."""
+    float_spans: Sequence[FloatSpan] = ()
+    """Floating-point tensors of the image."""
     level: int = 0
-    """At which it is to be compressed; 0: not."""
+    """zlib level; 0: not compressed."""
     buffers: GatherBuffers = field(default_factory=GatherBuffers)
-    """For that."""
+    """Buffers for compressing."""
 
     def is_finite(self) -> bool:
-        """Whether there is neither NaN nor infinity in it; see poison."""
+        """Return whether there is neither NaN nor infinity in it."""
         if self.finite is not None:
             return self.finite
-        if self.looking is not None and self.looking.is_finite:
+        if self.check is not None and self.check.is_finite:
             return True
         assert isinstance(self.image, memoryview)
-        return are_spans_finite(self.image, self.spans)
+        return are_spans_finite(self.image, self.float_spans)
 
 
 @dataclass
 class ShardStager:
-    """The memory for one rank's shard, and the image of the layout it last had."""
+    """Stages a rank's shard, in memory that is kept from save to save."""
 
     threads: int = 2
-    """That copy."""
-    make: Callable[[Sequence[DatasetRow]], ShardImage] = make_image
-    """section.make_section for a rank that shares its file."""
+    """Threads that copy."""
+    make_layout: Callable[[Sequence[DatasetRow]], ShardImage] = make_image
+    """Lays out the image: make_image, or make_section for a rank that shares its file."""
     level: int = 0
-    """See Staged."""
-    _arena: StagingBuffer = field(default_factory=StagingBuffer)
-    _buffers: GatherBuffers = field(default_factory=GatherBuffers)
-    _looks: _PieceForms = ()
+    """See StagedShard."""
+    _staging_buffer: StagingBuffer = field(default_factory=StagingBuffer)
+    _gather_buffers: GatherBuffers = field(default_factory=GatherBuffers)
+    _forms: _ShardForms = ()
     _slots: StagingLayout | None = None
-    """Of tensors that look so."""
+    """Layout of the last save, for shards of these forms."""
 
-    def take(self, pieces: Sequence[TensorShard], overlap: bool = False, late: bool = False) -> StagedShard:
-        """Copy the pieces. What was taken before is overwritten. overlap: see copying.begin. late: see filling.
+    def stage(self, shards: Sequence[TensorShard], overlap: bool = False, fuse: bool = False) -> StagedShard:
+        """Copy the shards into the staging buffer, over those of the last save.
 
-        Raises CheckpointError for a dtype that HDF5 does not have and where memory is short.
+        overlap: see start_copy. fuse: see FusedStaging. Raises CheckpointError for a dtype that HDF5 does
+        not have, and if memory is short.
         """
-        tensors = [piece.local for piece in pieces]
-        slots = self._slots_of(pieces, tensors)
-        staged = StagedShard(slots.memory, slots.image.size, slots.held, spans=slots.spans)
-        if late and not self.level and can_fuse_staging(tensors):
-            filling = FusedStaging(slots, tensors)
-            return replace(staged, filling=filling, looking=filling.looking)
-        looking = StreamingCheck(slots) if self.make is make_image and not self.level else None
-        copying = start_copy(slots, pieces, self.threads, overlap)
-        return replace(staged, copying=copying, looking=looking, level=self.level, buffers=self._buffers)
+        tensors = [tensor_shard.local for tensor_shard in shards]
+        slots = self._get_slots(shards, tensors)
+        shard = StagedShard(slots.memory, slots.image.size, slots.file_layout, float_spans=slots.spans)
+        if fuse and not self.level and can_fuse_staging(tensors):
+            fused = FusedStaging(slots, tensors)
+            return replace(shard, fused=fused, check=fused.check)
+        check = StreamingCheck(slots) if self.make_layout is make_image and not self.level else None
+        copy = start_copy(slots, shards, self.threads, overlap)
+        return replace(shard, copy=copy, check=check, level=self.level, buffers=self._gather_buffers)
 
-    def _slots_of(self, pieces: Sequence[TensorShard], tensors: Sequence[Tensor]) -> StagingLayout:
-        """Those of the last time, if the pieces are like them: making them takes longer than many a copy."""
-        looks = list(map(_OF_PIECE, pieces)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
-        if self._slots is None or looks != self._looks:
-            self._slots = None  # it has a view of the memory
-            rows = tuple(make_row(piece) for piece in pieces)
-            image = self.make(rows)
-            memory = self._arena.reserve(image.size)
-            self._slots, self._looks = make_staging_layout(memory, image, make_file_layout(rows, image)), looks
+    def _get_slots(self, shards: Sequence[TensorShard], tensors: Sequence[Tensor]) -> StagingLayout:
+        """Return the last layout if the shards are alike, else a new one: making it can take longer than the copy."""
+        forms = list(map(_SHARD_FORM, shards)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
+        if self._slots is None or forms != self._forms:
+            self._slots = None  # its view of the memory would keep `reserve` from giving it back
+            rows = tuple(make_row(tensor_shard) for tensor_shard in shards)
+            image = self.make_layout(rows)
+            memory = self._staging_buffer.reserve(image.size)
+            self._slots, self._forms = make_staging_layout(memory, image, make_file_layout(rows, image)), forms
         return self._slots
 
-    def put_aside(self, staged: StagedShard, local: LocalStage) -> StagedShard:
-        """The same on a disk of the node, and the memory to spare; unchanged where that cannot be used."""
-        assert isinstance(staged.image, memoryview)
+    def move_to_local_disk(self, shard: StagedShard, local: LocalStage) -> StagedShard:
+        """Copy the image to a disk of the node and free the memory; returns the shard unchanged if that fails."""
+        assert isinstance(shard.image, memoryview)
         with ThreadPoolExecutor(1) as pool:
-            finite = pool.submit(staged.is_finite)
-            copy = local.put(staged.image, staged.size)
-            staged = replace(staged, finite=finite.result())
+            finite = pool.submit(shard.is_finite)
+            copy = local.copy_from(shard.image, shard.size)
+            shard = replace(shard, finite=finite.result())
         if copy is None:
-            return staged
-        assert isinstance(staged.image, memoryview)
+            return shard
+        assert isinstance(shard.image, memoryview)
         self._slots = None
-        staged.image.release()
-        self._arena.spare()
-        return replace(staged, image=copy, looking=None)
+        shard.image.release()
+        self._staging_buffer.discard_contents()
+        return replace(shard, image=copy, check=None)
 
 
 def write_shard(
-    directory: Path, name: str, staged: StagedShard, how: WritePolicy = DEFAULT_POLICY
+    directory: Path, name: str, shard: StagedShard, policy: WritePolicy = DEFAULT_POLICY
 ) -> tuple[ShardFile, FileLayout]:
-    """Write a shard file and its table of digests into a step's directory, and put both on the disk.
+    """Write and synchronise a shard file and its table of digests.
 
-    name: path within the directory; its folder is there. Raises OSError, and CheckpointError for an image that was
-    damaged on the disk of the node. An image that is compressed is none any more.
+    name: path within the directory of the step; its folder must exist. Raises OSError, and CheckpointError for an image
+    that was damaged on the disk of the node. Compressing overwrites the image.
     """
-    if staged.level:
-        return write_compressed_shard(directory, name, staged, staged.held, staged.held.places, staged.size, how)
-    path, image = directory / name, staged.image
+    if shard.level:
+        return write_compressed_shard(directory, name, shard, shard.layout, shard.layout.places, shard.size, policy)
+    path, image = directory / name, shard.image
     if isinstance(image, LocalFile):
-        return write_digest_table(directory, name, staged.size, image.copy_to(path, how), staged.held), staged.held
-    if staged.looking is None:
-        digests = write_image(path, image, staged.size, how)
-        return write_digest_table(directory, name, staged.size, digests, staged.held), staged.held
+        return write_digest_table(directory, name, shard.size, image.copy_to(path, policy), shard.layout), shard.layout
+    if shard.check is None:
+        digests = write_image(path, image, shard.size, policy)
+        return write_digest_table(directory, name, shard.size, digests, shard.layout), shard.layout
     found: list[ShardFile] = []
 
     def known(digests: list[int]) -> None:
         if not found:
-            found.append(write_digest_table(directory, name, staged.size, digests, staged.held))
+            found.append(write_digest_table(directory, name, shard.size, digests, shard.layout))
 
-    write_stream(path, WriteStream(staged.looking.read, staged.size, True, staged.looking.digests, known), how)
-    return found[0], staged.held
+    write_stream(path, WriteStream(shard.check.read, shard.size, True, shard.check.digests, known), policy)
+    return found[0], shard.layout
 
 
 def write_compressed_shard(
     directory: Path,
     name: str,
-    staged: StagedShard,
-    held: FileLayout,
+    shard: StagedShard,
+    layout: FileLayout,
     begins: Sequence[int],
     size: int,
-    how: WritePolicy,
+    policy: WritePolicy,
 ) -> tuple[ShardFile, FileLayout]:
     """The same with tensors that are compressed; `held` says what is to be in it, and `size` the bytes of its image.
 
     begins: byte of what is staged at which each row's data lies. Raises OSError and CheckpointError.
     """
-    memory = staged.image
+    memory = shard.image
     assert isinstance(memory, memoryview)
     lying = (
         RowInMemory(row, place, memory[begin : begin + row.bytes])
-        for row, place, begin in zip(held.rows, held.places, begins, strict=True)
+        for row, place, begin in zip(layout.rows, layout.places, begins, strict=True)
     )
-    found = write_compressed_file(directory / name, list(lying), staged.level, how, staged.buffers)
-    return write_digest_table(directory, name, found.size, found.digests, held, found.parts, size), held
+    found = write_compressed_file(directory / name, list(lying), shard.level, policy, shard.buffers)
+    return write_digest_table(directory, name, found.size, found.digests, layout, found.parts, size), layout
 
 
 def write_digest_table(
@@ -382,7 +383,7 @@ def write_digest_table(
     name: str,
     size: int,
     digests: Sequence[int],
-    held: FileLayout,
+    layout: FileLayout,
     parts: PartTable | None = None,
     inflated: int | None = None,
 ) -> ShardFile:
@@ -390,6 +391,6 @@ def write_digest_table(
 
     held: contents of the file. parts, inflated: of a compressed file; see chunks and ShardFile.
     """
-    table = encode_digest_table(size, digests, seal_table(held.seal, parts), parts)
+    table = encode_digest_table(size, digests, seal_table(layout.seal, parts), parts)
     write_durable_file(digest_table_path(directory / name), table)
     return ShardFile(name, size, checksum_bytes(table), inflated=inflated)

@@ -1,9 +1,8 @@
 """Write one file with several ranks: which ranks share a file, who writes when, and where each rank's section lies.
 
-Where a rank's tensors lie in its section follows from its own rows alone. So a rank copies them to their places
-without a word to the others, and hears where its section begins once it writes. The first rank of a file makes its
-structure and its digests. `WriteTurns` lets few ranks of a node write at a time, where its link or its disk is slower
-with many streams.
+The layout of a rank's section follows from its own rows alone, so a rank stages its tensors without talking to the
+others, and learns where its section begins when it writes. The first rank of a file writes its HDF5 structure and its
+digests. `WriteTurns` lets few ranks of a node write at a time, where its link or disk is slower with many streams.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ _NamedRow = tuple[str, DatasetRow]
 
 @dataclass(frozen=True)
 class SharedFileHead:
-    """Where every section of a file is, and what is before the first."""
+    """Where each rank's section of a shared file is, and the bytes before the first."""
 
     content: bytes
-    """HDF5's own, whole blocks: from the beginning of the file to the first section."""
+    """HDF5's structure, whole blocks: from the beginning of the file to the first section."""
     begins: tuple[int, ...]
     """Byte of the file at which each rank's section begins; 0 for one without data."""
     places: tuple[tuple[int, ...], ...]
-    """Of every rank: byte of its section at which the data of each row begins; 0 for one without elements."""
+    """For each rank, the byte of its section at which each row begins; 0 for a row without elements."""
     size: int
-    """Bytes of the file: whole blocks."""
+    """Bytes of the file, whole blocks."""
 
 
 def make_section(rows: Sequence[DatasetRow]) -> ShardImage:
-    """A rank's data as it lies in the file, in whole blocks, with zeros where there is none. Errors as make_image."""
+    """Lay out a rank's section: whole blocks, with zeros between its rows. Raises as make_image."""
     (places,) = make_shared_head([rows], BLOCK_BYTES).places
     data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
     end = count_section_bytes(rows, places)
@@ -80,13 +79,15 @@ def make_section(rows: Sequence[DatasetRow]) -> ShardImage:
 
 
 def count_section_bytes(rows: Sequence[DatasetRow], places: Sequence[int]) -> int:
-    """Of a section: whole blocks, so that none of them is two ranks'."""
+    """Return the bytes of a section: whole blocks, so that no block belongs to two ranks."""
     end = max((place + row.bytes for row, place in zip(rows, places, strict=True) if row.bytes), default=0)
     return -(-end // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def make_shared_head(members: Sequence[Sequence[DatasetRow]], interval: int) -> SharedFileHead:
-    """The file of ranks with these rows. interval: every section begins at a multiple of it, and it is one of BLOCK.
+    """Lay out the shared file of ranks with these rows.
+
+    interval: every section begins at a multiple of it; itself a multiple of BLOCK_BYTES.
 
     Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file.
     """
@@ -96,7 +97,7 @@ def make_shared_head(members: Sequence[Sequence[DatasetRow]], interval: int) -> 
 
 
 def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: int) -> SharedFileHead:
-    """First everything but the data, then one rank's data after the other's: HDF5 goes on at the end of the file."""
+    """Create all datasets first, then give each rank's data its place: HDF5 allocates at the end of the file."""
     named = _create_datasets(path, members)
     found = [_allocate_section(path, of_rank, interval) for of_rank in named]
     begins, places = tuple(begin for begin, _ in found), tuple(of_rank for _, of_rank in found)
@@ -109,7 +110,7 @@ def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: in
 
 
 def _create_datasets(path: Path, members: Sequence[Sequence[DatasetRow]]) -> list[list[_NamedRow]]:
-    """Datasets that have no place yet."""
+    """Create datasets that have no place yet; returns their names and rows, for each rank."""
     names = iter(name_datasets(row.name for rows in members for row in rows))
     named = [[(next(names), row) for row in rows] for rows in members]
     with open_hdf5(path, "w") as file:
@@ -121,10 +122,10 @@ def _create_datasets(path: Path, members: Sequence[Sequence[DatasetRow]]) -> lis
 
 
 def _allocate_section(path: Path, named: Sequence[_NamedRow], interval: int) -> tuple[int, tuple[int, ...]]:
-    """(begin of a section, place of every row in it).
+    """Place the rows of one rank; returns (begin of its section, place of each row in it).
 
-    HDF5 forgets what it had left over when a file is closed, and so gives no rank's data a place among another's. The
-    largest is given its place first, as nothing else decides where the section begins.
+    HDF5 forgets free space when a file is closed, so it never places one rank's data between another's. The largest row
+    is placed first: its alignment decides where the section begins.
     """
     largest = max(range(len(named)), key=lambda index: named[index][1].bytes, default=None)
     if largest is None or not named[largest][1].bytes:
@@ -139,7 +140,7 @@ def _allocate_section(path: Path, named: Sequence[_NamedRow], interval: int) -> 
 
 
 def _place_dataset(file: Any, named: _NamedRow) -> int:
-    """Write one element, upon which HDF5 finds room for all; 0 where there is none to write."""
+    """Write one element, which makes HDF5 allocate the dataset; returns its byte, 0 for a row without elements."""
     name, row = named
     if not row.bytes:
         return 0
@@ -154,50 +155,53 @@ def _place_dataset(file: Any, named: _NamedRow) -> int:
 
 
 _MINIMUM_RATIO = 4
-"""Writes that a section takes, on average, where each begins at a stripe."""
+"""Writes that an average section must take for sections to begin at stripes: else the gaps cost too much."""
 
 
 class FileSection(NamedTuple):
-    """A rank's part of the file."""
+    """Where a rank writes in a shared file."""
 
     begin: int
-    """Of its section."""
+    """Byte of the file where its section begins."""
     names: tuple[str, ...]
-    """Of its datasets."""
+    """Names of its datasets."""
     shared: bool
-    """There is a file: some rank has data."""
+    """Whether there is a file at all, because some rank has data."""
 
 
 @dataclass
 class SharedFile:
-    """Its layout is kept from save to save, and made anew when a rank has another one."""
+    """A file of several ranks, on the first of them; its layout is kept until a rank's rows change."""
 
-    held: list[FileLayout] = field(default_factory=list)
-    """By every rank; the bytes are those of its section."""
+    layouts: list[FileLayout] = field(default_factory=list)
+    """Layout of each rank's section."""
     _interval: int = BLOCK_BYTES
     _head: SharedFileHead | None = None
 
-    def lay(self, path: Path, news: Sequence[FileLayout | None], how: WritePolicy) -> list[FileSection]:
-        """Make the file with all but its sections, unless nobody has any; where each rank writes.
+    def create(self, path: Path, updates: Sequence[FileLayout | None], policy: WritePolicy) -> list[FileSection]:
+        """Create the file without its sections, unless no rank has data; returns where each rank writes.
 
-        news: what every rank has, None where that is what it had. The file is on the disk, its name is not.
-        Raises OSError, and CheckpointError as make_head does.
+        updates: the layout of each rank, None if it has not changed. The content is synchronised, its name is not.
+        Raises OSError, and CheckpointError as make_shared_head.
         """
-        held = [old if new is None else new for new, old in zip(news, self.held or news, strict=True)]
-        assert all(it is not None for it in held), "a rank has told nothing yet"
-        self._lay_out([it for it in held if it is not None], how)
+        layouts = [old if new is None else new for new, old in zip(updates, self.layouts or updates, strict=True)]
+        assert all(it is not None for it in layouts), "a rank has sent no layout yet"
+        self._update_layout([it for it in layouts if it is not None], policy)
         assert self._head is not None
         if self._rows:
             with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                reserve_space(file, self._head.size) if how.reserve else os.ftruncate(file, self._head.size)
+                reserve_space(file, self._head.size) if policy.reserve else os.ftruncate(file, self._head.size)
                 write_at_offset(file, memoryview(self._head.content), 0)
                 os.fsync(file)
         names = iter(name_datasets(self._rows))
-        spots = zip(self._head.begins, self.held, strict=True)
-        return [FileSection(begin, tuple(next(names) for _ in it.rows), bool(self._rows)) for begin, it in spots]
+        sections = zip(self._head.begins, self.layouts, strict=True)
+        return [FileSection(begin, tuple(next(names) for _ in it.rows), bool(self._rows)) for begin, it in sections]
 
-    def settle(self, path: Path) -> None:
-        """After HDF5 had it open, which cuts a file where its last dataset ends. Raises OSError, CheckpointError."""
+    def restore_size(self, path: Path) -> None:
+        """Restore the size of the file after HDF5 wrote it, which cuts it at its last dataset.
+
+        Raises OSError, and CheckpointError if HDF5 changed the structure.
+        """
         if not self._rows:
             return
         assert self._head is not None
@@ -207,36 +211,38 @@ class SharedFile:
             if os.pread(file, len(self._head.content), 0) != self._head.content:
                 raise CheckpointError("HDF5 changed the structure of a file while the data was written")
 
-    def end(
+    def write_digests(
         self, directory: Path, name: str, found: Sequence[Sequence[int]]
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
-        """Write the table of digests. found: those of every rank's section. Nothing where there is no file."""
+        """Write the table of digests, if there is a file. found: digests of the blocks of each rank's section."""
         if not self._rows:
             return ()
         assert self._head is not None
         places = [
             begin + place if row.bytes else 0
-            for begin, it in zip(self._head.begins, self.held, strict=True)
+            for begin, it in zip(self._head.begins, self.layouts, strict=True)
             for row, place in zip(it.rows, it.places, strict=True)
         ]
-        held = FileLayout(tuple(row for it in self.held for row in it.rows), tuple(places))
-        return ((write_digest_table(directory, name, self._head.size, self._table(found).tolist(), held), held),)
+        layout = FileLayout(tuple(row for it in self.layouts for row in it.rows), tuple(places))
+        return (
+            (write_digest_table(directory, name, self._head.size, self._make_table(found).tolist(), layout), layout),
+        )
 
     @property
     def _rows(self) -> list[str]:
-        """Names of tensors, of all ranks."""
-        return [row.name for it in self.held for row in it.rows]
+        """Names of the tensors of all ranks, in file order."""
+        return [row.name for it in self.layouts for row in it.rows]
 
-    def _lay_out(self, held: list[FileLayout], how: WritePolicy) -> None:
-        interval = _choose_interval(held, how)
-        if self._head is None or (held, interval) != (self.held, self._interval):
+    def _update_layout(self, layouts: list[FileLayout], policy: WritePolicy) -> None:
+        interval = _choose_interval(layouts, policy)
+        if self._head is None or (layouts, interval) != (self.layouts, self._interval):
             self._head = None
-            self.held, self._interval = held, interval
-            self._head = make_shared_head([it.rows for it in held], interval)
-        assert self._head.places == tuple(it.places for it in held), "a section is not as its own rank laid it out"
+            self.layouts, self._interval = layouts, interval
+            self._head = make_shared_head([it.rows for it in layouts], interval)
+        assert self._head.places == tuple(it.places for it in layouts), "a section is not as its own rank laid it out"
 
-    def _table(self, found: Sequence[Sequence[int]]) -> BlockDigests:
-        """What no rank writes, from one section to where the next begins, is zeros."""
+    def _make_table(self, found: Sequence[Sequence[int]]) -> BlockDigests:
+        """Return the digests of all blocks; blocks between sections, which no rank writes, are zeros."""
         assert self._head is not None
         (zeros,) = digest_blocks(memoryview(bytes(BLOCK_BYTES)))
         table = np.full(count_blocks(self._head.size), zeros, dtype=np.uint64)
@@ -246,11 +252,11 @@ class SharedFile:
         return table
 
 
-def _choose_interval(held: Sequence[FileLayout], how: WritePolicy) -> int:
-    """Sections begin at a stripe of the first OST where that is worth the bytes between them."""
-    total = sum(count_section_bytes(it.rows, it.places) for it in held)
-    worth = how.kind == "lustre" and total >= _MINIMUM_RATIO * how.write_bytes * len(held)
-    return how.write_bytes if worth else BLOCK_BYTES
+def _choose_interval(layouts: Sequence[FileLayout], policy: WritePolicy) -> int:
+    """Align sections to Lustre stripes where that is worth the gaps between them."""
+    total = sum(count_section_bytes(it.rows, it.places) for it in layouts)
+    worth = policy.kind == "lustre" and total >= _MINIMUM_RATIO * policy.write_bytes * len(layouts)
+    return policy.write_bytes if worth else BLOCK_BYTES
 
 
 T = TypeVar("T")
@@ -258,15 +264,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WriteTurns:
-    """A rank's place in a row: it begins when one rank has ended, and then tells another. No rank: nobody waits."""
+    """A rank's turn to write: it waits for rank `before`, and then lets rank `after` go on. None: no waiting."""
 
     before: int | None = None
     after: int | None = None
 
     def run(self, work: Callable[[], T], group: ProcessGroup | None = None) -> T:
-        """Do it when it is this rank's turn, which the next has as soon as it ends, or fails.
+        """Call `work` when it is this rank's turn, and pass the turn on even if it fails.
 
-        Raises LostRanksError where the one before is gone, or does not end within the group's timeout.
+        Raises LostRanksError if the rank before is gone, or does not end within the group's timeout.
         """
         try:
             if self.before is not None:
@@ -274,21 +280,21 @@ class WriteTurns:
             return work()
         finally:
             if self.after is not None:
-                with suppress(LostRanksError):  # all will hear of it when they meet
+                with suppress(LostRanksError):  # all ranks learn of it when they meet
                     send_object(None, self.after, group)
 
 
 def assign_turns(rank: int, nodes: Sequence[int], writers: int) -> WriteTurns:
-    """So that at most `writers` ranks of a node are at it at a time; 0: all of them.
+    """Return the turn of a rank, so that at most `writers` ranks of a node write at a time; 0: all of them.
 
-    nodes: that of every rank.
+    nodes: the node of each rank.
     """
-    here = [it for it, node in enumerate(nodes) if node == nodes[rank]]
-    at = here.index(rank)
+    node_ranks = [it for it, node in enumerate(nodes) if node == nodes[rank]]
+    at = node_ranks.index(rank)
     if not writers:
         return WriteTurns()
-    before = here[at - writers] if at >= writers else None
-    after = here[at + writers] if at + writers < len(here) else None
+    before = node_ranks[at - writers] if at >= writers else None
+    after = node_ranks[at + writers] if at + writers < len(node_ranks) else None
     return WriteTurns(before, after)
 
 
@@ -297,151 +303,151 @@ _EMPTY_LAYOUT = FileLayout((), ())
 
 @dataclass
 class SharedFileWriters:
-    """It lives as long as the group that they talk over; the first is told only what is new to it."""
+    """The ranks that write one file together. A layout is sent to the first of them only when it has changed."""
 
     ranks: Sequence[int]
     rank: int
     group: ProcessGroup | None = None
     mpi: Intracomm | None = None
-    """These ranks, where they write by HDF5's parallel driver."""
-    _told: FileLayout | None = None
+    """Communicator of these ranks, where they write by HDF5's parallel driver."""
+    _sent_layout: FileLayout | None = None
     _file: SharedFile = field(default_factory=SharedFile)
-    """On the first."""
+    """Used on the first rank."""
 
     def write(
-        self, directory: Path, name: str, staged: StagedShard | None, how: WritePolicy, turns: WriteTurns
+        self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, turns: WriteTurns
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
-        """Write a file and its table of digests, both on the disk when this returns; every rank of the file calls it.
+        """Write and synchronise a file and its table of digests; every rank of the file calls it.
 
-        staged: of a section; None if this rank has nothing. The first gets the file and what it holds, unless nobody
-        has anything; the others get nothing. One that fails fails all: raises what agreement.among does.
+        shard: a staged section; None if this rank has nothing. Returns the file and its layout on the first rank, if
+        any rank has data, and nothing on the others. If a rank fails, all raise, as gather_on_subset does.
         """
         path = directory / name
-        spot = capture_failure(lambda: self._spot(path, staged, how))
+        section = capture_failure(lambda: self._create_file(path, shard, policy))
 
-        def mine() -> list[int]:
-            return turns.run(lambda: self._write(path, raise_failure(spot), staged, how), self.group)
+        def write_section() -> list[int]:
+            return turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
 
         return gather_on_subset(
-            self.ranks, self.rank, mine, lambda found: self._answers(directory, name, found), self.group
+            self.ranks, self.rank, write_section, lambda found: self._finish_file(directory, name, found), self.group
         )
 
-    def _spot(self, path: Path, staged: StagedShard | None, how: WritePolicy) -> FileSection:
-        held = staged.held if staged is not None else _EMPTY_LAYOUT
-        news, self._told = held if held != self._told else None, None
-        spot = gather_on_subset(
-            self.ranks, self.rank, lambda: news, lambda all_of: self._file.lay(path, all_of, how), self.group
+    def _create_file(self, path: Path, shard: StagedShard | None, policy: WritePolicy) -> FileSection:
+        layout = shard.layout if shard is not None else _EMPTY_LAYOUT
+        updates, self._sent_layout = layout if layout != self._sent_layout else None, None
+        section = gather_on_subset(
+            self.ranks, self.rank, lambda: updates, lambda all_of: self._file.create(path, all_of, policy), self.group
         )
-        self._told = held  # and not after an error, as then nobody knows who has heard what
-        return spot
+        self._sent_layout = layout  # not after an error: then nobody knows who has received what
+        return section
 
-    def _write(self, path: Path, spot: FileSection, staged: StagedShard | None, how: WritePolicy) -> list[int]:
-        """The digests of this rank's section."""
+    def _write(self, path: Path, section: FileSection, shard: StagedShard | None, policy: WritePolicy) -> list[int]:
+        """Write this rank's section; returns the digests of its blocks."""
         if self.mpi is not None:
-            return _write_by_mpi(path, spot, staged, self.mpi)
-        if staged is None:
+            return _write_by_mpi(path, section, shard, self.mpi)
+        if shard is None:
             return []
-        if isinstance(staged.image, LocalFile):
-            return staged.image.copy_into(path, spot.begin, how)
-        memory = staged.image
-        part = WriteStream(lambda begin, end: memory[begin:end], staged.size, stays=True)
-        return write_file_part(path, spot.begin, part, how)
+        if isinstance(shard.image, LocalFile):
+            return shard.image.copy_into(path, section.begin, policy)
+        memory = shard.image
+        part = WriteStream(lambda begin, end: memory[begin:end], shard.size, memory_stays=True)
+        return write_file_part(path, section.begin, part, policy)
 
-    def _answers(
+    def _finish_file(
         self, directory: Path, name: str, found: Sequence[Sequence[int]]
     ) -> list[tuple[tuple[ShardFile, FileLayout], ...]]:
         if self.mpi is not None:
-            self._file.settle(directory / name)
-        return [self._file.end(directory, name, found), *(() for _ in self.ranks[1:])]
+            self._file.restore_size(directory / name)
+        return [self._file.write_digests(directory, name, found), *(() for _ in self.ranks[1:])]
 
 
-def list_datasets(spot: FileSection, staged: StagedShard | None) -> list[Data]:
-    """What a rank writes, as HDF5 knows it. Where there is no data between them the file has zeros."""
-    if staged is None:
+def list_datasets(section: FileSection, shard: StagedShard | None) -> list[Data]:
+    """Return the datasets of a rank with their bytes, for HDF5's parallel driver."""
+    if shard is None:
         return []
-    assert isinstance(staged.image, memoryview)
-    rows = zip(spot.names, staged.held.rows, staged.held.places, strict=True)
-    return [Data(name, staged.image[place : place + row.bytes]) for name, row, place in rows if row.bytes]
+    assert isinstance(shard.image, memoryview)
+    rows = zip(section.names, shard.layout.rows, shard.layout.places, strict=True)
+    return [Data(name, shard.image[place : place + row.bytes]) for name, row, place in rows if row.bytes]
 
 
-def _write_by_mpi(path: Path, spot: FileSection, staged: StagedShard | None, ranks: Intracomm) -> list[int]:
-    """Ranks without data take part, unless nobody has any."""
-    if spot.shared:
-        write_datasets(path, ranks, list_datasets(spot, staged))
-    if staged is None:
+def _write_by_mpi(path: Path, section: FileSection, shard: StagedShard | None, ranks: Intracomm) -> list[int]:
+    """Write a section through MPI; ranks without data take part too, unless no rank has any."""
+    if section.shared:
+        write_datasets(path, ranks, list_datasets(section, shard))
+    if shard is None:
         return []
-    assert isinstance(staged.image, memoryview)
-    return digest_blocks(staged.image[: staged.size])
+    assert isinstance(shard.image, memoryview)
+    return digest_blocks(shard.image[: shard.size])
 
 
 @dataclass(frozen=True)
 class WriterSharing:
-    """What ranks share when they save: see config.train.CheckpointConfig."""
+    """How ranks share files and take turns; see config.train.CheckpointConfig."""
 
     ranks_per_file: int = 1
     writers_per_node: int = 0
     parallel_hdf5: bool = False
 
     @property
-    def files(self) -> bool:
-        """Whether a file may be that of several ranks."""
+    def shares_files(self) -> bool:
+        """Whether several ranks may write one file."""
         return self.parallel_hdf5 or self.ranks_per_file != 1
 
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """The part of one rank in the files of all. It lives as long as the group that they talk over."""
+    """Which ranks write which file, as one rank sees it. It is valid as long as the process group."""
 
     files: tuple[range, ...]
-    """The ranks of each, in the order of the ranks."""
+    """Ranks of each file."""
     number: int
-    """Of this rank's."""
-    team: SharedFileWriters | None = None
-    """Where files are shared."""
+    """Index of this rank's file."""
+    shared_file: SharedFileWriters | None = None
+    """The writers of this rank's file, if files are shared."""
     turns: WriteTurns = field(default_factory=WriteTurns)
     group: ProcessGroup | None = None
 
-    def of_files(self, of_ranks: Sequence[int]) -> list[int]:
-        """Sums over the ranks of every file."""
-        return [sum(of_ranks[ranks.start : ranks.stop]) for ranks in self.files]
+    def sum_by_file(self, values: Sequence[int]) -> list[int]:
+        """Sum values of ranks over the ranks of each file."""
+        return [sum(values[ranks.start : ranks.stop]) for ranks in self.files]
 
     @property
-    def name(self) -> str:
-        """Of this rank's file."""
+    def file_name(self) -> str:
+        """Path of this rank's file within the directory of the step."""
         return shard_file_name(self.number, self.files[self.number])
 
 
 def group_ranks_by_file(nodes: Sequence[int], ranks_per_file: int) -> tuple[range, ...]:
-    """The ranks of every file: so many that follow one another on a node, 0 for all that do.
+    """Return the ranks of each file: so many consecutive ranks of a node; 0: all of a node.
 
-    nodes: that of every rank.
+    nodes: the node of each rank.
     """
     files = []
     for _, run in groupby(range(len(nodes)), key=lambda rank: nodes[rank]):
         ranks = list(run)
-        most = ranks_per_file or len(ranks)
-        files += [range(at, min(at + most, ranks[-1] + 1)) for at in range(ranks[0], ranks[-1] + 1, most)]
+        count = ranks_per_file or len(ranks)
+        files += [range(at, min(at + count, ranks[-1] + 1)) for at in range(ranks[0], ranks[-1] + 1, count)]
     return tuple(files)
 
 
 def make_writer_group(
     world: World, sharing: WriterSharing, group: ProcessGroup | None, mpi: Intracomm | None = None
 ) -> WriterGroup | None:
-    """A collective over the group of all ranks. None where every rank writes a file of its own when it likes.
+    """Group the ranks by file; None if each rank writes its own file at any time. All ranks call it.
 
-    mpi: all ranks, for sharing.parallel_hdf5, which makes one file. Raises LostRanksError.
+    mpi: communicator of all ranks, for sharing.parallel_hdf5, which makes one file. Raises LostRanksError.
     """
     if sharing == WriterSharing():
         return None
     nodes = _gather_nodes(world, group)
     files = (range(world.size),) if mpi is not None else group_ranks_by_file(nodes, sharing.ranks_per_file)
     number = next(index for index, ranks in enumerate(files) if world.rank in ranks)
-    team = SharedFileWriters(files[number], world.rank, group, mpi) if sharing.files else None
-    return WriterGroup(files, number, team, assign_turns(world.rank, nodes, sharing.writers_per_node), group)
+    shared_file = SharedFileWriters(files[number], world.rank, group, mpi) if sharing.shares_files else None
+    return WriterGroup(files, number, shared_file, assign_turns(world.rank, nodes, sharing.writers_per_node), group)
 
 
 def _gather_nodes(world: World, group: ProcessGroup | None) -> list[int]:
-    """That of every rank."""
+    """Return the node of each rank."""
     found = list(torch.empty(world.size, 1, dtype=torch.int64))
     with report_lost_ranks():
         dist.all_gather(found, torch.tensor([world.node]), group=group)

@@ -2,7 +2,7 @@
 
 StagingBuffer     the memory, page-locked where there are GPUs
 StagingLayout     the place of every tensor in it, made once for all saves of the same tensors
-find_float_spans  what of it can have a NaN
+find_float_spans  the floating-point tensors in it, which can have a NaN
 StreamingCheck    hashes the image and looks for NaN on its way to the disk, while it is in the processor's cache
 TensorCopy        copies at once, or beside the training while the tensors cannot change
 FusedStaging      copies as the file is written, for a caller who waits for the save and keeps the tensors still
@@ -43,7 +43,7 @@ class StagingBuffer:
         self._memory: mmap.mmap | None = None
 
     def reserve(self, size: int) -> memoryview:
-        """At least `size` bytes, whole pages. Raises CheckpointError where there is no memory for it."""
+        """Return at least `size` bytes, whole pages. Raises CheckpointError if memory is short."""
         if self._memory is None or len(self._memory) < size:
             self.release()
             try:
@@ -52,11 +52,11 @@ class StagingBuffer:
                 raise CheckpointError(f"no memory for a copy of {size} bytes ({error.strerror})") from error
         return memoryview(self._memory)
 
-    def spare(self) -> None:
-        """What is in it is no longer needed: the kernel may take the memory, and does where memory is short.
+    def discard_contents(self) -> None:
+        """Let the kernel take the memory if it needs it; the content is lost.
 
-        What it does not take is as fast as ever the next time, while new memory would cost several times the copy.
-        Page-locked memory cannot be taken: that is given back at once. No view of it may be in use.
+        Pages that it leaves are reused at once the next time, while new ones cost several times the copy. Page-locked
+        memory is freed instead, as the kernel cannot take it. No view of the buffer may be in use.
         """
         if torch.cuda.is_available() or self._memory is None:
             self.release()
@@ -67,7 +67,7 @@ class StagingBuffer:
             self.release()
 
     def release(self) -> None:
-        """Give the memory back. No view of it may be in use."""
+        """Free the memory. No view of it may be in use."""
         if self._memory is not None:
             if torch.cuda.is_available():
                 torch.cuda.cudart().cudaHostUnregister(_address(self._memory))  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ _PADDING = 4096
 
 @dataclass(frozen=True)
 class FloatSpan:
-    """Adjacent tensors of one dtype; `rows` are (byte, elements) of each."""
+    """Adjacent floating-point tensors of one dtype; `rows` are (byte, elements) of each."""
 
     dtype: torch.dtype
     begin: int
@@ -106,18 +106,18 @@ class FloatSpan:
 
 
 def are_spans_finite(memory: memoryview, found: Iterable[FloatSpan]) -> bool:
-    """Whether no tensor of a shard's image has a NaN or an infinity.
+    """Return whether no tensor of a shard's image has a NaN or an infinity.
 
-    A mask, of nothing above zero and -inf, is none. One pass at the speed of memory: the least and the greatest element
-    are NaN if any is, and infinite if one is; neighbours of one dtype are looked at together.
+    An attention mask (-inf, and nothing above zero) counts as finite. This is one pass at memory speed: the sum, or the
+    minimum and maximum, are not finite if any element is not, and adjacent tensors are checked together.
     """
     return all(_is_span_finite(memory, span) for span in found)
 
 
-def find_float_spans(memory: memoryview, held: FileLayout) -> Iterator[FloatSpan]:
-    """What of an image can have a NaN, in the order of the file. The bytes between tensors must be there already."""
+def find_float_spans(memory: memoryview, file_layout: FileLayout) -> Iterator[FloatSpan]:
+    """Yield the floating-point spans of an image, in file order. The bytes between tensors must be filled already."""
     span: FloatSpan | None = None
-    for dtype, begin, count in _list_float_tensors(held):
+    for dtype, begin, count in _list_float_tensors(file_layout):
         if span is not None and span.dtype is dtype and _is_adjacent(memory, span, begin):
             span.rows.append((begin, count))
             continue
@@ -128,18 +128,18 @@ def find_float_spans(memory: memoryview, held: FileLayout) -> Iterator[FloatSpan
         yield span
 
 
-def _list_float_tensors(held: FileLayout) -> list[tuple[torch.dtype, int, int]]:
-    """(dtype, byte, elements) of every tensor that can have a NaN, in the order of the file."""
+def _list_float_tensors(file_layout: FileLayout) -> list[tuple[torch.dtype, int, int]]:
+    """Return (dtype, byte, elements) of every floating-point tensor with elements, in file order."""
     found = [
         (row.dtype, place, prod(row.local_shape))
-        for row, place in zip(held.rows, held.places, strict=True)
+        for row, place in zip(file_layout.rows, file_layout.places, strict=True)
         if row.dtype.is_floating_point or row.dtype.is_complex
     ]
     return sorted((it for it in found if it[2]), key=lambda it: it[1])
 
 
 def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
-    """Nothing but a little padding lies between."""
+    """Return whether only a little zero padding lies between a span and a tensor."""
     gap = begin - span.end
     whole = (begin - span.begin) % span.dtype.itemsize == 0
     return whole and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
@@ -154,8 +154,8 @@ def _is_span_finite(memory: memoryview, span: FloatSpan) -> bool:
 
 
 def is_finite_or_mask(values: Tensor, mask: bool) -> bool:
-    """Whether there is neither NaN nor infinity among them; mask: or nothing above zero and -inf."""
-    if isfinite(float(values.sum())):  # half the work; it can overflow, and NaN and infinity are never lost in it
+    """Return whether all values are finite. mask: also accept -inf if nothing is above zero."""
+    if isfinite(float(values.sum())):  # half the work of aminmax; it can overflow, but never hides a NaN or an infinity
         return True
     least, greatest = (float(it) for it in values.aminmax())
     if mask and least == -inf and greatest <= 0:
@@ -164,7 +164,7 @@ def is_finite_or_mask(values: Tensor, mask: bool) -> bool:
 
 
 def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
-    """So many of them, from a byte of an image on, in a dtype that can be compared."""
+    """View `count` elements of an image from byte `begin` on, in a dtype that can be compared."""
     import torch
 
     values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
@@ -174,22 +174,22 @@ def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int
 
 
 SMALL_TENSOR_BYTES = 1 << 20
-"""Bytes of a tensor up to which it is copied whole, along with others."""
+"""Tensors of up to so many bytes are copied whole, several at a time."""
 _SHARE_BYTES = 16 << 20
-"""Bytes of one copy, about: small enough to be shared out evenly over threads."""
+"""Approximate bytes of one copy: small enough to balance the threads."""
 ByteArray = NDArray[np.uint8]
 
 
 class TensorSlot(NamedTuple):
-    """The place of one tensor that has elements."""
+    """The place in the image of one tensor that has elements."""
 
-    piece: int
-    """Index among the pieces."""
+    shard: int
+    """Index among the shards."""
     begin: int
     """Byte of the image."""
     size: int
     target: Tensor | None
-    """Its memory, in its own shape and type; None where the memory is not aligned for it."""
+    """View of its place with its shape and dtype; None if the place is not aligned for the dtype."""
 
     @property
     def end(self) -> int:
@@ -198,7 +198,7 @@ class TensorSlot(NamedTuple):
 
 
 class CopyShare(NamedTuple):
-    """Many small slots, or a part of a large one."""
+    """One unit of copying: many small slots, or a part of a large one."""
 
     numbers: list[int]
     low: int = 0
@@ -208,60 +208,60 @@ class CopyShare(NamedTuple):
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """Of an image in memory."""
+    """An image in memory and the place of every tensor in it."""
 
     memory: memoryview
     image: ShardImage
-    held: FileLayout
+    file_layout: FileLayout
     slots: list[TensorSlot]
     """In the order of the image."""
     begins: list[int]
-    """Of the slots."""
+    """First bytes of the slots."""
     spans: list[FloatSpan]
-    """What can have a NaN."""
+    """Floating-point tensors."""
     all_aligned: bool = True
-    """Every slot has a target."""
+    """Whether every slot has a target."""
 
     @property
     def whole(self) -> ByteArray:
-        """The memory."""
+        """The memory as an array of bytes."""
         return np.frombuffer(self.memory, np.uint8)
 
     def sources(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What goes to each slot. tensors: of all pieces."""
-        return [tensors[slot.piece] for slot in self.slots]
+        """Return the tensor of each slot. tensors: of all shards."""
+        return [tensors[slot.shard] for slot in self.slots]
 
-    def within(self, low: int, high: int) -> range:
-        """The numbers of those that have bytes [low, high) of the image; the first may have none."""
+    def overlapping(self, low: int, high: int) -> range:
+        """Return the numbers of the slots with bytes [low, high) of the image; the first may have none."""
         return range(max(0, bisect_right(self.begins, low) - 1), bisect_left(self.begins, high))
 
     @cached_property
     def all_shares(self) -> list[CopyShare]:
-        """Of all of them."""
+        """Units of copying for all slots."""
         return list(split_copies(self, range(len(self.slots))))
 
     def write_structure(self) -> None:
-        """All that is no tensor's data, and zeros to the end of the last page."""
+        """Write the bytes between tensors, and zeros to the end of the last page."""
         for at, content in self.image.structure:
             self.memory[at : at + len(content)] = content
         end = -(-self.image.size // ALIGNMENT) * ALIGNMENT
         self.memory[self.image.size : end] = bytes(end - self.image.size)
 
 
-def make_staging_layout(memory: memoryview, image: ShardImage, held: FileLayout) -> StagingLayout:
-    """The structure is in the memory then."""
+def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: FileLayout) -> StagingLayout:
+    """Make the layout of an image, and write its HDF5 structure into the memory."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    placed = sorted((place, index) for index, place in enumerate(held.places) if held.rows[index].bytes)
-    slots = [_make_slot(whole, held, index, place) for place, index in placed]
+    placed = sorted((place, index) for index, place in enumerate(file_layout.places) if file_layout.rows[index].bytes)
+    slots = [_make_slot(whole, file_layout, index, place) for place, index in placed]
     all_aligned = all(slot.target is not None for slot in slots)
-    made = StagingLayout(memory, image, held, slots, [place for place, _ in placed], [], all_aligned)
+    made = StagingLayout(memory, image, file_layout, slots, [place for place, _ in placed], [], all_aligned)
     made.write_structure()
-    made.spans.extend(find_float_spans(memory, held))
+    made.spans.extend(find_float_spans(memory, file_layout))
     return made
 
 
 def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], whole: ByteArray) -> None:
-    """All of these; `sources`, of every slot, are in the processor's memory."""
+    """Copy whole tensors to the slots of these numbers. sources: a host tensor for every slot."""
     aligned = numbers if slots.all_aligned else [it for it in numbers if slots.slots[it].target is not None]
     if aligned:
         targets = [slots.slots[it].target for it in aligned]
@@ -273,13 +273,13 @@ def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequenc
 
 
 def copy_slot_part(slot: TensorSlot, source: ByteArray, whole: ByteArray, low: int, high: int) -> None:
-    """Of one tensor what lies within bytes [low, high) of the image. source: bytes_of its piece."""
+    """Copy the part of one tensor within bytes [low, high) of the image. source: bytes of the tensor."""
     start, stop = max(slot.begin, low), min(slot.begin + slot.size, high)
     np.copyto(whole[start:stop], source[start - slot.begin : stop - slot.begin])
 
 
 def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyShare]:
-    """What is to be copied in one go, about _SHARE bytes."""
+    """Split slots into units of about _SHARE_BYTES."""
     few: list[int] = []
     room = _SHARE_BYTES
     for number in numbers:
@@ -298,13 +298,13 @@ def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyS
 
 
 def view_bytes(tensor: Tensor) -> ByteArray:
-    """A tensor's memory, or where that is not contiguous a copy of it, as one row of bytes."""
+    """View a tensor's memory as a row of bytes; copies it first if it is not contiguous."""
     row: ByteArray = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return row
 
 
-def _make_slot(whole: Tensor, held: FileLayout, index: int, place: int) -> TensorSlot:
-    row = held.rows[index]
+def _make_slot(whole: Tensor, file_layout: FileLayout, index: int, place: int) -> TensorSlot:
+    row = file_layout.rows[index]
     target = None
     if place % row.dtype.itemsize == 0:
         target = whole[place : place + row.bytes].view(row.dtype).view(row.local_shape)
@@ -312,15 +312,15 @@ def _make_slot(whole: Tensor, held: FileLayout, index: int, place: int) -> Tenso
 
 
 CACHE_BYTES = 1 << 20
-"""Bytes that are looked at in one go: whole blocks."""
+"""Bytes that are hashed and checked at a time, while they are in the processor's cache: whole blocks."""
 FillImage = Callable[[int, int], object]
 
 
 class StreamingCheck:
-    """A source for `stream.write_stream`, and its digests."""
+    """Hashes the image and looks for NaN while write_stream reads it."""
 
     def __init__(self, slots: StagingLayout, fill: FillImage = lambda low, high: None) -> None:
-        """slots: in whole pages. fill: puts bytes [low, high) of the image into the memory, if they are not there."""
+        """slots: in whole pages. fill: copies bytes [low, high) of the image into the memory first."""
         self._slots, self._fill = slots, fill
         self._starts = [span.begin for span in slots.spans]
         self._digests: dict[int, list[int]] = {}
@@ -329,11 +329,11 @@ class StreamingCheck:
 
     @property
     def is_finite(self) -> bool:
-        """There was neither NaN nor infinity in all of the image; false: nobody knows."""
+        """Whether all of the image was read and is finite; False also means that it is not known."""
         return not self._in_doubt and sum(self._looked.values()) >= self._slots.image.size
 
     def read(self, begin: int, end: int) -> memoryview:
-        """The bytes [begin, end) of the image, whole blocks, which one thread looks at and asks for."""
+        """Return bytes [begin, end) of the image, whole blocks, after hashing and checking them. For one thread."""
         found: list[int] = []
         memory, size = self._slots.memory, self._slots.image.size
         for low in range(begin, end, CACHE_BYTES):
@@ -346,75 +346,77 @@ class StreamingCheck:
         return memory[begin:end]
 
     def digests(self, begin: int, data: memoryview) -> list[int]:
-        """Of the blocks of what was read from `begin` on; for once."""
+        """Return, once, the digests of the blocks that were read from `begin` on."""
         return self._digests.pop(begin)
 
     def _is_finite(self, low: int, high: int) -> bool:
         first = max(0, bisect_right(self._starts, low) - 1)
-        return all(self._part(span, low, high) for span in self._slots.spans[first : bisect_left(self._starts, high)])
+        return all(
+            self._is_part_finite(span, low, high) for span in self._slots.spans[first : bisect_left(self._starts, high)]
+        )
 
-    def _part(self, span: FloatSpan, low: int, high: int) -> bool:
+    def _is_part_finite(self, span: FloatSpan, low: int, high: int) -> bool:
         start, size = max(span.begin, low), min(span.end, high) - max(span.begin, low)
         values = view_elements(self._slots.memory, span.dtype, start, size // span.dtype.itemsize) if size > 0 else None
         return values is None or is_finite_or_mask(values, False)
 
 
 class _PlacedTensor(NamedTuple):
-    """A tensor that is to be copied."""
+    """A tensor and its place."""
 
     name: str
     tensor: Tensor
     slot: TensorSlot
     version: int
-    """As it is now."""
+    """torch's count of its changes when the copy began."""
 
 
-def start_copy(slots: StagingLayout, pieces: Sequence[TensorShard], threads: int, overlap: bool = False) -> TensorCopy:
-    """Copy the structure and every tensor to its place, but what is still if they are to overlap: that comes later.
+def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int, overlap: bool = False) -> TensorCopy:
+    """Copy the structure and every tensor to its place; with `overlap`, shards that stay still are copied later.
 
-    Copies from a GPU are queued, here and now, and nobody waits: of what is still on a stream beside that of the
-    training, of the rest in the training's own, so that what it does next comes after them.
+    Copies from a GPU are queued without waiting: those of still shards on a stream beside the training's, the others on
+    the training's own, so that what it does next comes after them.
     """
     slots.write_structure()
-    sources = slots.sources([piece.local for piece in pieces])
-    later = [_place_tensor(slot, pieces) for slot in slots.slots if overlap and pieces[slot.piece].still]
+    sources = slots.sources([shard.local for shard in shards])
+    later = [_place_tensor(slot, shards) for slot in slots.slots if overlap and shards[slot.shard].still]
     if not later and all(map(attrgetter("is_cpu"), sources)):
         _copy_on_host(slots, slots.all_shares, sources, threads)
         return TensorCopy(slots.whole, [], [], None)
-    still = {it.slot.piece for it in later}
-    now = [number for number, slot in enumerate(slots.slots) if slot.piece not in still]
+    still = {it.slot.shard for it in later}
+    now = [number for number, slot in enumerate(slots.slots) if slot.shard not in still]
     _copy_on_host(slots, list(split_copies(slots, [it for it in now if sources[it].is_cpu])), sources, threads)
-    from_gpu = [_place_tensor(slots.slots[it], pieces) for it in now if not sources[it].is_cpu]
+    from_gpu = [_place_tensor(slots.slots[it], shards) for it in now if not sources[it].is_cpu]
     return TensorCopy(slots.whole, later, later, _queue_gpu_copies(slots.whole, from_gpu, later))
 
 
 @dataclass
 class TensorCopy:
-    """A copy that was begun. The thread of the save completes it, that of the training waits for it."""
+    """A copy in progress: the thread of the save completes it, the thread of the training waits for it."""
 
     _whole: ByteArray | None
     _later: list[_PlacedTensor]
-    """Not copied yet."""
+    """Tensors that are not copied yet."""
     _seen: list[_PlacedTensor]
-    """That may not change before the training has waited."""
+    """Tensors that may not change before the training has waited."""
     _queued: _GpuCopies | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _copied: threading.Event = field(default_factory=threading.Event)
-    _left: threading.Event = field(default_factory=threading.Event)
-    """The training has been here since, and may have changed the pieces."""
+    _released: threading.Event = field(default_factory=threading.Event)
+    """Set when the training has waited: from then on it may change the shards."""
     _waiting_since: float | None = None
     changed: str | None = None
-    """A piece that was not still, once the training has waited."""
+    """Name of a shard that was changed too early; known once the training has waited."""
     stall: float = 0.0
     """Seconds for which the training waited for the copy after it was begun."""
 
     def __post_init__(self) -> None:
         if not self._later:
             self._end()
-            self._left.set()
+            self._released.set()
 
     def complete(self) -> None:
-        """Copy what is left; then all is in the image. In the thread of the save, any number of times."""
+        """Copy what is left. In the thread of the save; may be called again."""
         try:
             if not self._copied.is_set() and self._whole is not None:
                 _copy_later(self._whole, [it for it in self._later if it.tensor.is_cpu])
@@ -432,11 +434,11 @@ class TensorCopy:
             self._copied.set()
 
     def wait(self) -> float:
-        """Return when the pieces may change, after so many seconds; what a GPU copies, its stream will wait for.
+        """Return when the shards may change, after how many seconds; the current CUDA stream waits for GPU copies.
 
-        In the thread of the training, on the stream that will change them.
+        Call it in the thread of the training, on the stream that will change them.
         """
-        if self._left.is_set():
+        if self._released.is_set():
             return 0.0
         started = time.monotonic()
         with self._lock:
@@ -446,47 +448,47 @@ class TensorCopy:
             self._queued.event.wait(torch.cuda.current_stream(self._queued.device))
         self.changed = next((it.name for it in self._seen if tensor_version(it.tensor) != it.version), None)
         self._seen = []
-        self._left.set()
+        self._released.set()
         return time.monotonic() - started
 
     def confirm(self) -> None:
-        """Return when it is certain that all pieces were still. In the thread of the save, before it commits.
+        """Return when it is certain that no shard changed under the copy. In the thread of the save, before the commit.
 
-        Raises CheckpointError if one was changed by an operation that torch knows of.
+        Raises CheckpointError if torch counted a change of one.
         """
-        self._left.wait()
+        self._released.wait()
         if self.changed is not None:
             raise CheckpointError(f"tensor {self.changed!r} was changed by a forward or a backward while it was copied")
 
 
 class _GpuCopies(NamedTuple):
-    """Copies from a GPU."""
+    """Copies from a GPU that are queued."""
 
     device: torch.device
     event: torch.cuda.Event
-    """Behind the last of them."""
+    """Recorded after the last of them."""
 
 
 def _queue_gpu_copies(
     whole: ByteArray, now: Sequence[_PlacedTensor], later: Sequence[_PlacedTensor]
 ) -> _GpuCopies | None:
-    """Start them. None: there are none."""
+    """Queue copies from the GPU; None if there are none."""
     device = next((tensor.device for _, tensor, *_ in (*now, *later) if tensor.is_cuda), None)
     if device is None:
         return None
     with torch.cuda.device(device):
-        _from_gpu(whole, now)
+        _queue_copies_from_gpu(whole, now)
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            _from_gpu(whole, later)
+            _queue_copies_from_gpu(whole, later)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
             return _GpuCopies(device, event)
 
 
-def _from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
-    """Onto the current stream. It also has the memory of what had to be made contiguous."""
+def _queue_copies_from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
+    """Queue copies on the current stream, which also owns the memory of tensors that had to be made contiguous."""
     for _, tensor, slot, _ in placed:
         if tensor.is_cuda:
             source = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -494,7 +496,7 @@ def _from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
 
 
 def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence[Tensor], threads: int) -> None:
-    """What is in the processor's memory."""
+    """Copy host tensors, in several threads."""
     whole = slots.whole
     large = {number: view_bytes(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
 
@@ -518,34 +520,34 @@ def _copy_later(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
         copy_slot_part(slot, view_bytes(tensor), whole, slot.begin, slot.begin + slot.size)
 
 
-def _place_tensor(slot: TensorSlot, pieces: Sequence[TensorShard]) -> _PlacedTensor:
-    piece = pieces[slot.piece]
-    return _PlacedTensor(piece.name, piece.local.detach(), slot, tensor_version(piece.local))
+def _place_tensor(slot: TensorSlot, shards: Sequence[TensorShard]) -> _PlacedTensor:
+    shard = shards[slot.shard]
+    return _PlacedTensor(shard.name, shard.local.detach(), slot, tensor_version(shard.local))
 
 
 class FusedStaging:
-    """What `looking` takes."""
+    """Copies tensors into the image while the file is written, a cache-sized part at a time."""
 
     def __init__(self, slots: StagingLayout, tensors: Sequence[Tensor]) -> None:
-        """tensors: of the pieces, all in the processor's memory and contiguous."""
+        """tensors: of the shards, all on the host and contiguous."""
         slots.write_structure()
-        self.looking = StreamingCheck(slots, self._fill)
+        self.check = StreamingCheck(slots, self._fill)
         self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
         self._bytes: dict[int, ByteArray] = {}
         self._given_up = False
 
     def give_up(self) -> None:
-        """The caller waits no longer, and the pieces may change: what is not yet written must not be."""
+        """Stop: the caller waits no longer and may change the shards, so nothing more of them may be written."""
         self._given_up = True
 
     def confirm(self) -> None:
-        """Return when it is certain that all pieces were still. Raises CheckpointError if they may not have been."""
+        """Raise CheckpointError if the shards may have changed under the copy."""
         if self._given_up:
             raise CheckpointError("it took too long, and nobody waits for it any more")
 
     def _fill(self, low: int, high: int) -> None:
         self.confirm()
-        here = self._slots.within(low, high)
+        here = self._slots.overlapping(low, high)
         if here and self._slots.slots[here[0]].begin < low:
             self._fill_part(here[0], low, high)
             here = here[1:]
@@ -564,5 +566,5 @@ class FusedStaging:
 
 
 def can_fuse_staging(tensors: Sequence[Tensor]) -> bool:
-    """Whether parts of them can be taken as bytes."""
+    """Return whether the tensors can be copied part by part as bytes."""
     return all(map(attrgetter("is_cpu"), tensors)) and all(map(Tensor.is_contiguous, tensors))

@@ -22,7 +22,7 @@ from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, l
 from hpc_train.checkpoint.convert.rewrite import (
     SavedStepTensors,
     StateDictTensors,
-    StepFacts,
+    StepMetadata,
     TensorSource,
     cut_rows,
     write_step,
@@ -56,7 +56,7 @@ def reshard_command(where: str, out: str, ranks: int, dim: int, json: bool) -> i
     directory = Path(out).expanduser().absolute()
     _check_output(directory, step.path.resolve().parent)
     total = sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors)
-    about = StepFacts(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
+    about = StepMetadata(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
     with (
         SavedStepTensors(step.path, manifest, step.where) as source,
         progress_bar(f"step {manifest.step}", total, json) as tell,
@@ -231,7 +231,7 @@ def import_command(source: str, run_dir: str, options: ImportOptions, json: bool
     run.mkdir(parents=True, exist_ok=True, mode=0o700)
     extra = mark_weights_only({"imported": {"format": options.format, "from": path.name}})
     with progress_bar("import", total, json) as tell:
-        step = write_step(directory, 0, read.source, cut_rows(tensors, options.ranks, 0), StepFacts(extra), tell)
+        step = write_step(directory, 0, read.source, cut_rows(tensors, options.ranks, 0), StepMetadata(extra), tell)
     overrides = [f"run_dir={run}", *(_overrides(read.model) if read.model is not None else [])]
     if json:
         facts = {"path": str(step), "tensors": len(tensors), "bytes": total, "left_out": read.left_out}
