@@ -1,4 +1,4 @@
-"""The exception and the exit codes that every room shares (a leaf: it imports nothing of ours)."""
+"""Exceptions and exit codes that every room shares (a leaf: it imports nothing of ours, and no torch)."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class UserError(Exception):
 
 class IncompleteRun(Exception):
     """Raised when all steps are made but the run is not done; one line says what is missing and what to do."""
+
+
+class RemoteError(RuntimeError):
+    """An error of some rank, raised on all ranks once they have agreed on it; the text names the rank."""
+
+
+class LostRanksError(RuntimeError):
+    """A rank is gone, or did not come in time: the process group by which the ranks talk no longer works."""

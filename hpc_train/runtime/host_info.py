@@ -5,19 +5,19 @@ Also whether MPI and Slurm see the job as we do: a launch that joins none of the
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
 from hpc_train.mpi import load_mpi
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.placement.cpu_binding import RankSeat, format_cpus, parse_cpus
+from hpc_train.runtime.store.exchange import append_to, arrive, count_arrived, gather_from, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -101,46 +101,34 @@ def _find_free_port(address: str) -> int:
         return 0
 
 
+_FACTS_GATE = "facts/published"
+
+
 def publish_facts(task: Task, mine: ProcessFacts) -> None:
     """Put this process's facts into the store: one key a node, so that process 0 reads nodes, not processes."""
-    store: Any = _store_of(task)  # torch declares `append` for none of its stores, and has it for all but files
-    store.append(_node_key(task.node), json.dumps(asdict(mine)) + "\n")
-    if store.add("facts/told", 1) == task.processes:
-        store.set("facts/all", "")
+    store = _store_of(task)
+    append_to(store, _node_key(task.node), asdict(mine))
+    arrive(store, _FACTS_GATE, task.processes)
 
 
 def gather_all_facts(task: Task, timeout: timedelta) -> list[ProcessFacts]:
     """Everybody's facts, in launcher order; for process 0. Raises UserError if some do not come within `timeout`."""
-    import torch.distributed as dist
-
     store = _store_of(task)
-    try:
-        store.wait(["facts/all"], timeout)
-    except dist.DistStoreError:
-        came = store.add("facts/told", 0)
+    if not wait_for_gate(store, _FACTS_GATE, timeout):
         raise UserError(
-            f"{came} of {task.processes} processes said where they are within {timeout.total_seconds():.0f} s; "
-            "did the others fail? see their logs"
-        ) from None
-    told = [node for node in range(task.nodes) if store.check([_node_key(node)])]
-    return sorted(
-        (fact for text in store.multi_get([_node_key(node) for node in told]) for fact in _parse_facts(text)),
-        key=_process_number,
-    )
+            f"{count_arrived(store, _FACTS_GATE)} of {task.processes} processes said where they are within "
+            f"{timeout.total_seconds():.0f} s; did the others fail? see their logs"
+        )
+    # A launcher may number nodes with gaps: a key that nobody wrote would block until the store's timeout.
+    keys = [key for key in map(_node_key, range(task.nodes)) if store.check([key])]
+    facts = [ProcessFacts(**entry) for entries in gather_from(store, keys) for entry in entries]
+    return sorted(facts, key=lambda fact: fact.process)
 
 
 def gather_node_facts(task: Task) -> list[ProcessFacts]:
     """The facts of this node's processes, by local rank; only once all have told theirs."""
-    return sorted(_parse_facts(_store_of(task).get(_node_key(task.node))), key=lambda fact: fact.local)
-
-
-def _process_number(fact: ProcessFacts) -> int:
-    return fact.process
-
-
-def _parse_facts(text: bytes) -> Sequence[ProcessFacts]:
-    found: list[dict[str, Any]] = [json.loads(line) for line in text.decode().splitlines()]
-    return [ProcessFacts(**entry) for entry in found]
+    (entries,) = gather_from(_store_of(task), [_node_key(task.node)])
+    return sorted((ProcessFacts(**entry) for entry in entries), key=lambda fact: fact.local)
 
 
 def _node_key(node: int) -> str:

@@ -32,6 +32,7 @@ from hpc_train.placement.communication_environment import (
 )
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.runtime.binding import RankBinding, bind_rank, find_pci_address
+from hpc_train.runtime.consensus import decide_on_process_0, leave_together
 from hpc_train.runtime.host_info import (
     ProcessFacts,
     collect_own_facts,
@@ -45,6 +46,7 @@ from hpc_train.runtime.host_info import (
 )
 from hpc_train.runtime.identity import find_own_address
 from hpc_train.runtime.start import make_identity_map, pick_device
+from hpc_train.runtime.store.exchange import arrive, publish, read_published
 
 if TYPE_CHECKING:
     from hpc_train.placement.node_locations import JobHost
@@ -280,9 +282,6 @@ def make_hosts(heads: Sequence[ProcessFacts]) -> list[JobHost]:
     ]
 
 
-_AGREED_KEY = "agreed"
-
-
 def agree_on_assignment(
     task: Task, mine: ProcessFacts, timeout: timedelta, decide: Callable[[list[ProcessFacts]], RankAssignment]
 ) -> tuple[RankAssignment, str]:
@@ -293,29 +292,33 @@ def agree_on_assignment(
     """
     assert task.store is not None
     publish_facts(task, mine)
-    if task.process == 0:
-        task.store.set("plan/first", json.dumps([mine.address, mine.port]))
-        text = decide(gather_all_facts(task, timeout)).text()
-        task.store.set("plan", f"{hash_assignment(text)}\n{text}")
-    hashed, _, text = task.store.get("plan").decode().partition("\n")
-    objection = find_assignment_problem(text, hashed, task)
-    if objection is not None:
-        task.store.set("plan/objection", f"process {task.process} on {task.host}: {objection}")
-    if task.store.add("plan/seen", 1) == task.processes:
-        objected = task.store.check(["plan/objection"])
-        task.store.set("plan/verdict", task.store.get("plan/objection").decode() if objected else _AGREED_KEY)
-    verdict = task.store.get("plan/verdict").decode()
-    if verdict == _AGREED_KEY:
-        return parse_assignment(text), hashed
-    plan = _fall_back(task, verdict)
+    facts = gather_all_facts(task, timeout) if task.process == 0 else []
+
+    def assign() -> dict[str, Any]:
+        text = decide(facts).text()
+        return {"hash": hash_assignment(text), "text": text, "first": [mine.address, mine.port]}
+
+    decision = decide_on_process_0(task, "plan", assign)
+    objection = _gather_objection(task, find_assignment_problem(decision["text"], decision["hash"], task))
+    if objection is None:
+        return parse_assignment(decision["text"]), decision["hash"]
+    master, port = decision["first"]
+    reason = f"the launcher's order, not placed: {objection}"
+    plan = RankAssignment(world=task.processes, reason=reason, master=master, port=port, warning=reason)
     return plan, hash_assignment(plan.text())
 
 
-def _fall_back(task: Task, objection: str) -> RankAssignment:
+def _gather_objection(task: Task, objection: str | None) -> str | None:
+    """Return one process's objection to the assignment, the same on all; None if nobody objects. A collective."""
     assert task.store is not None
-    master, port = json.loads(task.store.get("plan/first"))
-    reason = f"the launcher's order, not placed: {objection}"
-    return RankAssignment(world=task.processes, reason=reason, master=master, port=port, warning=reason)
+    if objection is not None:
+        publish(task.store, "plan/objection", f"process {task.process} on {task.host}: {objection}")
+    # The last to look at the plan decides: by then every objection is in the store.
+    if arrive(task.store, "plan/seen", task.processes):
+        objected = task.store.check(["plan/objection"])
+        publish(task.store, "plan/verdict", read_published(task.store, "plan/objection") if objected else None)
+    verdict: str | None = read_published(task.store, "plan/verdict")
+    return verdict
 
 
 def find_assignment_problem(text: str, hashed: str, task: Task) -> str | None:
@@ -336,15 +339,6 @@ def find_assignment_problem(text: str, hashed: str, task: Task) -> str | None:
     if ranks[task.process] != plan.rank_of(task.process, task.node, task.local):
         return f"the plan has another process as local rank {task.local} of node {task.node}"
     return None
-
-
-def leave_together(task: Task) -> None:
-    """Let process 0, with which the store ends, be the last to go where all are about to fail. A collective."""
-    assert task.store is not None
-    if task.store.add("plan/leaving", 1) == task.processes:
-        task.store.set("plan/left", "")
-    if task.process == 0:
-        task.store.wait(["plan/left"])
 
 
 def export_environment(plan: RankAssignment, task: Task, env: MutableMapping[str, str]) -> dict[str, str]:

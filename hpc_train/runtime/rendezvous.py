@@ -22,6 +22,7 @@ from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.errors import UserError
 from hpc_train.mpi import load_mpi
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
+from hpc_train.runtime.store.exchange import arrive, count_arrived, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpc_train.runtime.store.client import JobStore
 
 _SHOWN = 8
+_MEETING_GATE = "met"
 
 
 def arrival_key(process: int) -> str:
@@ -99,8 +101,7 @@ def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, time
     if me.process != 0:
         store = _connect(_read_meeting(path, me, timeout), timeout)
         store.set(arrival_key(me.process), "")
-        if store.add("met", 1) == me.processes - 1:
-            store.set("all met", "")
+        arrive(store, _MEETING_GATE, me.processes - 1)
         return store
     store, meeting = _host_store(me, interface, timeout)
     try:
@@ -140,18 +141,12 @@ def _unreachable(host: str, port: int, error: Exception) -> UserError:
 
 
 def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> None:
-    import torch.distributed as dist
-
-    try:
-        store.wait(["all met"], timeout)
-    except dist.DistStoreError:
-        here = store.add("met", 0) + 1
+    if not wait_for_gate(store, _MEETING_GATE, timeout):
         raise UserError(
-            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; missing: "
-            f"{name_missing_tasks(store, me)}; is its node gone, is it still starting "
-            f"(launch.rendezvous_seconds), or on a "
-            "network that cannot reach this one?"
-        ) from None
+            f"{count_arrived(store, _MEETING_GATE) + 1} of {me.processes} processes came within "
+            f"{timeout.total_seconds():.0f} s; missing: {name_missing_tasks(store, me)}; is its node gone, is it still "
+            "starting (launch.rendezvous_seconds), or on a network that cannot reach this one?"
+        )
 
 
 def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
 from hpc_train.interfaces import Engine, RankMap, Task, TensorShard, World
-from hpc_train.messages import broadcast_value, gather_values
+from hpc_train.messages import gather_values
 from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
 from hpc_train.models.registry import build_model as build_model
@@ -35,6 +35,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
@@ -45,10 +46,11 @@ from hpc_train.training.run_directory import RunDirectory, write_private_file
 from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
+# Any other error stays on its own rank, and is the first that the run reports, with its traceback.
+_USER_ERRORS = Consensus(shared=())
 
 
 def run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
@@ -114,8 +116,10 @@ def _count_parameters(config: RunConfig) -> int:
 
 
 def open_data(config: RunConfig, world: World) -> Dataset:
-    """The training samples; rank 0 builds the token store where it is not there yet."""
-    data = _run_on_rank_0_first(world, lambda: open_dataset(config.data, config.train.sequence_length, "train"))
+    """Open the training samples. Rank 0 first builds the token store if it is not there yet."""
+    data = _USER_ERRORS.run_on_rank_0_first(
+        world, lambda: open_dataset(config.data, config.train.sequence_length, "train")
+    )
     check_model_fits_data(config.model, data)
     return data
 
@@ -215,25 +219,6 @@ def _check_position(consumed: int, run: TrainingRun) -> None:
             f"checkpoint.resume={run.config.checkpoint.resume}: it has seen {consumed} samples in {run.step} "
             f"steps, which is not train.global_batch={run.config.train.global_batch}; use the batch it was trained with"
         )
-
-
-def _run_on_rank_0_first(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 (which may build a file that the others then find), then on the others.
-
-    If rank 0 fails, the others fail too, in place of waiting for it.
-    """
-    mine = None
-    problem: str | None = None
-    if world.rank == 0:
-        try:
-            mine = action()
-        except UserError as error:
-            problem = str(error)
-    if world.size > 1:
-        problem = broadcast_value(problem)
-    if problem is not None:
-        raise UserError(problem)
-    return action() if mine is None else mine
 
 
 def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:

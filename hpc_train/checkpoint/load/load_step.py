@@ -35,6 +35,7 @@ from hpc_train.checkpoint.load.read_schedule import (
 from hpc_train.checkpoint.load.reader import PieceReader
 from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.provenance import Origin
+from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.checkpoint.storage.step_directory import (
     explain_bad_step,
     find_steps,
@@ -46,7 +47,6 @@ from hpc_train.checkpoint.storage.step_directory import (
 )
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
 
 _BUDGET_BYTES = 1 << 40
 """Bytes of a step above which file sizes are checked before ranks share out the reads."""
