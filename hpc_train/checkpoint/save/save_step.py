@@ -24,7 +24,6 @@ from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, build_index
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, ShardFile, find_incomplete_tensor
 from hpc_train.checkpoint.format.manifest_encoding import encode_columns
 from hpc_train.checkpoint.format.shard_layout import FileLayout, StepLayout, gather_layouts
-from hpc_train.checkpoint.gc_pause import pause_gc
 from hpc_train.checkpoint.provenance import Origin, SaveTimer, SaveTimes
 from hpc_train.checkpoint.rank_consensus import gather_and_decide
 from hpc_train.checkpoint.save.shard_file import ShardStager, StagedShard, write_shard
@@ -49,6 +48,7 @@ from hpc_train.checkpoint.storage.step_directory import (
 )
 from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.runtime.processes import pause_gc
 
 if TYPE_CHECKING:
     import torch.distributed as dist
