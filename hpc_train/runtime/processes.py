@@ -103,9 +103,8 @@ def identify_machine() -> str:
 def read_start_time(process: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if there is none, or only a zombie."""
     try:
-        fields = (
-            Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        )  # the name before may hold anything
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]  # a name may hold ")" and spaces
+        fields = after_name.split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]  # fields 3 and 22 of proc_pid_stat(5)
