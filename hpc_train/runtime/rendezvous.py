@@ -1,8 +1,8 @@
-"""Rendezvous of a job's processes: a store that process 0 opens on a free port and publishes with a secret.
+"""Connect a job's processes to its store, which process 0 serves on a free port and protects with a secret.
 
-Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI);
-under torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
-Who does not arrive is named, with its node where Slurm tells it.
+Process 0 publishes address and secret in a file of a shared directory that only the job's user can read (Slurm, local),
+or by a broadcast (MPI). Under torchrun the store is the agent's own, without a secret. No port is fixed or guessed: the
+kernel picks one. Processes that do not come are named, with their nodes if Slurm tells them.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ class _Meeting:
 
 
 def open_job_store(me: ProcessIdentity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
-    """The key-value store shared by all processes of the job. Blocks until process 0 has opened it.
+    """Open the key-value store that all processes of the job share. Blocks until process 0 serves it.
 
-    Process 0 waits for the others, so that it can take back what it published.
-    Raises UserError if the environment makes no sense or a process cannot be met within `timeout`.
+    Process 0 blocks until all others are connected, so that it can remove the file with the secret.
+    Raises UserError if the environment makes no sense or a process does not come within `timeout`.
     """
     import torch.distributed as dist
 
     if me.processes == 1:
         return dist.HashStore()
-    # A rank then asks for the addresses of a whole group at once, not twice for each of its ranks.
+    # gloo then asks for the addresses of a whole group in one message, not in two for each rank of it.
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
@@ -150,7 +150,7 @@ def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> N
 
 
 def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
-    """A store served by this process, listening on the job's own interface only."""
+    """Serve a store from this process, listening on the job's interface only."""
     from hpc_train.runtime.store.client import JobStore
     from hpc_train.runtime.store.protocol import make_secret
     from hpc_train.runtime.store.server import StoreServer
@@ -162,7 +162,7 @@ def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) 
 
 
 def _agent_store(me: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
-    """The store of the torchrun agent, or, for ranks started by hand with MASTER_ADDR, one that rank 0 serves."""
+    """Connect to the torchrun agent's store; for ranks started by hand with MASTER_ADDR, rank 0 serves one."""
     import torch.distributed as dist
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -201,7 +201,7 @@ def _broadcast_meeting(meeting: _Meeting | None, me: ProcessIdentity) -> _Meetin
 
 
 def _publish_meeting(path: Path, meeting: _Meeting) -> None:
-    """Write a file that only this user can read; it is complete as soon as it has its name."""
+    """Publish a meeting in a file that only this user can read; it is complete as soon as it has its name."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
@@ -217,10 +217,11 @@ def _publish_meeting(path: Path, meeting: _Meeting) -> None:
 
 
 def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeting:
+    """Read the meeting once process 0 has published it. Raises UserError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return _parse_meeting(_own_text(path))
+            return _parse_meeting(_read_private_text(path))
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -236,8 +237,8 @@ def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeti
             os.listdir(path.parent)  # noqa: PTH208
 
 
-def _own_text(path: Path) -> str:
-    """Read a file that belongs to this user and that nobody else can have read.
+def _read_private_text(path: Path) -> str:
+    """Read a small file that belongs to this user and that nobody else can read.
 
     Raises ValueError for any other file, and OSError.
     """
