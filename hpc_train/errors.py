@@ -26,4 +26,4 @@ class RemoteError(RuntimeError):
 
 
 class LostRanksError(RuntimeError):
-    """A rank is gone, or did not come in time: the process group by which the ranks talk no longer works."""
+    """A rank is gone, or did not come in time, so the process group no longer works."""

@@ -23,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop, by which signal, and when (time.time())."""
+    """Records whether this process was asked to stop, by which signal, and when (time.time())."""
 
     signal_name: str | None = None
     at: float | None = None
@@ -40,10 +40,10 @@ class StopRequest:
 
 
 def install_stop_handlers() -> StopRequest:
-    """Handle the stop signals of this process (main thread only) by recording the request; returns its record.
+    """Record stop signals of this process from now on; returns the record. Main thread only.
 
-    A process started with a signal ignored or blocked has it delivered again. Ctrl-C counts as a stop signal once; the
-    second one raises KeyboardInterrupt as ever, for a person who does not want to wait for the end of a step.
+    Signals that the process was started with as ignored or blocked are delivered again. Ctrl-C is a stop signal once;
+    the second one raises KeyboardInterrupt, for a person who does not want to wait for the end of a step.
     """
     request = StopRequest()
 
@@ -60,9 +60,9 @@ def install_stop_handlers() -> StopRequest:
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Processes that are started inside begin with the stop signals blocked.
+    """Inside this context, start child processes with the stop signals blocked.
 
-    A signal that comes before they have installed their handlers waits for them, in place of ending them.
+    A signal that comes before a child has installed its handlers then waits for them, instead of ending the child.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -72,7 +72,7 @@ def block_stop_signals() -> Iterator[None]:
 
 
 def unblock_stop_signals() -> None:
-    """Deliver the stop signals to this process, those that have waited first."""
+    """Deliver stop signals to this process again, first those that have been waiting."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

@@ -173,7 +173,7 @@ class TrainingRun:
 
     config: RunConfig
     world: World
-    folder: RunDirectory
+    directory: RunDirectory
     engine: Engine
     loader: Loader
     validation: Loader | None
@@ -215,7 +215,7 @@ class TrainingRun:
         level = checkpoint.compression_level if checkpoint.compression != "none" else 0
         sharing = WriterSharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)
         self.saver = Saver(
-            self.folder.checkpoints,
+            self.directory.checkpoints,
             self.world,
             background=checkpoint.background,
             after=lambda _: self.prune_checkpoints(),
@@ -229,7 +229,7 @@ class TrainingRun:
             origin=origin,
         )
         self.weights_saver = Saver(
-            self.folder.checkpoints / WEIGHTS_FOLDER,
+            self.directory.checkpoints / WEIGHTS_FOLDER,
             self.world,
             background=checkpoint.background,
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
@@ -249,7 +249,7 @@ class TrainingRun:
         config = self.config.checkpoint
         pinned = frozenset({self.resumed_from} - {None})
         also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
-        prune_steps(self.folder.checkpoints, config.keep, also, sole=self.saver.lock is not None)
+        prune_steps(self.directory.checkpoints, config.keep, also, sole=self.saver.lock is not None)
 
     def take_ended_saves(self) -> list[SaveResult]:
         """Return the saves, of checkpoints and of weights, that have ended since the last call."""
@@ -460,7 +460,7 @@ def _stop(run: TrainingRun) -> int:
     run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
-        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.folder.path} to go on")
+        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to go on")
         return EXIT_REQUEUE
     run.reporter.say(
         f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True

@@ -53,17 +53,17 @@ log = logging.getLogger(__name__)
 _USER_ERRORS = Consensus(shared=())
 
 
-def run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError on all ranks for mistakes that only show here: data that the model cannot take, a checkpoint of
     another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
     """
-    with recording_warnings(folder.logs(attempt), task.process):
-        return _run_rank(config, task, folder, attempt, stop)
+    with recording_warnings(directory.logs(attempt), task.process):
+        return _run_rank(config, task, directory, attempt, stop)
 
 
-def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -72,7 +72,7 @@ def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int,
     world = start(task, rank_map, config)
     _log_from_rank_0(world, task, rank_map)
     try:
-        _write_rank_map(world, task, rank_map, folder, attempt)
+        _write_rank_map(world, task, rank_map, directory, attempt)
         data = open_data(config, world)
         (model, values), notes = make_deferred_model(config, world), list[str]()
         # Counted now: the engine splits the model over ranks in place.
@@ -85,8 +85,8 @@ def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int,
         if frozen and (advice := advise_incremental_saves(frozen, engine.pieces())):
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
-        with hold_lock(folder.checkpoints, world) if _does_save(config) else nullcontext() as lock:
-            run = assemble_run(config, world, folder, attempt, stop, data, engine)
+        with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
+            run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
@@ -163,7 +163,7 @@ def make_engine(
 def assemble_run(
     config: RunConfig,
     world: World,
-    folder: RunDirectory,
+    directory: RunDirectory,
     attempt: int,
     stop: StopRequest,
     data: Dataset,
@@ -172,15 +172,15 @@ def assemble_run(
     """Assemble the run, ready for its next step: the one after the checkpoint that is resumed, or the first."""
     steps = count_total_steps(config, len(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
-    run = TrainingRun(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
-    resumed = resume_from_checkpoint(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
+    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.pieces(), world)
     if resumed is not None and not resumed.weights_only:
-        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
+        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == directory.checkpoints else None
         run.resumed_from = run.saved_at
         run.owes_validation = run.saved_at is not None and resumed.extra.get("owes_validation", False)
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
-    run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
+    run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
     if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)
     if resumed is not None and resumed.weights_only:
@@ -237,7 +237,7 @@ def _find_task(rank: int, rank_map: RankMap) -> int:
     return rank_map.process_to_rank.index(rank)
 
 
-def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunDirectory, attempt: int) -> None:
+def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunDirectory, attempt: int) -> None:
     """Write rankmap.json to the run directory and to this attempt's logs: another attempt may map ranks differently."""
     location = {
         "rank": world.rank,
@@ -250,7 +250,7 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunDire
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
         content = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
-        for path in (folder.rank_map, folder.logs(attempt) / folder.rank_map.name):
+        for path in (directory.rank_map, directory.logs(attempt) / directory.rank_map.name):
             write_private_file(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -282,7 +282,7 @@ def _log_end(run: TrainingRun, data: Dataset) -> None:
     if run.world.rank == 0 and data.unigram_entropy is not None:  # it counts the tokens of the validation split
         losses.append(f"a unigram model of the same text {data.unigram_entropy:.4f} nats a token")
     run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
-    run.reporter.say(f"run directory: {run.folder.path}", last=True)
+    run.reporter.say(f"run directory: {run.directory.path}", last=True)
 
 
 def list_frozen_parameters(model: nn.Module) -> frozenset[str]:

@@ -104,7 +104,7 @@ class LiveProgress:
 class Reporter:
     """Writes metrics, events and progress of a run. On ranks other than 0 every method does nothing."""
 
-    folder: RunDirectory
+    directory: RunDirectory
     attempt: int
     metrics: MetricsFile | None = None
     board: TensorBoardWriter | None = None
@@ -113,18 +113,18 @@ class Reporter:
 
     @classmethod
     def start(
-        cls, config: RunConfig, folder: RunDirectory, attempt: int, steps: int, resumed_at: int, rank: int
+        cls, config: RunConfig, directory: RunDirectory, attempt: int, steps: int, resumed_at: int, rank: int
     ) -> Reporter:
         """Make a reporter that writes on rank 0 and is silent on other ranks."""
         if rank != 0:
-            return cls(folder, attempt)
+            return cls(directory, attempt)
         board = None
         if config.train.tensorboard:
             from hpc_train.training.tensorboard_writer import TensorBoardWriter
 
-            board = TensorBoardWriter(folder.path / "tensorboard", resumed_at)
+            board = TensorBoardWriter(directory.path / "tensorboard", resumed_at)
         bar = make_progress(steps, config.train.log_every)
-        return cls(folder, attempt, MetricsFile(folder.metrics, resumed_at), board, bar)
+        return cls(directory, attempt, MetricsFile(directory.metrics, resumed_at), board, bar)
 
     def step(self, record: dict[str, Any]) -> None:
         """Report one step. TensorBoard and the optional fields leave out numbers that are None."""
@@ -158,7 +158,7 @@ class Reporter:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl."""
         if self.metrics is not None:
-            append_event(self.folder.events, kind, self.attempt, **fields)
+            append_event(self.directory.events, kind, self.attempt, **fields)
 
     def say(self, text: str, last: bool = False) -> None:
         """Print a line for people to this rank's log, and record it as an event for commands that follow the run.
@@ -174,12 +174,12 @@ class Reporter:
     def mark_requeue(self) -> None:
         """Tell the batch script that this attempt has saved, so that it requeues the job."""
         if self.metrics is not None:
-            self.folder.requeue_marker(self.attempt).touch()
+            self.directory.requeue_marker(self.attempt).touch()
 
     def mark_done(self) -> None:
         """Tell the batch script that the run is done."""
         if self.metrics is not None:
-            self.folder.done_marker(self.attempt).touch()
+            self.directory.done_marker(self.attempt).touch()
 
     def close(self) -> None:
         """Flush and close all outputs."""

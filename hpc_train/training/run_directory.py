@@ -93,24 +93,26 @@ def locate_run_directory(config: RunConfig) -> RunDirectory:
     return RunDirectory(path, checkpoints)
 
 
-def prepare_run_directory(folder: RunDirectory, config: RunConfig) -> None:
+def prepare_run_directory(directory: RunDirectory, config: RunConfig) -> None:
     """Create the run directory (mode 0700) and write config.yaml.
 
     Raises UserError if it cannot be created, or holds something else, or a run that this config may not continue.
     """
-    check_owner(folder.path)
-    _check_is_run(folder)
-    if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
-        check_same_config(folder, config)
+    check_owner(directory.path)
+    _check_is_run(directory)
+    if directory.config.exists() and directory.steps() and config.checkpoint.resume == "auto":
+        check_same_config(directory, config)
     if config.checkpoint.dir and config.checkpoint.every:
-        _make_checkpoint_directory(folder, config)
+        _make_checkpoint_directory(directory, config)
     try:
-        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.path.chmod(0o700)
-        (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
-        write_private_file(folder.config, config_to_yaml(config))
+        directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.path.chmod(0o700)
+        (directory.path / "logs").mkdir(mode=0o700, exist_ok=True)
+        write_private_file(directory.config, config_to_yaml(config))
     except OSError as error:
-        raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+        raise UserError(
+            f"run_dir={directory.path}: {error.strerror}; choose a directory that can be written"
+        ) from error
 
 
 def check_owner(path: Path) -> None:
@@ -145,27 +147,27 @@ def make_files_private() -> Iterator[None]:
         os.umask(before)
 
 
-def make_submitit_directory(folder: RunDirectory) -> None:
+def make_submitit_directory(directory: RunDirectory) -> None:
     """Make submitit's directory; one that an earlier release made with the umask becomes private."""
-    folder.submitit.mkdir(mode=0o700, exist_ok=True)
-    folder.submitit.chmod(0o700)
+    directory.submitit.mkdir(mode=0o700, exist_ok=True)
+    directory.submitit.chmod(0o700)
 
 
-def _check_is_run(folder: RunDirectory) -> None:
+def _check_is_run(directory: RunDirectory) -> None:
     """Raise UserError if the directory holds something else than a run; its files and its mode stay as they are."""
-    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+    names = {entry.name for entry in directory.path.iterdir()} if directory.path.is_dir() else set()
     names.discard(".lock")  # of the submission that makes it
     if names and not names & {"job.json", "logs", "checkpoints"}:
-        raise UserError(f"run_dir={folder.path}: holds {min(names)} and no run; choose a new or an empty directory")
+        raise UserError(f"run_dir={directory.path}: holds {min(names)} and no run; choose a new or an empty directory")
 
 
-def _make_checkpoint_directory(folder: RunDirectory, config: RunConfig) -> None:
+def _make_checkpoint_directory(directory: RunDirectory, config: RunConfig) -> None:
     """Create checkpoint.dir now, so that a run cannot compute what it then cannot save."""
     try:
-        folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"
+            f"checkpoint.dir={directory.checkpoints}: {error.strerror}; choose a directory that can be written"
         ) from error
 
 
@@ -178,20 +180,20 @@ def write_private_file(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def make_attempt(folder: RunDirectory) -> int:
+def make_attempt(directory: RunDirectory) -> int:
     """Create the log directory of the next attempt; returns its number. Two processes never get the same one."""
     attempt = 0
     while True:
         try:  # mkdir fails for all but one process: no lock is needed
-            folder.logs(attempt).mkdir(mode=0o700, parents=True)
+            directory.logs(attempt).mkdir(mode=0o700, parents=True)
             return attempt
         except FileExistsError:
             attempt += 1
 
 
-def check_same_config(folder: RunDirectory, config: RunConfig) -> None:
+def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
     """Raise UserError, naming the settings, if the run in this directory was made with another config."""
-    old = _flatten(load_run_file(folder.config))
+    old = _flatten(load_run_file(directory.config))
     new = _flatten(config_to_dict(config))
     differing = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):
@@ -200,7 +202,7 @@ def check_same_config(folder: RunDirectory, config: RunConfig) -> None:
         shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
-            f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
+            f"run_dir={directory.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
         )
 
 
