@@ -182,7 +182,7 @@ def _check_identity(identity: ProcessIdentity) -> None:
 
 
 def make_single_identity() -> ProcessIdentity:
-    """The identity of a job of one process."""
+    """Return the identity of the only process of a job."""
     return ProcessIdentity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")
 
 
