@@ -1,1 +1,1 @@
-"""Turn a started process into a rank: identity, rendezvous, rank assignment, process group, mesh, consensus, signals."""
+"""Turn a started process into a rank: identity, rendezvous, rank assignment, process group, consensus, signals."""
