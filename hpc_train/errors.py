@@ -1,4 +1,4 @@
-"""The exception and the exit codes that every room shares (a leaf: it imports nothing of ours)."""
+"""Exceptions and exit codes that every room shares (a leaf: it imports nothing of ours, and no torch)."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ class IncompleteRun(Exception):
 
 class RunFailed(RuntimeError):
     """Raised by `hpc_train.train` when ranks failed. Its text is the first error and where its log is."""
+
+
+class RemoteError(RuntimeError):
+    """An error of some rank, raised on all ranks once they have agreed on it; the text names the rank."""
+
+
+class LostRanksError(RuntimeError):
+    """A rank is gone, or did not come in time, so the process group no longer works."""

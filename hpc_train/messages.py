@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<Q")
 _PLAIN = {str, int, float, bool, type(None)}
-_DTYPES = frozenset(np.dtype(it).str for it in ("?", *"bhilqBHILQfd", "<f2"))
-_ALIKE = 4
+_DTYPES = frozenset(np.dtype(name).str for name in ("?", *"bhilqBHILQfd", "<f2"))
+_MIN_REPEATS = 4
 """Minimum values for each distinct one, for the distinct ones to be sent with an index."""
-_FEW = 4
+_MAX_UNCOLUMNED = 4
 """Maximum objects of a class that are not worth sending as columns."""
 
 
@@ -50,16 +50,16 @@ class Codec:
         classes: Iterable[type] = (),
         as_text: AsText | None = None,
     ) -> None:
-        self._classes = {it.__name__: it for it in classes}
-        self._fields = {it: _field_names(it) for it in self._classes.values()}
+        self._classes = {kind.__name__: kind for kind in classes}
+        self._fields = {kind: _field_names(kind) for kind in self._classes.values()}
         paths: AsText = {PosixPath: (str, Path)}
         self._as_text = {**paths, **(as_text or {})}
-        self._of_text = {it.__name__: make for it, (_, make) in self._as_text.items()}
+        self._from_text = {kind.__name__: make for kind, (_, make) in self._as_text.items()}
 
     def encode(self, value: Any) -> bytes:
         """Return the value as bytes. Raises TypeError for a class that is not listed."""
         arrays = bytearray()
-        text = json.dumps(self._plain(value, arrays), separators=(",", ":")).encode()
+        text = json.dumps(self._encode_value(value, arrays), separators=(",", ":")).encode()
         return b"".join((_HEAD.pack(len(text)), text, arrays))
 
     def decode(self, data: bytes | memoryview) -> Any:
@@ -69,24 +69,33 @@ class Codec:
             body = memoryview(data)[_HEAD.size :]
             if length > len(body):
                 raise MessageError("a message that is cut short")
-            return self._made(json.loads(bytes(body[:length])), body[length:])
+            return self._decode_value(json.loads(bytes(body[:length])), body[length:])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
             raise MessageError(f"a message that no rank of this job sends ({type(error).__name__}: {error})") from None
 
-    # to JSON: plain values as they are, anything else as a list that begins with its kind
+    # To JSON: plain values as they are, anything else as a list that begins with its kind. Long sequences of one class
+    # are sent as columns, and repeated values once with an index: a manifest has thousands of nearly equal rows.
 
-    def _plain(self, value: Any, arrays: bytearray) -> Any:
+    def _encode_value(self, value: Any, arrays: bytearray) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return value
         if kind is list or kind is tuple:
-            return ["list" if kind is list else "tuple", *self._row(value, arrays)]
+            return ["list" if kind is list else "tuple", *self._encode_sequence(value, arrays)]
         if kind is frozenset:
-            return ["frozenset", *self._row(sorted(value), arrays)]
+            return ["frozenset", *self._encode_sequence(sorted(value), arrays)]
         if kind is dict:
-            return ["dict", *self._row(list(value), arrays), *self._row(list(value.values()), arrays)]
+            return [
+                "dict",
+                *self._encode_sequence(list(value), arrays),
+                *self._encode_sequence(list(value.values()), arrays),
+            ]
         if kind in self._fields:
-            return ["object", kind.__name__, [self._plain(getattr(value, it), arrays) for it in self._fields[kind]]]
+            return [
+                "object",
+                kind.__name__,
+                [self._encode_value(getattr(value, name), arrays) for name in self._fields[kind]],
+            ]
         if kind in self._as_text:
             return ["text", kind.__name__, self._as_text[kind][0](value)]
         if kind is np.ndarray:
@@ -98,86 +107,86 @@ class Codec:
         bases: tuple[Any, ...] = (str, int, float, tuple, list, dict)
         for base in bases:  # torch has classes of its own: TorchVersion, Size
             if isinstance(value, base) and not hasattr(value, "_fields"):
-                return self._plain(base(value), arrays)
+                return self._encode_value(base(value), arrays)
         raise TypeError(f"{kind.__name__} is not sent between ranks")
 
-    def _row(self, values: Sequence[Any], arrays: bytearray) -> list[Any]:
-        """Return [how, what] for a sequence of values."""
+    def _encode_sequence(self, values: Sequence[Any], arrays: bytearray) -> list[Any]:
+        """Return [kind, content] for a sequence of values."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return ["plain", values]
         (kind, *others) = kinds
         if kind is tuple and not others and set(map(type, chain.from_iterable(values))) <= {int}:
             return _encode_mostly_equal(values, lambda some: ["tuples of int", some])
-        if not others and len(values) > _FEW:
+        if not others and len(values) > _MAX_UNCOLUMNED:
             if kind in self._fields:
-                columns = [[getattr(it, name) for it in values] for name in self._fields[kind]]
-                return ["columns", [kind.__name__, [self._row(column, arrays) for column in columns]]]
+                columns = [[getattr(value, name) for value in values] for name in self._fields[kind]]
+                return ["columns", [kind.__name__, [self._encode_sequence(column, arrays) for column in columns]]]
             if kind in self._as_text:
                 as_text = self._as_text[kind][0]
                 return _encode_mostly_equal(values, lambda some: ["texts", [kind.__name__, list(map(as_text, some))]])
-        return ["mixed", [self._plain(it, arrays) for it in values]]
+        return ["mixed", [self._encode_value(value, arrays) for value in values]]
 
-    # from JSON
+    # From JSON: everything is checked, since the bytes may come from anybody.
 
-    def _made(self, code: Any, data: memoryview) -> Any:
+    def _decode_value(self, code: Any, data: memoryview) -> Any:
         if type(code) is not list:
             return code
         kind = code[0]
         if kind == "list":
-            return self._values(code[1], code[2], data)
+            return self._decode_sequence(code[1], code[2], data)
         if kind == "tuple":
-            return tuple(self._values(code[1], code[2], data))
+            return tuple(self._decode_sequence(code[1], code[2], data))
         if kind == "frozenset":
-            return frozenset(self._values(code[1], code[2], data))
+            return frozenset(self._decode_sequence(code[1], code[2], data))
         if kind == "dict":
-            keys = self._values(code[1], code[2], data)
-            return dict(zip(keys, self._values(code[3], code[4], data), strict=True))
+            keys = self._decode_sequence(code[1], code[2], data)
+            return dict(zip(keys, self._decode_sequence(code[3], code[4], data), strict=True))
         if kind == "object":
-            return self._classes[code[1]](*(self._made(it, data) for it in code[2]))
+            return self._classes[code[1]](*(self._decode_value(part, data) for part in code[2]))
         if kind == "text":
-            return self._of_text[code[1]](code[2])
+            return self._from_text[code[1]](code[2])
         if kind == "array":
             return _read_array(code[1], code[2], code[3], data)
         if kind == "bytes":
             return bytes(_read_data(code[1], code[2], data))
         raise MessageError("a value of no kind")
 
-    def _values(self, how: str, what: Any, data: memoryview) -> list[Any]:
-        if how == "plain":
-            if type(what) is not list or not set(map(type, what)) <= _PLAIN:
+    def _decode_sequence(self, kind: str, content: Any, data: memoryview) -> list[Any]:
+        if kind == "plain":
+            if type(content) is not list or not set(map(type, content)) <= _PLAIN:
                 raise MessageError("plain values that are not")
-            return what
-        if how == "tuples of int":
-            return list(map(tuple, what))
-        if how == "columns":
-            columns = [self._values(column[0], column[1], data) for column in what[1]]
+            return content
+        if kind == "tuples of int":
+            return list(map(tuple, content))
+        if kind == "columns":
+            columns = [self._decode_sequence(column[0], column[1], data) for column in content[1]]
             if not columns or len({len(column) for column in columns}) > 1:
                 raise MessageError("columns of different lengths")
-            return list(map(self._classes[what[0]], *columns))
-        if how == "few":
-            different = self._values(what[0][0], what[0][1], data)
-            if set(map(type, what[1])) != {int} or min(what[1]) < 0:
+            return list(map(self._classes[content[0]], *columns))
+        if kind == "few":
+            different = self._decode_sequence(content[0][0], content[0][1], data)
+            if set(map(type, content[1])) != {int} or min(content[1]) < 0:
                 raise MessageError("an index that is none")
-            return list(map(different.__getitem__, what[1]))
-        if how == "texts":
-            return list(map(self._of_text[what[0]], what[1]))
-        if how == "mixed":
-            return [self._made(it, data) for it in what]
+            return list(map(different.__getitem__, content[1]))
+        if kind == "texts":
+            return list(map(self._from_text[content[0]], content[1]))
+        if kind == "mixed":
+            return [self._decode_value(part, data) for part in content]
         raise MessageError("values of no kind")
 
 
 def _field_names(kind: type) -> list[str]:
     if is_dataclass(kind):
-        return [it.name for it in fields(kind) if it.init]
+        return [field.name for field in fields(kind) if field.init]
     return list(kind._fields)  # type: ignore[attr-defined]
 
 
 def _encode_mostly_equal(values: Sequence[Any], row: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
     """Encode values that are mostly equal as the distinct ones and an index of each; others as they are."""
     index: dict[Any, int] = {}
-    of_value = [index.setdefault(it, len(index)) for it in values]
-    return row(values) if len(index) * _ALIKE > len(values) else ["few", [row(list(index)), of_value]]
+    of_value = [index.setdefault(value, len(index)) for value in values]
+    return row(values) if len(index) * _MIN_REPEATS > len(values) else ["few", [row(list(index)), of_value]]
 
 
 def _append_data(data: Any, arrays: bytearray) -> int:
@@ -194,11 +203,11 @@ def _read_data(size: Any, at: Any, data: memoryview) -> memoryview:
 
 
 def _read_array(name: Any, shape: Any, at: Any, data: memoryview) -> Any:
-    if name not in _DTYPES or not all(type(it) is int and it >= 0 for it in shape):
+    if name not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
         raise MessageError("an array of no shape or type")
     dtype, count = np.dtype(name), 1
-    for it in shape:
-        count *= it
+    for size in shape:
+        count *= size
     return np.frombuffer(_read_data(count * dtype.itemsize, at, data), dtype=dtype).reshape(shape).copy()
 
 
@@ -209,48 +218,48 @@ PLAIN = Codec()
 T = TypeVar("T")
 
 
-def all_gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T]:
+def all_gather_values(value: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T]:
     """Return the values of all ranks of the group, in rank order. Uses CPU tensors."""
-    message = _tensor(codec.encode(mine))
-    lengths = _lengths(message, group)
-    found = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8))
-    dist.all_gather(found, _padded(message, max(lengths)), group=group)
-    return [codec.decode(it[:length].numpy().tobytes()) for it, length in zip(found, lengths, strict=True)]
+    message = _to_tensor(codec.encode(value))
+    lengths = _gather_lengths(message, group)
+    received = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8))
+    dist.all_gather(received, _pad_to(message, max(lengths)), group=group)
+    return [codec.decode(data[:length].numpy().tobytes()) for data, length in zip(received, lengths, strict=True)]
 
 
-def gather_values(mine: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T] | None:
+def gather_values(value: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T] | None:
     """Return the values of all ranks of the group, in rank order, on rank 0; None on the others."""
-    message = _tensor(codec.encode(mine))
-    lengths = _lengths(message, group)
+    message = _to_tensor(codec.encode(value))
+    lengths = _gather_lengths(message, group)
     first = dist.get_rank(group) == 0
-    found = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8)) if first else None
-    dist.gather(_padded(message, max(lengths)), found, group_dst=0, group=group)
-    if found is None:
+    received = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8)) if first else None
+    dist.gather(_pad_to(message, max(lengths)), received, group_dst=0, group=group)
+    if received is None:
         return None
-    return [codec.decode(it[:length].numpy().tobytes()) for it, length in zip(found, lengths, strict=True)]
+    return [codec.decode(data[:length].numpy().tobytes()) for data, length in zip(received, lengths, strict=True)]
 
 
 def broadcast_value(value: T | None, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> T:
     """Return rank 0's value on every rank; the values of the others are ignored."""
     first = dist.get_rank(group) == 0
-    message = _tensor(codec.encode(value) if first else b"")
+    message = _to_tensor(codec.encode(value) if first else b"")
     length = torch.tensor([len(message)])
     dist.broadcast(length, group_src=0, group=group)
     message = message if first else torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(message, group_src=0, group=group)
-    found: T = codec.decode(message.numpy().tobytes())
-    return found
+    decoded: T = codec.decode(message.numpy().tobytes())
+    return decoded
 
 
-def _tensor(data: bytes) -> Tensor:
+def _to_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _padded(message: Tensor, length: int) -> Tensor:
+def _pad_to(message: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(message, (0, length - len(message)))
 
 
-def _lengths(message: Tensor, group: ProcessGroup | None) -> list[int]:
-    found = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
-    dist.all_gather(found, torch.tensor([len(message)]), group=group)
-    return [int(it) for it in found]
+def _gather_lengths(message: Tensor, group: ProcessGroup | None) -> list[int]:
+    lengths = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64))
+    dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
+    return [int(length) for length in lengths]

@@ -1,4 +1,4 @@
-"""The MPI library, initialised as everything here needs it."""
+"""Load the MPI library with the threading level that all of hpc_train needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from types import ModuleType
 
 
 def load_mpi() -> ModuleType:
-    """mpi4py.MPI. The first call initialises MPI. Raises ImportError where mpi4py is not installed.
+    """Return the module mpi4py.MPI. The first call initialises MPI. Raises ImportError without mpi4py.
 
-    One thread at a time, because Open MPI 4 has no one-sided communication between nodes for any number of them
-    (MPI_ERR_WIN from every window).
+    Threads may call MPI one at a time (MPI_THREAD_SERIALIZED): with MPI_THREAD_MULTIPLE, Open MPI 4 has no one-sided
+    communication between nodes (MPI_ERR_WIN from every window).
     """
     import mpi4py
 

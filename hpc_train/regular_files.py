@@ -1,7 +1,7 @@
-"""Open files that somebody else may have put there: only regular ones, of a bounded size, and without ever waiting.
+"""Open files that somebody else may have put there: regular ones only, of bounded size, without ever blocking.
 
-Opening a named pipe waits for a writer, reading a device may never end, and a link may lead anywhere. So a file is
-opened without waiting, checked through its descriptor, and only then read.
+Opening a named pipe blocks until there is a writer, reading a device may never end, and a link may lead anywhere. So a
+file is opened without blocking, checked through its descriptor, and only then read.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def open_regular(path: Path, most: int | None = None, follow: bool = False, flag
             raise NotRegularError(path, f"it is {_kind(path)}, not a regular file") from error
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise NotRegularError(path, f"it is {_name(found.st_mode)}, not a regular file")
-        if most is not None and found.st_size > most:
-            raise NotRegularError(path, f"it has {found.st_size} bytes, more than the {most} that it may have")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotRegularError(path, f"it is {_name(status.st_mode)}, not a regular file")
+        if most is not None and status.st_size > most:
+            raise NotRegularError(path, f"it has {status.st_size} bytes, more than the {most} that it may have")
         if not flags & os.O_DIRECT:  # with the flag some file systems do not wait for data either
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     except BaseException:
@@ -72,12 +72,12 @@ def read_regular(path: Path, most: int, follow: bool = False) -> bytes:
     """Return the content of a regular file of at most `most` bytes. Raises as `open_regular`."""
     with os.fdopen(open_regular(path, most, follow), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        found = bytearray()
-        while len(found) <= most:
-            part = file.read(max(size - len(found), 0) + 1)
+        content = bytearray()
+        while len(content) <= most:  # a loop, because the file may grow while it is read
+            part = file.read(max(size - len(content), 0) + 1)
             if not part:
-                return bytes(found)
-            found += part
+                return bytes(content)
+            content += part
     raise NotRegularError(path, f"it grew to more than the {most} bytes that it may have")
 
 

@@ -35,8 +35,8 @@ def escape_controls(text: str, colours: bool = False) -> str:
             return match[1]
         return repr(match[0][0])[1:-1] + match[0][1:]
 
-    found = _FOUND.sub(shown, text)
-    return f"{found}\x1b[0m" if coloured else found
+    escaped = _FOUND.sub(shown, text)
+    return f"{escaped}\x1b[0m" if coloured else escaped
 
 
 def one_line(text: str) -> str:

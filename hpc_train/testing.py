@@ -1,6 +1,6 @@
-"""run_ranks: run a function on several ranks of this machine, as easily as calling it. For tests, yours too.
+"""Test on real ranks: call a function on several ranks of this machine, as easily as in this process.
 
-pretend_ranks: be some ranks of thousands, without the others.
+`run_ranks` starts them; `pretend_ranks` runs some ranks of a world of thousands, without the others.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _fork(
 
 
 @dataclass(frozen=True)
-class _Word:
-    """What one rank said last."""
+class _RankOutcome:
+    """Result or traceback of one rank."""
 
     rank: int
     ok: bool
@@ -115,27 +115,27 @@ class _Word:
 
 
 def _collect(receivers: dict[Connection, int], timeout: float) -> list[Any]:
-    words: list[_Word] = []
+    outcomes: list[_RankOutcome] = []
     waiting = dict(receivers)
     deadline = time.monotonic() + timeout
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
-        news = [_hear(receiver, waiting.pop(receiver)) for receiver in list(waiting) if receiver in ready]
-        failed = [word for word in news if not word.ok]
+        arrived = [_receive_outcome(receiver, waiting.pop(receiver)) for receiver in list(waiting) if receiver in ready]
+        failed = [outcome for outcome in arrived if not outcome.ok]
         if failed:
-            min(failed, key=lambda word: word.at).raise_failure()
-        words += news
-    return [word.value for word in sorted(words, key=lambda word: word.rank)]
+            min(failed, key=lambda outcome: outcome.at).raise_failure()
+        outcomes += arrived
+    return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
 
-def _hear(receiver: Connection, rank: int) -> _Word:
+def _receive_outcome(receiver: Connection, rank: int) -> _RankOutcome:
     try:
-        word: _Word = receiver.recv()
+        outcome: _RankOutcome = receiver.recv()
     except EOFError:
-        return _Word(rank, ok=False)
-    return word
+        return _RankOutcome(rank, ok=False)
+    return outcome
 
 
 def _rank(
@@ -146,10 +146,10 @@ def _rank(
         torch.set_num_threads(1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         world = join(rank)
-        sender.send(_Word(rank, True, function(world, *args)))
+        sender.send(_RankOutcome(rank, True, function(world, *args)))
         dist.barrier()  # a rank that leaves early would break the collectives of the others
     except BaseException:
-        sender.send(_Word(rank, False, traceback.format_exc(), time.monotonic()))
+        sender.send(_RankOutcome(rank, False, traceback.format_exc(), time.monotonic()))
     finally:
         sender.close()
         os._exit(0)  # skip the exit handlers of the parent's copy

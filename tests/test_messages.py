@@ -21,15 +21,17 @@ from hypothesis import strategies as st
 
 import hpc_train
 from hpc_train.checkpoint import Saver, find_newest_verified, resume_from_checkpoint
-from hpc_train.checkpoint.errors import LostRanksError, Problem
+from hpc_train.checkpoint.errors import Problem
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, make_image
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
+from hpc_train.checkpoint.rank_consensus import CONSENSUS
 from hpc_train.checkpoint.save.save_step import WrittenShard
 from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.messages import PLAIN, Codec, MessageError, all_gather_values, broadcast_value, gather_values
-from hpc_train.runtime import consensus
+from hpc_train.runtime.consensus import RemoteFailure
 from hpc_train.testing import run_ranks
 
 
@@ -161,7 +163,7 @@ def test_a_pickle_from_the_network_is_not_loaded(tmp_path: Path) -> None:
         message = struct.pack("<Q", len(data)) + data
         first = torch.frombuffer(bytearray(message.ljust(1024, b"\0")), dtype=torch.uint8)
         with pytest.raises(LostRanksError):
-            consensus._decode_message(first, torch.empty(0, dtype=torch.uint8))
+            CONSENSUS.decode_message(first, torch.empty(0, dtype=torch.uint8))
         with pytest.raises(MessageError):
             PLAIN.decode(data)
     assert not canary.exists()
@@ -174,11 +176,11 @@ def test_what_is_said_about_checkpoints(tmp_path: Path) -> None:
     manifest = Manifest(3, 1, 1, gather_layouts([held]), (file,), {"a": [1, {"b": None}]})
     for value in (
         WrittenShard(((file, held), (file, None)), False, "w", 0.5),
-        consensus.RemoteFailure("x", True),
+        RemoteFailure("x", True),
         Problem("f", "w"),
     ):
-        assert consensus.make_codec().decode(consensus.make_codec().encode(value)) == value
-    path, found = consensus.make_codec().decode(consensus.make_codec().encode((tmp_path, manifest)))
+        assert CONSENSUS.make_codec().decode(CONSENSUS.make_codec().encode(value)) == value
+    path, found = CONSENSUS.make_codec().decode(CONSENSUS.make_codec().encode((tmp_path, manifest)))
     assert (path, found.to_bytes()) == (tmp_path, manifest.to_bytes())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hpc_train.errors import LostRanksError, RemoteError
+
 _HDF5_CAUSE = re.compile(r"errno = (\d+), error message = '([^']*)'")
 
 
@@ -16,12 +18,8 @@ class UnreadableError(CheckpointError):
     """The file system does not give a file that is there: it may do so later, so this is not damage."""
 
 
-class RemoteError(CheckpointError):
-    """What was agreed on after a rank had it; the text names the rank."""
-
-
-class LostRanksError(RuntimeError):
-    """A rank is gone, or did not come in time: what the ranks use to talk to one another no longer works."""
+class RemoteCheckpointError(RemoteError, CheckpointError):
+    """An error of some rank with a checkpoint, raised on all ranks; the text names the rank."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From text files to a token store, on request or at the first use of a configuration that names its sources."""
+"""Build token stores from text files, on request or at the first use of a config that names its sources."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpc_train.data.tokenizer import BYTE_VOCAB, SEPARATOR, ByteTokenizer, Token
 from hpc_train.errors import UserError
 
 BPE_TRAINING_BYTES = 1 << 28
-"""Of a longer text, the byte-pair encoding is trained on batches at even distances that sum up to about this."""
+"""Maximum text to train the byte-pair encoding on; of a longer text, batches at even distances of about this size."""
 
 
 @dataclass(frozen=True)
 class StoreRecipe:
-    """What determines a store's content, but for the content of the files themselves."""
+    """Settings that determine a store's content, together with the files themselves."""
 
     sources: tuple[str, ...]
     suffixes: tuple[str, ...]
@@ -47,10 +47,10 @@ def build_store(
     *,
     overwrite: bool = False,
 ) -> TokenStore:
-    """Build the store `out` from text files and folders and open it.
+    """Build the token store `out` from text files and folders, and open it.
 
-    `sources` and `suffixes` are those of `find_files`, `tokenizer` is byte or bpe, `vocab_size` the bpe's size (256 for
-    byte). A file at `out` is an error, unless it is a store and `overwrite` is set; jobs that read the old one keep it.
+    sources, suffixes: see find_source_files. tokenizer: byte or bpe. vocab_size: of the bpe; 256 for byte.
+    Raises UserError if `out` exists, unless it is a store and `overwrite` is set; jobs that read the old one keep it.
     """
     out = Path(out).expanduser()
     if out.exists() and not overwrite:
@@ -63,38 +63,40 @@ def build_store(
 
 
 def ensure_store(config: TokenDataConfig) -> Path:
-    """The store of a configuration: its path, or the cached store of its sources, which is built if it is not there.
+    """Return the path of a config's token store; build it in the cache if the config names sources and it is missing.
 
-    The cached name is a hash of all that determines the content, files by path, size and time of change. Processes
-    that get here together each build the same bytes; whoever is last renames over an equal file.
+    The cached name is a hash of everything that determines the content; files count by path, size and modification
+    time. Processes that come here together each build the same bytes, and the last one renames over an equal file.
     """
     if config.path is not None:
         return Path(config.path).expanduser()
-    recipe, files = _recipe_and_files(config)
-    path = _locate(config, recipe, files)
+    recipe, files = _make_recipe(config)
+    path = _locate_cached_store(config, recipe, files)
     if not path.exists():
         _write_tokens(recipe, files, path)
     return path
 
 
 def locate_store(config: TokenDataConfig) -> Path:
-    """Where `ensure` has the store; nothing is built."""
-    return Path(config.path).expanduser() if config.path is not None else _locate(config, *_recipe_and_files(config))
+    """Return the path that `ensure_store` returns, without building anything."""
+    if config.path is not None:
+        return Path(config.path).expanduser()
+    return _locate_cached_store(config, *_make_recipe(config))
 
 
-def _recipe_and_files(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]]:
+def _make_recipe(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]]:
     recipe = StoreRecipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
     return recipe, find_source_files(recipe.sources, recipe.suffixes)
 
 
-def _locate(config: TokenDataConfig, recipe: StoreRecipe, files: Sequence[SourceFile]) -> Path:
+def _locate_cached_store(config: TokenDataConfig, recipe: StoreRecipe, files: Sequence[SourceFile]) -> Path:
     name = f"{recipe.tokenizer}-{recipe.vocab_size}-{_hash_recipe(recipe, files)}.h5"
     return Path(config.cache).expanduser() / name
 
 
 def _hash_recipe(recipe: StoreRecipe, files: Sequence[SourceFile]) -> str:
-    facts = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
-    return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+    content = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
+    return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
 
 
 def _write_tokens(recipe: StoreRecipe, files: Sequence[SourceFile], out: Path) -> None:
@@ -122,7 +124,7 @@ def _iterate_texts(parts: Iterable[list[TextPiece]]) -> Iterator[list[bytes]]:
 
 
 def _make_block(tokenizer: Tokenizer, batch: Sequence[TextPiece]) -> TokenBlock:
-    """The tokens of a batch, a separator after each document that ends in it."""
+    """Tokenize a batch, with a separator after each document that ends in it."""
     parts: list[Tokens] = []
     starts: list[int] = []
     length = 0

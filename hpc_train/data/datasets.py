@@ -1,4 +1,4 @@
-"""Data sets as the loader sees them: samples by index, the validation split cut off the end."""
+"""Open datasets: samples by index, with the validation split cut off the end."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ Indices = npt.NDArray[np.int64]
 
 
 class Dataset(Protocol):
-    """Samples addressed by index; reading one changes nothing."""
+    """Samples addressed by index; reading has no side effects."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def tokens_per_sample(self) -> int:
-        """Targets of one sample: tokens of a sequence, 1 for a labelled image."""
+        """Number of targets in one sample: the tokens of a sequence, 1 for a labelled image."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens are below this; None for images."""
+        """Size of the vocabulary; None for images."""
 
     @property
     def classes(self) -> int | None:
-        """Labels are below this; None for tokens."""
+        """Number of labels; None for tokens."""
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Loss of a unigram model of the training part on itself, nats per token; None for images."""
+        """Loss of a unigram model of the training split on that split, in nats per token; None for images."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples `indices` (any order, repeats allowed), in contiguous tensors."""
+        """Return inputs and targets of some samples, in contiguous tensors. indices: any order, repeats allowed."""
 
 
 def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Dataset:
-    """The samples of one split. The store of a token data set is built first where it is not there yet.
+    """Open one split of a dataset; the store of a token dataset is built first if it is not there yet.
 
-    `sequence_length` has no meaning for images. A split without a single sample is a UserError.
+    sequence_length: in tokens; no effect on images. Raises UserError if the split has no sample.
     """
     if split == "validation" and config.validation_fraction == 0:
         raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
@@ -71,7 +71,7 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
 
 
 def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset:
-    """The token data set of a configuration: `TokenStore` and where the split begins and ends in it."""
+    """Open one split of a token dataset: its TokenStore, and where the split begins and ends in it."""
     store = TokenStore.open(ensure_store(config))
     boundary = _find_boundary(len(store.tokens), config.validation_fraction)
     begin, end = (0, boundary) if split == "train" else (boundary, len(store.tokens))
@@ -84,7 +84,7 @@ def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Spl
 
 
 def check_model_fits_data(model: ModelConfig, data: Dataset) -> None:
-    """A UserError if the shape of a model that we know cannot take this data; a user's own model is not judged."""
+    """Raise UserError if a built-in model cannot take this data; a user's own model is not checked."""
     if isinstance(model, TransformerConfig):
         _check_transformer(model, data)
     elif isinstance(model, VisionTransformerConfig):
@@ -93,7 +93,7 @@ def check_model_fits_data(model: ModelConfig, data: Dataset) -> None:
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Sequences of T tokens side by side: sample i reads tokens [iT, iT + T] of its split, its targets are one on."""
+    """Adjacent sequences of T tokens: sample i reads tokens [iT, iT + T] of its split; targets are shifted by one."""
 
     name: str
     store: TokenStore
@@ -101,13 +101,13 @@ class TokenDataset:
     begin: int
     end: int
     boundary: int
-    """Tokens of the training part."""
+    """Index in the store at which the validation split begins."""
 
     def __len__(self) -> int:
         return (self.end - self.begin - 1) // self.sequence_length
 
     def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Two int64 tensors of shape (indices, T)."""
+        """Return inputs and targets, two int64 tensors of shape (indices, T)."""
         rows = self._rows[indices]
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
@@ -129,7 +129,7 @@ class TokenDataset:
 
     @cached_property
     def _rows(self) -> Tokens:
-        """(samples, T + 1) over the memory map itself; neighbouring rows share a token."""
+        """View of the memory map as (samples, T + 1), without a copy; neighbouring rows share a token."""
         tokens = self.store.tokens[self.begin : self.end]
         windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
         return windows[:: self.sequence_length]
@@ -150,7 +150,7 @@ class ImageDataset:
         return len(self.labels)
 
     def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """(indices, channels, height, width) float32 and (indices,) int64."""
+        """Return images, (indices, channels, height, width) float32, and labels, (indices,) int64."""
         chosen = torch.from_numpy(indices)
         return self.images[chosen], self.labels[chosen]
 
@@ -168,7 +168,7 @@ class ImageDataset:
 
 
 def open_image_dataset(config: ImageDataConfig, split: Split) -> ImageDataset:
-    """The handwritten digits that ship with scikit-learn (Alpaydin and Kaynak 1998, UCI optdigits, test part)."""
+    """Open the handwritten digits that ship with scikit-learn (Alpaydin and Kaynak 1998, UCI optdigits, test part)."""
     if config.name != "digits":
         raise UserError(f"data.name={config.name} is not an image data set here: digits")
     pixels, labels = _load_digits()
@@ -213,9 +213,9 @@ def _check_vision_transformer(model: VisionTransformerConfig, data: Dataset) -> 
     if model.classes < data.classes:
         raise UserError(f"model.classes={model.classes} but data {data.name} have {data.classes}: set model.classes")
     shape = tuple(data.get(np.zeros(1, np.int64))[0].shape[1:])
-    wanted = (model.channels, model.image_size, model.image_size)
-    if shape != wanted:
+    expected = (model.channels, model.image_size, model.image_size)
+    if shape != expected:
         raise UserError(
-            f"model {model.name} takes images of (channels, height, width) {wanted} but those of data {data.name} are "
-            f"{shape}: set model.channels={shape[0]} model.image_size={shape[1]}"
+            f"model {model.name} takes images of (channels, height, width) {expected} but those of data {data.name} "
+            f"are {shape}: set model.channels={shape[0]} model.image_size={shape[1]}"
         )

@@ -1,4 +1,4 @@
-"""One rank's share of every step, assembled one step ahead on a thread of its own."""
+"""Load each rank's share of every step, one step ahead, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpc_train.interfaces import MicroBatch, StepBatch
 
 
 class Loader:
-    """Batches addressed by the run's sample position, so that there is no state to save or to restore."""
+    """Loads batches by the run's sample position, so that there is no state to save or restore."""
 
     def __init__(
         self, dataset: Dataset, seed: int, global_batch: int, micro_batch: int, dp_index: int, dp_size: int
     ) -> None:
-        """`global_batch` in samples over all `dp_size` shares, `micro_batch` in samples of this share."""
+        """Start the thread. global_batch: samples over all `dp_size` shares. micro_batch: samples of this share."""
         assert 0 <= dp_index < dp_size
         assert micro_batch > 0
         self.dataset = dataset
@@ -37,9 +37,9 @@ class Loader:
         self._thread = _start_thread()
 
     def batch(self, step_start_sample: int) -> StepBatch:
-        """This rank's contiguous share of the step at positions [step_start_sample, + global_batch).
+        """Return this rank's contiguous share of the samples [step_start_sample, step_start_sample + global_batch).
 
-        The batch of the step after it is begun in the background; what goes wrong there is raised when it is asked for.
+        The next step's batch is then loaded in the background; an error there is raised when that batch is requested.
         """
         if self._next is not None and self._next[0] == step_start_sample:
             future = self._next[1]
@@ -52,7 +52,7 @@ class Loader:
         return StepBatch(micro, first=self.offset)
 
     def close(self) -> None:
-        """End the thread; the loader gives no batch after this."""
+        """End the thread; the loader cannot be used afterwards."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._next = None
 
@@ -78,19 +78,22 @@ class Loader:
 
 
 def compute_share(global_batch: int, dp_size: int) -> int:
-    """Samples of one of `dp_size` equal shares of a step; a UserError where there is a remainder."""
+    """Return the samples in one of `dp_size` equal shares of a step. Raises UserError if there is a remainder."""
     if global_batch % dp_size == 0:
         return global_batch // dp_size
     below = global_batch // dp_size * dp_size
-    legal = " or ".join(str(value) for value in (below, below + dp_size) if value)
+    divisible = " or ".join(str(value) for value in (below, below + dp_size) if value)
     raise UserError(
-        f"train.global_batch={global_batch} does not divide over {dp_size} data-parallel ranks: set it to {legal}"
+        f"train.global_batch={global_batch} does not divide over {dp_size} data-parallel ranks: set it to {divisible}"
     )
 
 
 def _start_thread() -> ThreadPoolExecutor:
-    """One thread that has already started, with every signal blocked: they belong to the main thread, whose system
-    calls they have to interrupt."""
+    """Start one thread with every signal blocked.
+
+    Signals belong to the main thread: one that the kernel delivers to this thread would not interrupt the main thread's
+    system calls, and Python would run its handler late.
+    """
     executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
     with _signals_blocked():
         executor.submit(int).result()

@@ -1,8 +1,7 @@
-"""Which files a corpus is made of, whether they are text, and their text in pieces of bounded size.
+"""Find a corpus's files, check that they are text, and read them in pieces of bounded size.
 
-A file is judged by its name if that says table or archive, otherwise by its content: training on anything else would
-run without an error on what looks like noise. Only samples are read for that: the beginning, and windows at even
-distances.
+A file whose name says table or archive is refused; any other is judged by samples of its content: the beginning, and
+windows at even distances. Without the check, training on binary data would run without an error and learn noise.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One document, with what tells a changed file from an unchanged one."""
+    """One document, with the size and time that show whether it has changed."""
 
     path: Path
     size: int
@@ -51,25 +50,25 @@ class TextPiece(NamedTuple):
 
 
 def find_source_files(sources: Sequence[str], suffixes: Sequence[str]) -> list[SourceFile]:
-    """The files of all `sources`, each once: the sources in the order given, each folder in sorted order.
+    """Find the files of all `sources`, each once: sources in the given order, files of a folder sorted.
 
-    Of a folder, the files with one of the `suffixes` at any depth, leaving out hidden ones, __pycache__ and symbolic
-    links to folders; a file that is named itself is taken whatever its suffix. A source that is missing, unreadable or
-    without a matching file is a UserError.
+    A folder gives its files with one of the `suffixes` at any depth, except hidden ones, __pycache__ and symbolic links
+    to folders; a file that is named itself may have any suffix. Raises UserError if a source is missing, unreadable or
+    has no matching file.
     """
     if not sources:
         raise UserError("no sources: name text files or folders (data.sources=[FOLDER]), or a store (data.path=FILE)")
-    found: dict[Path, SourceFile] = {}
+    files: dict[Path, SourceFile] = {}
     for source in sources:
         for path in _expand(source, tuple(suffixes)):
             resolved = path.resolve()
-            if resolved not in found:
-                found[resolved] = _stat(path)
-    return list(found.values())
+            if resolved not in files:
+                files[resolved] = _stat(path)
+    return list(files.values())
 
 
 def iterate_batches(files: Sequence[SourceFile]) -> Iterator[list[TextPiece]]:
-    """The text of all files in order, at least BATCH_BYTES at a time but for the last batch."""
+    """Yield the text of all files in order, in batches of at least BATCH_BYTES, except for the last one."""
     batch: list[TextPiece] = []
     size = 0
     for file in files:
@@ -84,7 +83,7 @@ def iterate_batches(files: Sequence[SourceFile]) -> Iterator[list[TextPiece]]:
 
 
 def is_of_stdlib(path: Path) -> bool:
-    """Whether a file is in the running Python's standard library, judged by its path."""
+    """Return whether a file is in the running Python's standard library, judged by its path."""
     return path.is_relative_to(Path(os.__file__).parent) and not _NOT_STDLIB & set(path.parts)
 
 
@@ -120,8 +119,8 @@ def _raise_error(error: OSError) -> None:
 
 
 def _stat(path: Path) -> SourceFile:
-    facts = path.stat()
-    return SourceFile(path, facts.st_size, facts.st_mtime_ns)
+    status = path.stat()
+    return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 
 def _iterate_pieces(path: Path) -> Iterator[TextPiece]:
@@ -141,7 +140,7 @@ def _iterate_pieces(path: Path) -> Iterator[TextPiece]:
 
 
 def _character_boundary(text: bytes) -> int:
-    """Where the last UTF-8 character begins; the end where the last four bytes hold no first byte of one."""
+    """Return where the last UTF-8 character begins; the length if none of the last four bytes begins one."""
     for back in range(1, min(4, len(text)) + 1):
         if text[-back] & 0xC0 != 0x80:
             return len(text) - back
@@ -304,13 +303,13 @@ def _count_invalid_bytes(sample: bytes) -> int:
 def _find_table(head: bytes) -> str | None:
     """Detect comma- and tab-separated columns and JSON records, whatever the file's name."""
     lines = head.decode("utf-8", errors="replace").splitlines()
-    whole = [line for line in (lines if len(head) < _HEAD_BYTES else lines[:-1]) if line.strip()]
-    if len(whole) >= 2 and all(map(_is_record, whole[:3])):
+    complete = [line for line in (lines if len(head) < _HEAD_BYTES else lines[:-1]) if line.strip()]
+    if len(complete) >= 2 and all(map(_is_record, complete[:3])):
         return f"is JSON Lines: {_COLUMN}"
-    if len(whole) < _TABLE_ROWS:
+    if len(complete) < _TABLE_ROWS:
         return None
     for delimiter in ",\t;|":
-        rows = list(csv.reader(whole[:200], delimiter=delimiter))
+        rows = list(csv.reader(complete[:200], delimiter=delimiter))
         columns = {len(row) for row in rows}
         if len(columns) != 1 or min(columns) < _TABLE_COLUMNS:
             continue

@@ -1,7 +1,7 @@
-"""The token store: one HDF5 file whose tokens lie contiguously, read by a memory map at their own offset.
+"""Read and write token stores: one HDF5 file with contiguous tokens, read through a memory map at their offset.
 
-Written in bounded memory, with a name only once the file is whole. The counts of tokens give the loss of a model that
-knows only how frequent each token is: the mark that a trained loss is held against.
+A store is written in bounded memory and gets its name only when it is complete. The counts of tokens give the loss of a
+unigram model, which knows only how frequent each token is: a trained model must be better.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpc_train.errors import UserError
 
 FORMAT = "hpc_train.tokens"
 VERSION = 1
-"""Raised when a file written today could not be read by the reader of yesterday."""
+"""Version of the format; increased whenever older readers could not read a new file."""
 
 TOKENS = "tokens"
 """1-D, contiguous layout, little-endian: every document followed by the tokenizer's separator."""
@@ -36,14 +36,14 @@ TOKENIZER = "tokenizer_json"
 """uint8, the tokenizer's own JSON; a data set because an attribute ends at 64 KiB. Absent for the byte tokenizer."""
 
 SLICE_TOKENS = 1 << 22
-"""Tokens looked at in one go by everything that reads a whole store."""
+"""Tokens read at once by everything that reads a whole store."""
 
 Tokens = npt.NDArray[np.unsignedinteger]
 Counts = npt.NDArray[np.int64]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest of the two formats of a store that holds every token below `vocab_size`."""
+    """Return uint16 if it holds every token below `vocab_size`, else uint32; little-endian."""
     assert 0 < vocab_size <= 1 << 32
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
@@ -56,7 +56,7 @@ class TokenStore:
     tokens: Tokens
     """(tokens,), a read-only memory map."""
     documents: npt.NDArray[np.int64]
-    """(documents,), a read-only memory map: where each one begins in `tokens`."""
+    """(documents,), a read-only memory map: index in `tokens` at which each document begins."""
     counts: Counts
     """(vocab_size,)"""
     vocab_size: int
@@ -72,7 +72,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
-        """Open `path`. A file that is missing, cut short, of another kind or of a later format is a UserError."""
+        """Open a store. Raises UserError if it is missing, truncated, of another kind or of a later format."""
         path = Path(path).expanduser()
         if not path.is_file():
             raise UserError(f"no token store at {path}: build one with `hpc-train data build {path} FOLDER`")
@@ -87,7 +87,7 @@ class TokenStore:
 
 
 def verify_store(store: TokenStore) -> bool:
-    """Whether the tokens are still those that were written; reads the whole file."""
+    """Return whether the tokens still have the digest with which they were written; reads the whole file."""
     state = xxhash.xxh3_128()
     for start in range(0, len(store.tokens), SLICE_TOKENS):
         state.update(store.tokens[start : start + SLICE_TOKENS].data)
@@ -123,7 +123,7 @@ def _check_header(file: h5py.File, path: Path) -> None:
 
 
 def _map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
-    """A memory map of a contiguous data set, without going through HDF5 for the data."""
+    """Map a contiguous dataset into memory, without HDF5 between it and its reader."""
     offset = dataset.id.get_offset()
     if dataset.chunks is not None or dataset.ndim != 1 or offset is None:
         raise UserError(f"{path}: data set {dataset.name} is not contiguous (repacked?): build the store again")
@@ -148,7 +148,7 @@ def _first_line(error: Exception) -> str:
 
 
 def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
-    """How often each token occurs, (vocab_size,). Memory does not grow with the number of tokens."""
+    """Count how often each token occurs, (vocab_size,). Memory does not grow with the number of tokens."""
     total = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), SLICE_TOKENS):
         total += np.bincount(tokens[start : start + SLICE_TOKENS], minlength=vocab_size)
@@ -156,16 +156,16 @@ def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
 
 
 def compute_entropy(counts: Counts) -> float:
-    """Entropy of the distribution that `counts` describe, in nats; 0 where they are all 0."""
+    """Return the entropy of the distribution with these counts, in nats; 0 if all of them are 0."""
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return float(np.log(total) - (seen * np.log(seen)).sum() / total) if total else 0.0
 
 
 def compute_unigram_entropy(store: TokenStore, stop: int | None = None) -> float:
-    """Loss of a unigram model of the first `stop` tokens (None: all) on those tokens, in nats per token.
+    """Return the loss of a unigram model of the first `stop` tokens (None: all) on those, in nats per token.
 
-    Only the shorter side of `stop` is read; the store knows the counts of the whole.
+    Reads only the shorter side of `stop`: the other side's counts follow from those of the whole store.
     """
     tokens = len(store.tokens)
     stop = tokens if stop is None else stop
@@ -176,7 +176,7 @@ def compute_unigram_entropy(store: TokenStore, stop: int | None = None) -> float
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What is known of a store before its first token; the fields are those of TokenStore."""
+    """Fields of a TokenStore that are known before its first token."""
 
     vocab_size: int
     tokenizer: str
@@ -186,19 +186,19 @@ class StoreHeader:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The next tokens of a store; a document may run over several blocks."""
+    """Consecutive tokens of a store; a document may span several blocks."""
 
     tokens: Tokens
     starts: npt.NDArray[np.int64]
-    """Where documents begin within `tokens`."""
+    """Indices in `tokens` at which documents begin."""
 
 
 def write_store(path: Path, blocks: Iterable[TokenBlock], header: StoreHeader) -> None:
-    """Write all `blocks` to `path`, replacing what is there in one step; the same input gives the same bytes.
+    """Write `blocks` to a store, replacing an old one by one rename; the same input gives the same bytes.
 
-    HDF5 must know the length of a contiguous data set when it is made, so the tokens are first spooled to a nameless
-    file in the same folder, which needs room for the tokens twice. No tokens at all, or a folder that cannot be
-    written, is a UserError.
+    HDF5 must know the length of a contiguous dataset when it is created, so the tokens are first spooled to a nameless
+    file in the same folder: there must be room for the tokens twice. Raises UserError if there are no tokens, or if the
+    folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def _copy_tokens(spool: IO[bytes], dataset: h5py.Dataset) -> None:
 
 @contextmanager
 def _publish(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write; it takes that name, durably, only when the block ends well."""
+    """Give a temporary file to write; it is synced and renamed to `path` only if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary

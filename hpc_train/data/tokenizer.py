@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes as they are, or a byte-pair encoding trained on the text itself."""
+"""Convert text to tokens and back: one token a byte, or a byte-pair encoding trained on the corpus itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """What a store is built with and inspected through."""
+    """Converts between text and tokens."""
 
     @property
     def name(self) -> str: ...
@@ -28,19 +28,18 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Tokens of each text, without separators."""
+        """Return the tokens of each text, without separators."""
 
     def decode(self, tokens: Tokens) -> str:
-        """Text of the tokens; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
 
     def to_json(self) -> str:
-        """Everything that `load` needs; empty where the name says it all."""
+        """Return everything that `load_tokenizer` needs; empty if the name is enough."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A token is a byte. The separator is the zero byte, the one ASCII value that text files do not hold: a newline
-    would look like the end of any line."""
+    """One token a byte. The separator is the zero byte, because text files hold none; a newline ends every line."""
 
     name: str = "byte"
     vocab_size: int = BYTE_VOCAB
@@ -81,9 +80,9 @@ class BpeTokenizer:
 
 
 def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokenizer:
-    """A byte-pair encoding of at most `vocab_size` entries trained on the texts in `batches`; fewer if they run out.
+    """Train a byte-pair encoding of at most `vocab_size` entries; fewer if the texts have fewer pairs.
 
-    The 256 bytes and the separator come first, so fewer than 257 entries are a UserError.
+    The first entries are the separator and the 256 bytes. Raises UserError for fewer than 257 entries.
     """
     package = _import_tokenizers()
     if vocab_size <= BYTE_VOCAB:
@@ -106,7 +105,7 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
 
 
 def load_tokenizer(store: TokenStore) -> Tokenizer:
-    """The tokenizer that `store` was built with, from the store alone."""
+    """Load the tokenizer that a store was built with, from the store alone."""
     if store.tokenizer == "byte":
         return ByteTokenizer()
     if store.tokenizer == "bpe":

@@ -16,7 +16,7 @@ from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.findings import Finding, fail_check, join_first, merge_findings, pass_check, warn_check
 from hpc_train.interfaces import Task
-from hpc_train.runtime.host_info import compare_with_mpi, compare_with_slurm, read_mpi_view
+from hpc_train.runtime.host_info import compare_with_mpi, compare_with_slurm, read_mpi_rank_and_size
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
     """
     told = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
     if told and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
-        view = read_mpi_view()
+        view = read_mpi_rank_and_size()
         return None if view is None else compare_with_mpi(task, view)
     if "SLURM_STEP_ID" in env and task.processes > 1:
         return "srun told MPI nothing (--mpi=none): to MPI every rank is 0 of 1; where MPI is used, srun --mpi=pmix"

@@ -11,7 +11,6 @@ from hpc_train.runtime import processes
 # Whoever imports this module has handlers already.
 _stop_request = processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
 
-import gc  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -24,16 +23,10 @@ def import_training() -> None:
     Collections would go through all modules made so far again and again, which is a quarter of a rank's start; later
     ones, in the middle of a step, would take as long as all modules are many.
     """
-    was = gc.isenabled()
-    gc.disable()
-    try:
+    with processes.pause_gc(freeze=True):
         import torch._dynamo  # noqa: F401  the first optimizer asks for it
 
         import hpc_train.training.rank  # noqa: F401
-    finally:
-        gc.freeze()
-        if was:
-            gc.enable()
 
 
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"

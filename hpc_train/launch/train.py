@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -210,25 +209,22 @@ class SharedSpec:
 
 
 def share_spec(config: RunConfig, task: Task) -> SharedSpec:
-    """Process 0 freezes the run; everybody gets its spec and attempt, or an exception where it could not."""
-    assert task.store is not None
-    if task.process != 0:
-        text = task.store.get("spec").decode()
-        if task.store.add("heard", 1) == task.processes - 1:
-            task.store.set("all heard", "")
-        return _parse_shared_spec(json.loads(text))
-    error: UserError | None = None
-    message: dict[str, Any] = {}
+    """Freeze the run on process 0; every process gets its spec and attempt.
+
+    Raises UserError on process 0 if it cannot be frozen, and _ReportedByRank0 on the others. A collective.
+    """
+    from hpc_train.runtime.consensus import decide_on_process_0, leave_together
+
     try:
-        message = _freeze_on_rank_0(config, task.processes)
-    except UserError as wrong:
-        error, message = wrong, {"refused": True}
-    task.store.set("spec", json.dumps(message))
-    if task.processes > 1:
-        task.store.wait(["all heard"])  # the store ends with this process
-    if error is not None:
-        raise error
-    return _parse_shared_spec(message)
+        message = decide_on_process_0(task, "spec", lambda: _freeze_on_rank_0(config, task.processes))
+    except UserError:
+        if task.process == 0:
+            raise
+        raise _ReportedByRank0 from None
+    if not message:
+        leave_together(task, "spec/done")
+        return SharedSpec(None)
+    return SharedSpec(JobSpec(**message["spec"]), message["attempt"])
 
 
 def _freeze_on_rank_0(config: RunConfig, processes: int) -> dict[str, Any]:
@@ -237,9 +233,3 @@ def _freeze_on_rank_0(config: RunConfig, processes: int) -> dict[str, Any]:
         print(done)
         return {}
     return {"spec": asdict(spec), "attempt": make_attempt(spec.folder())}
-
-
-def _parse_shared_spec(message: dict[str, Any]) -> SharedSpec:
-    if "refused" in message:
-        raise _ReportedByRank0
-    return SharedSpec(JobSpec(**message["spec"]), message["attempt"]) if message else SharedSpec(None)

@@ -1,1 +1,1 @@
-"""From a started process to a World: who am I, where do we meet, the process group and the mesh, signals."""
+"""Turn a started process into a rank: identity, rendezvous, rank assignment, process group, consensus, signals."""

@@ -1,4 +1,4 @@
-"""This rank's GPU and what is next to it; and its processors, memory and threads, bound to its share of the node."""
+"""Find this rank's GPU and what is next to it, and bind the rank to its share of the node's processors and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeSurvey:
-    """What one process finds out for all of its node."""
+    """GPUs and NICs of a node, read by one process for all of them."""
 
     cliques: dict[str, str] = field(default_factory=dict)
     """PCI address of a GPU -> NVLink domain that spans nodes."""
@@ -43,16 +43,16 @@ class NodeSurvey:
 
 
 def find_pci_address(device: torch.device) -> str | None:
-    """PCI address in full, lower case (0000:07:00.0), of a GPU of torch's; None for the CPU."""
+    """Return the full PCI address of a torch device in lower case (0000:07:00.0); None for the CPU."""
     if device.type != "cuda":
         return None
-    its: Any = torch.cuda.get_device_properties(device)
-    bus = getattr(its, "pci_bus_id", None)
-    return None if bus is None else f"{its.pci_domain_id:04x}:{bus:02x}:{its.pci_device_id:02x}.0"
+    properties: Any = torch.cuda.get_device_properties(device)
+    bus = getattr(properties, "pci_bus_id", None)
+    return None if bus is None else f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
 
 
 def find_nearby_processors(pci: str, root: Path = Path("/")) -> frozenset[int]:
-    """Processors next to a PCI device; empty where the machine does not tell."""
+    """Return the processors next to a PCI device; empty if the machine does not tell."""
     try:
         return parse_cpus((root / "sys/bus/pci/devices" / pci / "local_cpulist").read_text())
     except (OSError, ValueError):
@@ -60,11 +60,11 @@ def find_nearby_processors(pci: str, root: Path = Path("/")) -> frozenset[int]:
 
 
 def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
-    """The GPUs and NICs of this node. What cannot be read is left out, with a warning: it must not stop a job."""
+    """Read the GPUs and NICs of this node. If that fails it warns and returns nothing: it must not stop a job."""
     try:
         cluster = read()
         node = cluster.nodes[0]
-        found = assign_nics(node, cluster.links)
+        assignment = assign_nics(node, cluster.links)
     except Exception as error:
         log.warning("the GPUs and NICs of this node could not be read", exc_info=error)
         return NodeSurvey()
@@ -72,15 +72,15 @@ def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
     pci = {gpu.id: gpu.pci or gpu.id for gpu in node.gpus}
     return NodeSurvey(
         cliques={pci[gpu.id]: gpu.clique for gpu in node.gpus if gpu.clique is not None},
-        nics=[devices[nic.id] for nic in node.nics if nic.id not in found.dropped],
-        dropped={devices[nic]: why for nic, why in found.dropped.items() if why != NO_PORT_UP},
-        nic_of={pci[gpu]: devices[nic] for gpu, nic in found.nic_of.items()},
+        nics=[devices[nic.id] for nic in node.nics if nic.id not in assignment.dropped],
+        dropped={devices[nic]: why for nic, why in assignment.dropped.items() if why != NO_PORT_UP},
+        nic_of={pci[gpu]: devices[nic] for gpu, nic in assignment.nic_of.items()},
     )
 
 
 @dataclass(frozen=True)
 class RankBinding:
-    """What came of binding one rank."""
+    """Processors, memory and threads that a rank was bound to."""
 
     binding: CpuBinding
     threads: int
@@ -88,8 +88,8 @@ class RankBinding:
     memory_problem: str | None = None
     """Why the memory is not bound though its node is known."""
 
-    def line(self) -> str:
-        """For a person."""
+    def describe(self) -> str:
+        """Describe in a few words what this rank is bound to, or why it is not."""
         if not self.binding.cpus:
             return self.binding.reason
         where = f"processors {format_cpus(self.binding.cpus)}, {self.binding.reason}"
@@ -100,7 +100,7 @@ class RankBinding:
         return f"{where}, and memory of NUMA node {self.binding.memory}"
 
     def as_json(self) -> dict[str, Any]:
-        """As rankmap.json has it."""
+        """Return this rank's fields of rankmap.json."""
         cpus = self.binding.cpus or os.sched_getaffinity(0)
         memory = None if self.memory_problem else self.binding.memory
         return {"cpus": format_cpus(cpus), "memory": memory, "threads": self.threads, "binding": self.binding.reason}
@@ -109,10 +109,11 @@ class RankBinding:
 def bind_rank(
     launch: LaunchConfig, seats: Sequence[RankSeat], local: int, env: MutableMapping[str, str], mpi: bool = False
 ) -> RankBinding:
-    """Bind this process as the local-th of the ranks of its node, and give torch as many threads as it has cores.
+    """Bind this process to its share of the node, and give torch as many threads as that has cores.
 
-    A number of threads that the user has set stays; where it is more than a rank's share, no rank is bound. mpi: MPI
-    moves data in this run; its launcher binds, as its library waits by spinning and needs to know of it.
+    seats: of all ranks of the node, by local rank; `local` is this one's. A number of threads that the user has set
+    stays; if it is more than a rank's share, no rank is bound. mpi: MPI moves data in this run, so its launcher binds:
+    MPI libraries wait by spinning, and must know which cores are theirs.
     """
     chosen = launch.threads or read_user_threads(env, seats)
     binding = _choose_binding(launch, seats, local, chosen)
@@ -141,12 +142,13 @@ def _choose_binding(launch: LaunchConfig, seats: Sequence[RankSeat], local: int,
 
 
 def read_user_threads(env: Mapping[str, str], seats: Sequence[RankSeat]) -> int | None:
-    """OMP_NUM_THREADS, unless it is what a launcher sets by itself: the processors of a task, or those of the node
-    shared out.
+    """Return OMP_NUM_THREADS if the user has set it; None if it looks like what a launcher sets by itself.
+
+    Launchers set the processors of a task, or those of the node divided by its ranks.
     """
     number = _read_number(env)
-    everything = len(frozenset[int]().union(*(seat.allowed for seat in seats)))
-    usual = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, everything // len(seats)))}
+    all_processors = len(frozenset[int]().union(*(seat.allowed for seat in seats)))
+    usual = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, all_processors // len(seats)))}
     return None if str(number) in usual else number
 
 

@@ -1,8 +1,9 @@
 """Agree between ranks: rank 0 decides, and all ranks succeed or all raise the same error.
 
-`run_on_rank_0` and `gather_and_decide` are for all ranks, `gather_on_subset` for some, `send_object` and
-`receive_object` for two. Values travel as data (hpc_train.messages), over CPU tensors; nothing is unpickled. A rank
-that fails still takes part, so nobody waits for it.
+With a process group: `Consensus`, for all ranks, for some of them, or for two. Values travel as data
+(hpc_train.messages) over CPU tensors; nothing is unpickled. A rank that fails still takes part, so nobody waits for it.
+
+Before there is one, nobody has a rank: `decide_on_process_0` and `leave_together` go through the job's store.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -20,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.checkpoint.errors import CheckpointError, LostRanksError, RemoteError, format_error
-from hpc_train.errors import UserError
-from hpc_train.interfaces import World
+from hpc_train.errors import LostRanksError, RemoteError, UserError
+from hpc_train.interfaces import Task, World
 from hpc_train.messages import Codec, MessageError
+from hpc_train.runtime.store.exchange import arrive, publish, read_published, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
+# A message's first part has a fixed size, so that one collective is enough for nearly all of them: without it, ranks
+# would first have to exchange lengths.
 _FIRST_BYTES = 1024
 _LENGTH = struct.Struct("<Q")
 _FIRST_PAYLOAD = _FIRST_BYTES - _LENGTH.size
@@ -42,200 +45,237 @@ class RemoteFailure:
 
     text: str
     by_user: bool = False
+    """Raised as UserError."""
     lost: bool = False
-    """A rank is, and with it the group."""
+    """Raised as LostRanksError: a rank is gone, and the group with it."""
 
 
-def run_on_rank_0(world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
-    """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process.
-
-    Raises LostRanksError, not the same on every rank, where one of them is gone or late; the group is then of no use.
-    """
-    verdict = capture_failure(work) if _is_rank_0(world) else None
-    return cast(R, raise_failure(_broadcast_from_rank_0(world, verdict, group)))
+def make_plain_codec() -> Codec:
+    """Return a codec for values of Python's plain types."""
+    return Codec((RemoteFailure,))
 
 
-def gather_and_decide(
-    world: World | None,
-    work: Callable[[], T],
-    then: Callable[[list[T]], R],
-    group: ProcessGroup | None = None,
-) -> R:
-    """Run `work` on every rank, then `then` on rank 0 with all results in rank order.
-
-    Every rank gets the result of `then`, or raises the first error of any of them. A rank that fails still takes part,
-    so nobody waits for it. Raises LostRanksError as `on_first` does.
-    """
-    who = f"rank {world.rank}: " if world and world.size > 1 else ""
-    results = _gather_on_rank_0(world, capture_failure(work, who), group)
-    verdict: Any = None
-    if _is_rank_0(world):
-        failure = next((result for result in results if isinstance(result, RemoteFailure)), None)
-        verdict = failure or capture_failure(lambda: then(cast(list[T], results)))
-    return cast(R, raise_failure(_broadcast_from_rank_0(world, verdict, group)))
+def format_error_line(error: BaseException) -> str:
+    """Format an error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def gather_on_subset(
-    ranks: Sequence[int],
-    rank: int,
-    work: Callable[[], T],
-    then: Callable[[list[T]], Sequence[R]],
-    group: ProcessGroup | None = None,
-) -> R:
-    """As on_all for some ranks, of which `rank` is one: `then`, on the first of them, has an answer for each.
+@dataclass(frozen=True)
+class Consensus:
+    """Rank 0 decides and errors are shared, in one room's values and errors."""
 
-    Only they call it. Raises ToldError where it is another's error, and LostRanksError as `on_first` does.
-    """
-    mine, first = capture_failure(work, f"rank {rank}: "), ranks[0]
-    if rank != first:
-        send_object(mine, first, group)
-        return cast(R, raise_failure(receive_object(first, group)))
-    results = [mine, *(capture_failure(partial(receive_object, it, group)) for it in ranks[1:])]
-    verdict: Any = next((result for result in results if isinstance(result, RemoteFailure)), None)
-    verdict = verdict or capture_failure(lambda: list(then(cast(list[T], results))), f"rank {rank}: ")
-    for index, it in enumerate(ranks[1:], 1):
-        with suppress(LostRanksError):  # the others must hear it
-            send_object(verdict if isinstance(verdict, RemoteFailure) else verdict[index], it, group)
-    return cast(R, raise_failure(verdict)[0])
+    make_codec: Callable[[], Codec] = make_plain_codec
+    """Encodes the room's values, and RemoteFailure. Called for each message: cache it."""
+    expected: tuple[type[Exception], ...] = ()
+    """Errors that one line explains; of any other the traceback is logged where it happens."""
+    shared: tuple[type[Exception], ...] = (Exception,)
+    """Errors that all ranks raise, besides UserError; any other is raised at once, on its own rank alone."""
+    format_error: Callable[[BaseException], str] = format_error_line
+    """error -> one line."""
+    remote_error: type[RemoteError] = RemoteError
+    """Raised for an error that is not the user's, on the rank where it happened too."""
 
+    def run_on_rank_0(self, world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
+        """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process.
 
-def send_object(value: Any, rank: int, group: ProcessGroup | None = None) -> None:
-    """Give it to a rank that calls `hear`, and wait until it has it. Raises LostRanksError."""
-    first, rest = _encode_message(value)
-    with report_lost_ranks():
-        dist.send(first, dst=rank, group=group)
-        if len(rest):
-            dist.send(rest, dst=rank, group=group)
+        Raises LostRanksError, perhaps on some ranks only, if a rank is gone or late; the group is then of no use.
+        """
+        outcome = self.capture_failure(work) if _is_rank_0(world) else None
+        return cast(R, self.raise_failure(self._broadcast_from_rank_0(world, outcome, group)))
 
+    def run_on_rank_0_first(self, world: World, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0, which may build a file that the others then find, then on the others.
 
-def receive_object(rank: int, group: ProcessGroup | None = None) -> Any:
-    """What a rank tells this one. Raises LostRanksError."""
-    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-    with report_lost_ranks():
-        dist.recv(first, src=rank, group=group)
-        rest = torch.empty(_count_missing_bytes(first), dtype=torch.uint8)
-        if len(rest):
-            dist.recv(rest, src=rank, group=group)
-    return _decode_message(first, rest)
+        Returns each rank's own result, so that it need not travel. If rank 0 fails, the others fail too.
+        """
+        results: list[T] = []
+        self.run_on_rank_0(world, lambda: results.append(work()))
+        return results[0] if results else work()
 
+    def gather_and_decide(
+        self,
+        world: World | None,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], R],
+        group: ProcessGroup | None = None,
+    ) -> R:
+        """Run `work` on every rank, then `decide` on rank 0 with all results in rank order.
 
-def capture_failure(work: Callable[[], T], who: str = "") -> T | RemoteFailure:
-    """The result, or the error as it may travel. who: begins its text, unless another rank had it."""
-    try:
-        return work()
-    except UserError as error:
-        return RemoteFailure(str(error), by_user=True)
-    except RemoteError as error:
-        return RemoteFailure(str(error))
-    except LostRanksError as error:
-        return RemoteFailure(who + format_error(error), lost=True)
-    except Exception as error:
-        if not isinstance(error, (OSError, CheckpointError)):
-            _log.exception("checkpoint: unexpected error")  # the others see one line; the traceback is here
-        return RemoteFailure(who + format_error(error))
+        Every rank gets the result of `decide`, or raises the first error of any of them. Raises LostRanksError as
+        `run_on_rank_0` does.
+        """
+        who = f"rank {world.rank}: " if world and world.size > 1 else ""
+        results = self._gather_on_rank_0(world, self.capture_failure(work, who), group)
+        outcome: Any = None
+        if _is_rank_0(world):
+            outcome = _find_failure(results) or self.capture_failure(lambda: decide(cast(list[T], results)))
+        return cast(R, self.raise_failure(self._broadcast_from_rank_0(world, outcome, group)))
 
+    def gather_on_subset(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[R]],
+        group: ProcessGroup | None = None,
+    ) -> R:
+        """Run `work` on some ranks, of which `rank` is one, then `decide` on the first of them: a result for each.
 
-def raise_failure(verdict: Any) -> Any:
-    """What `attempt` gave; raises its error if it is one."""
-    if isinstance(verdict, RemoteFailure):
-        raise _error_of(verdict)
-    return verdict
+        Only those ranks call it. Raises the first error of any of them, and LostRanksError as `run_on_rank_0` does.
+        """
+        who, first = f"rank {rank}: ", ranks[0]
+        own_result = self.capture_failure(work, who)
+        if rank != first:
+            self.send_object(own_result, first, group)
+            return cast(R, self.raise_failure(self.receive_object(first, group)))
+        others = ranks[1:]
+        results = [own_result, *(self.capture_failure(partial(self.receive_object, peer, group)) for peer in others)]
+        outcome: Any = _find_failure(results)
+        outcome = outcome or self.capture_failure(lambda: list(decide(cast(list[T], results))), who)
+        for index, peer in enumerate(others, 1):
+            with suppress(LostRanksError):  # one is gone: the rest still wait for the outcome
+                self.send_object(outcome if isinstance(outcome, RemoteFailure) else outcome[index], peer, group)
+        return cast(R, self.raise_failure(outcome)[0])
 
+    def send_object(self, value: Any, rank: int, group: ProcessGroup | None = None) -> None:
+        """Send `value` to a rank that calls `receive_object`; block until it is received. Raises LostRanksError."""
+        first, rest = self._encode_message(value)
+        with report_lost_ranks():
+            dist.send(first, dst=rank, group=group)
+            if len(rest):
+                dist.send(rest, dst=rank, group=group)
 
-def _error_of(failure: RemoteFailure) -> Exception:
-    if failure.by_user:
-        return UserError(failure.text)
-    return LostRanksError(failure.text) if failure.lost else RemoteError(failure.text)
+    def receive_object(self, rank: int, group: ProcessGroup | None = None) -> Any:
+        """Return the value that `rank` sends to this one. Raises LostRanksError."""
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        with report_lost_ranks():
+            dist.recv(first, src=rank, group=group)
+            rest = torch.empty(_count_missing_bytes(first), dtype=torch.uint8)
+            if len(rest):
+                dist.recv(rest, src=rank, group=group)
+        return self.decode_message(first, rest)
 
+    def capture_failure(self, work: Callable[[], T], who: str = "") -> T | RemoteFailure:
+        """Return the result of `work`, or its error in the form in which it travels.
 
-@cache
-def make_codec() -> Codec:
-    """Return the codec for all messages between ranks about checkpoints."""
-    # imported here, because those modules use this one
-    from hpc_train.checkpoint.errors import Problem
-    from hpc_train.checkpoint.format import manifest, shard_layout
-    from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, dtype_name, parse_dtype
-    from hpc_train.checkpoint.provenance import Origin, SaveTimes
-    from hpc_train.checkpoint.save import save_step
-    from hpc_train.checkpoint.save.shared_file import FileSection
-    from hpc_train.checkpoint.storage.file_system import WritePolicy
+        who: put before the error's text, unless the error came from another rank, which has named itself.
+        """
+        try:
+            return work()
+        except UserError as error:
+            return RemoteFailure(str(error), by_user=True)
+        except RemoteError as error:
+            return RemoteFailure(str(error))
+        except LostRanksError as error:
+            return RemoteFailure(who + self.format_error(error), lost=True)
+        except self.shared as error:
+            if not isinstance(error, self.expected):
+                _log.exception("unexpected error")  # the other ranks get one line; the traceback is here
+            return RemoteFailure(who + self.format_error(error))
 
-    held = (
-        shard_layout.FileLayout,
-        shard_layout.EnclosingDataset,
-        DatasetRow,
-        shard_layout.StepLayout,
-        shard_layout.TensorKind,
-        shard_layout.SharedLayout,
-        shard_layout.RowCut,
-    )
-    files = (manifest.Manifest, manifest.ShardFile, save_step.WrittenShard, Origin, SaveTimes, FileSection, WritePolicy)
-    return Codec((RemoteFailure, Problem, *held, *files), {torch.dtype: (dtype_name, parse_dtype)})
+    def raise_failure(self, outcome: Any) -> Any:
+        """Return what `capture_failure` returned; if that is an error, raise it."""
+        if not isinstance(outcome, RemoteFailure):
+            return outcome
+        if outcome.by_user:
+            raise UserError(outcome.text)
+        raise LostRanksError(outcome.text) if outcome.lost else self.remote_error(outcome.text)
+
+    def decode_message(self, first: Tensor, rest: Tensor) -> Any:
+        """Decode a message from another rank. Raises LostRanksError for bytes that no rank sends."""
+        data = first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes()
+        try:
+            return self.make_codec().decode(data)
+        except MessageError as error:
+            raise LostRanksError(str(error)) from None
+
+    def _encode_message(self, value: Any) -> tuple[Tensor, Tensor]:
+        """Encode a value as its length and first bytes, padded to _FIRST_BYTES, and the bytes that do not fit there."""
+        data = self.make_codec().encode(value)
+        begin = _LENGTH.pack(len(data)) + data[:_FIRST_PAYLOAD]
+        first, rest = (
+            torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in (begin, data[_FIRST_PAYLOAD:])
+        )
+        return torch.nn.functional.pad(first, (0, _FIRST_BYTES - len(first))), rest
+
+    def _gather_on_rank_0(self, world: World | None, value: T, group: ProcessGroup | None) -> list[T]:
+        """Return every rank's value on rank 0, in rank order; nothing of use on the others."""
+        if world is None or world.size == 1:
+            return [value]
+        first, rest = self._encode_message(value)
+        firsts = list(torch.empty(world.size, _FIRST_BYTES, dtype=torch.uint8)) if world.rank == 0 else None
+        values = [value] if world.rank == 0 else []
+        with report_lost_ranks():
+            dist.gather(first, firsts, dst=0, group=group)
+            if world.rank != 0 and len(rest):
+                dist.send(rest, dst=0, group=group)
+            for rank, peer_first in enumerate((firsts or [])[1:], 1):
+                peer_rest = torch.empty(_count_missing_bytes(peer_first), dtype=torch.uint8)
+                if len(peer_rest):
+                    dist.recv(peer_rest, src=rank, group=group)
+                values.append(self.decode_message(peer_first, peer_rest))
+        return values
+
+    def _broadcast_from_rank_0(self, world: World | None, value: Any, group: ProcessGroup | None) -> Any:
+        if world is None or world.size == 1:
+            return value
+        first, rest = self._encode_message(value)
+        with report_lost_ranks():
+            dist.broadcast(first, src=0, group=group)
+            if world.rank != 0:
+                rest = torch.empty(_count_missing_bytes(first), dtype=torch.uint8)
+            if len(rest):
+                dist.broadcast(rest, src=0, group=group)
+        return value if world.rank == 0 else self.decode_message(first, rest)
 
 
 def _is_rank_0(world: World | None) -> bool:
     return world is None or world.rank == 0
 
 
-def _gather_on_rank_0(world: World | None, mine: T, group: ProcessGroup | None) -> list[T]:
-    """What every rank has, on rank 0; an empty list on the others."""
-    if world is None or world.size == 1:
-        return [mine]
-    first, rest = _encode_message(mine)
-    firsts = list(torch.empty(world.size, _FIRST_BYTES, dtype=torch.uint8)) if world.rank == 0 else None
-    found = [mine] if world.rank == 0 else []
-    with report_lost_ranks():
-        dist.gather(first, firsts, dst=0, group=group)
-        if world.rank != 0 and len(rest):
-            dist.send(rest, dst=0, group=group)
-        for rank, it in enumerate((firsts or [])[1:], 1):
-            more = torch.empty(_count_missing_bytes(it), dtype=torch.uint8)
-            if len(more):
-                dist.recv(more, src=rank, group=group)
-            found.append(_decode_message(it, more))
-    return found
-
-
-def _broadcast_from_rank_0(world: World | None, value: Any, group: ProcessGroup | None) -> Any:
-    if world is None or world.size == 1:
-        return value
-    first, rest = _encode_message(value)
-    with report_lost_ranks():
-        dist.broadcast(first, src=0, group=group)
-        if world.rank != 0:
-            rest = torch.empty(_count_missing_bytes(first), dtype=torch.uint8)
-        if len(rest):
-            dist.broadcast(rest, src=0, group=group)
-    return value if world.rank == 0 else _decode_message(first, rest)
-
-
-def _encode_message(value: Any) -> tuple[Tensor, Tensor]:
-    """_MESSAGE bytes with which most is said, so that one collective does; and those that do not fit."""
-    data = make_codec().encode(value)
-    begin = _LENGTH.pack(len(data)) + data[:_FIRST_PAYLOAD]
-    first, rest = (torch.from_numpy(np.frombuffer(it, np.uint8).copy()) for it in (begin, data[_FIRST_PAYLOAD:]))
-    return torch.nn.functional.pad(first, (0, _FIRST_BYTES - len(first))), rest
+def _find_failure(results: Sequence[Any]) -> RemoteFailure | None:
+    return next((result for result in results if isinstance(result, RemoteFailure)), None)
 
 
 def _count_missing_bytes(first: Tensor) -> int:
-    """Bytes that do not fit into it."""
+    """Return how many bytes of a message come after its first part."""
     return max(0, int(_LENGTH.unpack(first[: _LENGTH.size].numpy().tobytes())[0]) - _FIRST_PAYLOAD)
-
-
-def _decode_message(first: Tensor, rest: Tensor) -> Any:
-    """Decode a message from another rank. Raises LostRanksError for bytes that no rank sends."""
-    data = first.numpy()[_LENGTH.size :].tobytes() + rest.numpy().tobytes()
-    try:
-        return make_codec().decode(data)
-    except MessageError as error:
-        raise LostRanksError(str(error)) from None
 
 
 @contextmanager
 def report_lost_ranks() -> Iterator[None]:
-    """A collective; gloo tells of a lost rank by a RuntimeError of several lines."""
+    """Raise LostRanksError where a collective fails: gloo reports a lost rank as a RuntimeError of several lines."""
     try:
         yield
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]
         raise LostRanksError(f"a rank is gone, or did not come in time ({why})") from error
+
+
+def leave_together(task: Task, gate: str = "leaving") -> None:
+    """Keep process 0, with which the store ends, until all others have read what they need. A collective."""
+    assert task.store is not None
+    arrive(task.store, gate, task.processes)
+    if task.process == 0:
+        wait_for_gate(task.store, gate)
+
+
+def decide_on_process_0(task: Task, name: str, work: Callable[[], R]) -> R:
+    """Run `work` on process 0; every process gets its result, of JSON's types, or raises its UserError. A collective.
+
+    name: tells this decision from others of the job. Any other error is raised on process 0 alone: the others notice
+    when its store ends. Costs every other process one message to the store.
+    """
+    assert task.store is not None
+    if task.process != 0:
+        outcome = read_published(task.store, name)
+    else:
+        try:
+            outcome = {"result": work()}
+        except UserError as error:
+            outcome = {"refusal": str(error)}
+        publish(task.store, name, outcome)
+    if "refusal" in outcome:
+        leave_together(task, f"{name}/refused")
+        raise UserError(outcome["refusal"])
+    return cast(R, outcome["result"])

@@ -1,31 +1,32 @@
-"""What every process knows of itself and its node before the process group exists, shared through the job's store.
+"""Collect what each process knows of itself and its node, and share it through the job's store.
 
-Also whether MPI and Slurm see the job as we do: a launch that joins none of them is silent, and every rank is alone.
+Also checks that MPI and Slurm count ranks as the launcher does: if they do not, nothing fails by itself, but every rank
+may run alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
 from hpc_train.mpi import load_mpi
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.placement.cpu_binding import RankSeat, format_cpus, parse_cpus
+from hpc_train.runtime.store.exchange import append_to, arrive, count_arrived, gather_from, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 @dataclass(frozen=True)
-class ProcessFacts:
-    """One process, in JSON's types."""
+class ProcessInfo:
+    """Where one process runs and what is next to it, in JSON's types."""
 
     process: int
     node: int
@@ -64,16 +65,16 @@ class ProcessFacts:
 _SLURM = ("SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")
 
 
-def collect_own_facts(
+def collect_process_info(
     task: Task, env: Mapping[str, str], address: str, gpu: str | None = None, mpi: tuple[int, int] | None = None
-) -> ProcessFacts:
-    """This process's facts. gpu: PCI address of the GPU it will use."""
+) -> ProcessInfo:
+    """Collect what this process knows of itself. gpu: PCI address of the GPU it will use."""
     from hpc_train.runtime.binding import NodeSurvey, find_nearby_processors, survey_node
 
     first = task.local == 0
-    here = survey_node() if first and gpu is not None else NodeSurvey()
+    survey = survey_node() if first and gpu is not None else NodeSurvey()
     several = task.processes > task.nodes
-    return ProcessFacts(
+    return ProcessInfo(
         process=task.process,
         node=task.node,
         local=task.local,
@@ -83,12 +84,12 @@ def collect_own_facts(
         cpus=format_cpus(os.sched_getaffinity(0)),
         gpu=gpu,
         near=format_cpus(find_nearby_processors(gpu)) if gpu else "",
-        clique=here.cliques.get(gpu) if gpu else None,
+        clique=survey.cliques.get(gpu) if gpu else None,
         slurm={name: env[name] for name in _SLURM if name in env} if first else {},
-        nics=here.nics,
-        dropped_nics=here.dropped,
-        nic_of=here.nic_of,
-        harmful={it.name: it.value for it in find_harmful_variables(env, 2 if several else 1)},
+        nics=survey.nics,
+        dropped_nics=survey.dropped,
+        nic_of=survey.nic_of,
+        harmful={variable.name: variable.value for variable in find_harmful_variables(env, 2 if several else 1)},
         mpi=list(mpi) if mpi else None,
     )
 
@@ -101,46 +102,37 @@ def _find_free_port(address: str) -> int:
         return 0
 
 
-def publish_facts(task: Task, mine: ProcessFacts) -> None:
-    """Put this process's facts into the store: one key a node, so that process 0 reads nodes, not processes."""
-    store: Any = _store_of(task)  # torch declares `append` for none of its stores, and has it for all but files
-    store.append(_node_key(task.node), json.dumps(asdict(mine)) + "\n")
-    if store.add("facts/told", 1) == task.processes:
-        store.set("facts/all", "")
+_FACTS_GATE = "facts/published"
 
 
-def gather_all_facts(task: Task, timeout: timedelta) -> list[ProcessFacts]:
-    """Everybody's facts, in launcher order; for process 0. Raises UserError if some do not come within `timeout`."""
-    import torch.distributed as dist
-
+def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
+    """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key a node."""
     store = _store_of(task)
-    try:
-        store.wait(["facts/all"], timeout)
-    except dist.DistStoreError:
-        came = store.add("facts/told", 0)
+    append_to(store, _node_key(task.node), asdict(own_info))
+    arrive(store, _FACTS_GATE, task.processes)
+
+
+def gather_process_info(task: Task, timeout: timedelta) -> list[ProcessInfo]:
+    """Return the ProcessInfo of all processes, in the launcher's order; for process 0.
+
+    Raises UserError if some do not come within `timeout`.
+    """
+    store = _store_of(task)
+    if not wait_for_gate(store, _FACTS_GATE, timeout):
         raise UserError(
-            f"{came} of {task.processes} processes said where they are within {timeout.total_seconds():.0f} s; "
-            "did the others fail? see their logs"
-        ) from None
-    told = [node for node in range(task.nodes) if store.check([_node_key(node)])]
-    return sorted(
-        (fact for text in store.multi_get([_node_key(node) for node in told]) for fact in _parse_facts(text)),
-        key=_process_number,
-    )
+            f"{count_arrived(store, _FACTS_GATE)} of {task.processes} processes said where they are within "
+            f"{timeout.total_seconds():.0f} s; did the others fail? see their logs"
+        )
+    # A launcher may number nodes with gaps: a key that nobody wrote would block until the store's timeout.
+    keys = [key for key in map(_node_key, range(task.nodes)) if store.check([key])]
+    infos = [ProcessInfo(**entry) for entries in gather_from(store, keys) for entry in entries]
+    return sorted(infos, key=lambda info: info.process)
 
 
-def gather_node_facts(task: Task) -> list[ProcessFacts]:
-    """The facts of this node's processes, by local rank; only once all have told theirs."""
-    return sorted(_parse_facts(_store_of(task).get(_node_key(task.node))), key=lambda fact: fact.local)
-
-
-def _process_number(fact: ProcessFacts) -> int:
-    return fact.process
-
-
-def _parse_facts(text: bytes) -> Sequence[ProcessFacts]:
-    found: list[dict[str, Any]] = [json.loads(line) for line in text.decode().splitlines()]
-    return [ProcessFacts(**entry) for entry in found]
+def gather_node_info(task: Task) -> list[ProcessInfo]:
+    """Return the ProcessInfo of this node's processes, by local rank. Call it once all have published theirs."""
+    (entries,) = gather_from(_store_of(task), [_node_key(task.node)])
+    return sorted((ProcessInfo(**entry) for entry in entries), key=lambda info: info.local)
 
 
 def _node_key(node: int) -> str:
@@ -148,12 +140,12 @@ def _node_key(node: int) -> str:
 
 
 def _store_of(task: Task) -> Store:
-    assert task.store is not None, "facts are exchanged through the job's store"
+    assert task.store is not None, "processes find each other through the job's store"
     return task.store
 
 
-def read_mpi_view() -> tuple[int, int] | None:
-    """(rank, size) as the MPI library says; None without mpi4py. The first call initialises MPI."""
+def read_mpi_rank_and_size() -> tuple[int, int] | None:
+    """Return (rank, size) as the MPI library counts them; None without mpi4py. The first call initialises MPI."""
     try:
         MPI = load_mpi()
     except ImportError:
@@ -162,62 +154,66 @@ def read_mpi_view() -> tuple[int, int] | None:
 
 
 def find_missing_mpi(launcher: str, env: Mapping[str, str]) -> str | None:
-    """One line if srun started this process without MPI; to be asked before `mpi_view`.
+    """Return one line if srun started this process without MPI. Call it before `read_mpi_rank_and_size`.
 
-    Open MPI ends such a process where it initialises, others say that each is 0 of 1.
+    Open MPI would end such a process when it initialises; other libraries count each process as 0 of 1.
     """
     if launcher != "slurm" or any(name.startswith(("PMIX_", "PMI_", "PMI2_", "PALS_")) for name in env):
         return None
     return "srun gave these processes no MPI; use srun --mpi=pmix"
 
 
-def read_slurm_view(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, size) of this process as its Slurm step says; None outside a step, and where the numbers are none."""
+def read_slurm_rank_and_size(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return (rank, size) as this process's Slurm step counts them; None outside a step, or if they are no numbers."""
     texts = env.get("SLURM_PROCID", ""), env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", ""))
     if "SLURM_STEP_ID" not in env or not all(text.isdecimal() for text in texts):
         return None
     return int(texts[0]), int(texts[1])
 
 
-def compare_with_mpi(task: Task, view: tuple[int, int] | None) -> str | None:
-    """One line if MPI does not see this process as the launcher does; view: what `mpi_view` says."""
-    if view is None:
+def compare_with_mpi(task: Task, rank_and_size: tuple[int, int] | None) -> str | None:
+    """Return one line if MPI counts this process differently than the launcher does."""
+    if rank_and_size is None:
         return "mpi4py is not installed (pip install 'hpc_train[mpi]')"
-    if view == (task.process, task.processes):
+    if rank_and_size == (task.process, task.processes):
         return None
+    rank, size = rank_and_size
     return (
-        f"MPI sees process {view[0]} of {view[1]} where {task.launcher} started {task.process} of {task.processes}; "
+        f"MPI sees process {rank} of {size} where {task.launcher} started {task.process} of {task.processes}; "
         f"start the ranks with {'srun --mpi=pmix' if task.launcher == 'slurm' else 'mpirun, or srun --mpi=pmix'}"
     )
 
 
 def find_mpi_problem(task: Task, env: Mapping[str, str]) -> str | None:
-    """One line if this process could not use MPI as its launcher counts it, for `doctor`. Initialises MPI."""
-    return find_missing_mpi(task.launcher, env) or compare_with_mpi(task, read_mpi_view())
+    """Return one line if this process cannot use MPI as its launcher counts ranks. Initialises MPI."""
+    return find_missing_mpi(task.launcher, env) or compare_with_mpi(task, read_mpi_rank_and_size())
 
 
 def compare_with_slurm(task: Task, env: Mapping[str, str]) -> str | None:
-    """One line if the Slurm step that this process is in counts other ranks than its innermost launcher does.
+    """Return one line if this process's Slurm step counts ranks differently than its innermost launcher does.
 
-    As it should be for one task a node under torchrun, and a mistake for one torchrun, or mpirun, a task of many.
+    One task a node is right for torchrun; one torchrun or mpirun for each of many tasks is a mistake.
     """
-    view = read_slurm_view(env)
-    if view is None or task.launcher == "slurm" or view[1] in (1, task.nodes) or view[1] == task.processes:
+    rank_and_size = read_slurm_rank_and_size(env)
+    if rank_and_size is None or task.launcher == "slurm":
+        return None
+    size = rank_and_size[1]
+    if size in (1, task.nodes, task.processes):
         return None
     return (
-        f"the Slurm step has {view[1]} tasks on {task.nodes} nodes where {task.launcher} counts {task.processes} "
+        f"the Slurm step has {size} tasks on {task.nodes} nodes where {task.launcher} counts {task.processes} "
         f"processes: start {task.launcher} once a node, or the ranks by srun itself"
     )
 
 
-def find_mpi_disagreement(facts: Sequence[ProcessFacts], launcher: str, setting: str) -> str | None:
-    """One line for all: the first process that MPI sees elsewhere. setting: what needs MPI."""
-    size = len(facts)
-    for fact in facts:
-        if fact.mpi is not None and fact.mpi != [fact.process, size]:
-            rank, seen = fact.mpi
+def find_mpi_disagreement(infos: Sequence[ProcessInfo], launcher: str, setting: str) -> str | None:
+    """Return one line on the first process that MPI counts differently; None if none. setting: what needs MPI."""
+    size = len(infos)
+    for info in infos:
+        if info.mpi is not None and info.mpi != [info.process, size]:
+            rank, seen = info.mpi
             return (
-                f"{setting}: MPI sees process {rank} of {seen} where {launcher} started {fact.process} of {size}; "
+                f"{setting}: MPI sees process {rank} of {seen} where {launcher} started {info.process} of {size}; "
                 "start the ranks with mpirun, or srun --mpi=pmix"
             )
     return None

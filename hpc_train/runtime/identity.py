@@ -1,6 +1,6 @@
-"""Which process of which job this is, from any launcher's environment, and the address where others reach it.
+"""Identify this process in its job from any launcher's environment, and find the address where others reach it.
 
-Nobody has talked to anybody yet. Only the standard library is imported.
+All of it is local: processes have not communicated yet. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGITS = 12
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """What a launcher tells a process of itself, before anybody has talked to anybody."""
+    """Place of a process in its job, as its launcher tells it."""
 
     process: int
     processes: int
@@ -31,7 +31,7 @@ class ProcessIdentity:
     launcher: str
     host: str
     attempt_key: str
-    """Differs between two jobs, steps or restarts that could otherwise be taken for one another."""
+    """Names this attempt of this job, so that its processes never meet those of another job, step or restart."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class _Variables:
     launcher: str
 
     def number(self, name: str, default: int | None = None, least: int = 0) -> int:
-        """The whole number in `name`, >= `least`. UserError for anything else, and if it is unset without a default."""
+        """Return the whole number in variable `name`. Raises UserError if it is less than `least`, or no number.
+
+        default: for a variable that is not set; without one that is a UserError too.
+        """
         text = self.env.get(name)
         if text is None:
             if default is None:
@@ -144,42 +147,42 @@ _READERS: tuple[tuple[str, Callable[[Environment], ProcessIdentity]], ...] = (
 
 
 def identify_process(env: Environment) -> ProcessIdentity | None:
-    """This process's place in its job; None if no launcher started it as a rank.
+    """Return this process's place in its job; None if no launcher started it as a rank.
 
-    A batch script has SLURM_PROCID=0 but no SLURM_STEP_ID, and a shell of `srun --pty` is a person's: no ranks.
-    Raises UserError when the launcher's variables contradict themselves.
+    Neither a batch script, which has SLURM_PROCID=0 but no SLURM_STEP_ID, nor a person's `srun --pty` shell is a rank.
+    Raises UserError if the launcher's variables contradict each other.
     """
     for variable, read in _READERS:
         if variable not in env:
             continue
-        found = read(env)
+        identity = read(env)
         # A step of several tasks that was started from such a shell inherits SLURM_PTY_PORT, and is one of ranks.
-        if read is _slurm and "SLURM_PTY_PORT" in env and found.processes == 1:
+        if read is _slurm and "SLURM_PTY_PORT" in env and identity.processes == 1:
             continue
-        _check_identity(found)
-        return found
+        _check_identity(identity)
+        return identity
     return None
 
 
-def _check_identity(found: ProcessIdentity) -> None:
-    """Raise UserError if the numbers cannot all be true."""
+def _check_identity(identity: ProcessIdentity) -> None:
+    """Raise UserError if the numbers contradict each other."""
     wrong = None
-    if found.process >= found.processes:
-        wrong = f"process {found.process} of {found.processes}"
-    elif found.node >= found.nodes:
-        wrong = f"node {found.node} of {found.nodes}"
-    elif found.local >= found.processes:
-        wrong = f"local index {found.local} among {found.processes} processes"
-    elif found.nodes > found.processes:
-        wrong = f"{found.processes} processes on {found.nodes} nodes"
+    if identity.process >= identity.processes:
+        wrong = f"process {identity.process} of {identity.processes}"
+    elif identity.node >= identity.nodes:
+        wrong = f"node {identity.node} of {identity.nodes}"
+    elif identity.local >= identity.processes:
+        wrong = f"local index {identity.local} among {identity.processes} processes"
+    elif identity.nodes > identity.processes:
+        wrong = f"{identity.processes} processes on {identity.nodes} nodes"
     if wrong:
         raise UserError(
-            f"{found.launcher} environment: {wrong} cannot be; are variables of another job left in the environment?"
+            f"{identity.launcher} environment: {wrong} cannot be; are variables of another job left in the environment?"
         )
 
 
 def make_single_identity() -> ProcessIdentity:
-    """The identity of a job of one process."""
+    """Return the identity of the only process of a job."""
     return ProcessIdentity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")
 
 
@@ -187,7 +190,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def find_interface_address(name: str) -> str | None:
-    """IPv4 address of a network interface of this host; None if it has none."""
+    """Return the IPv4 address of a network interface of this host; None if it has none."""
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -198,16 +201,17 @@ def find_interface_address(name: str) -> str | None:
 
 
 def list_interfaces() -> dict[str, str]:
-    """Interfaces of this host that have an IPv4 address: name -> address."""
-    found = ((name, find_interface_address(name)) for _, name in socket.if_nameindex())
-    return {name: address for name, address in found if address}
+    """Return the interfaces of this host that have an IPv4 address: name -> address."""
+    addresses = ((name, find_interface_address(name)) for _, name in socket.if_nameindex())
+    return {name: address for name, address in addresses if address}
 
 
 def find_own_address(host: str, nodes: int, interface: str | None) -> tuple[str, str]:
-    """(IPv4 address, interface) that the job's processes should use on this host.
+    """Return the (IPv4 address, interface) by which the job's other processes reach this host.
 
-    interface: the one that the cluster's configuration names; else, on several nodes, the one the node's own name
-    resolves to; on one node the loopback. Raises UserError rather than take an address that others cannot reach.
+    interface: the one that the cluster's configuration names. Without one: the loopback in a job of one node, else the
+    interface of the address that `host` resolves to. Raises UserError rather than return an address that other nodes
+    cannot reach.
     """
     have = list_interfaces()
     if interface is not None:

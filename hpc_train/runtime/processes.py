@@ -1,4 +1,4 @@
-"""Requests to stop this process, and whether another one lives.
+"""Stop requests and garbage collection of this process, and whether another process is alive.
 
 SIGTERM, SIGUSR2 and Ctrl-C set a flag that the training loop polls at every step. Only the standard library is
 imported, and the package above imports nothing, so that a rank can install the handlers before it spends seconds on
@@ -7,6 +7,8 @@ importing torch: a signal in that time is kept, not deadly.
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop, by which signal, and when (time.time())."""
+    """Records whether this process was asked to stop, by which signal, and when (time.time())."""
 
     signal_name: str | None = None
     at: float | None = None
@@ -38,10 +40,10 @@ class StopRequest:
 
 
 def install_stop_handlers() -> StopRequest:
-    """Handle the stop signals of this process (main thread only) by recording the request; returns its record.
+    """Record stop signals of this process from now on; returns the record. Main thread only.
 
-    A process started with a signal ignored or blocked has it delivered again. Ctrl-C counts as a stop signal once; the
-    second one raises KeyboardInterrupt as ever, for a person who does not want to wait for the end of a step.
+    Signals that the process was started with as ignored or blocked are delivered again. Ctrl-C is a stop signal once;
+    the second one raises KeyboardInterrupt, for a person who does not want to wait for the end of a step.
     """
     request = StopRequest()
 
@@ -58,9 +60,9 @@ def install_stop_handlers() -> StopRequest:
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Processes that are started inside begin with the stop signals blocked.
+    """Inside this context, start child processes with the stop signals blocked.
 
-    A signal that comes before they have installed their handlers waits for them, in place of ending them.
+    A signal that comes before a child has installed its handlers then waits for them, instead of ending the child.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -70,27 +72,61 @@ def block_stop_signals() -> Iterator[None]:
 
 
 def unblock_stop_signals() -> None:
-    """Deliver the stop signals to this process, those that have waited first."""
+    """Deliver stop signals to this process again, first those that have been waiting."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+@contextmanager
+def pause_gc(freeze: bool = False) -> Iterator[None]:
+    """Pause garbage collection while many objects are made; reference counts still free most of them.
+
+    A collection would look at every object of torch and free none: tens of thousands of small objects are made ten
+    times as fast without. freeze: later collections leave out everything that exists at the end.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 def identify_machine() -> str:
-    """Tells this boot of this machine, and this container of it, from all others."""
+    """Return a text that tells this boot of this machine, and this container on it, from all others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def read_start_time(process: int) -> str | None:
-    """Field 22 of proc_pid_stat(5); None if there is no such process, or only what its parent has not yet heard of."""
+    """Return when a process started, in clock ticks since boot; None if there is none, or only a zombie."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]  # a name may hold ")" and spaces
+        fields = after_name.split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields[19]
+    return None if fields[0] in "ZX" else fields[19]  # fields 3 and 22 of proc_pid_stat(5)
 
 
-def is_process_alive(process: int, started: str, on: str) -> bool | None:
-    """Whether process `process`, started at `started` on machine `on`, lives; None if that is not this machine."""
-    if not process or on != identify_machine():
+def is_process_alive(process: int, started: str, machine: str) -> bool | None:
+    """Return whether a process is alive; None if it is not on this machine.
+
+    process: its id. started: as from read_start_time: the id alone may be another process's by now.
+    machine: as from identify_machine.
+    """
+    if not process or machine != identify_machine():
         return None
     return read_start_time(process) == started
+
+
+def is_process_id_used(process: int) -> bool:
+    """Return whether some process of this machine has this id, whoever owns it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass  # another user's, or a number that is no process id, of which nothing is known
+    return True

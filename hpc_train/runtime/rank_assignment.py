@@ -1,9 +1,9 @@
-"""Give every process its rank: process 0 decides once, from everybody's facts, which node holds which ranks.
+"""Give every process its rank: process 0 decides once, for all, which node holds which ranks.
 
-ProcessFacts -> search_placement -> RankAssignment -> agree_on_assignment -> arrange_ranks, all before the process
-group exists. Process 0 publishes the assignment with its hash, everybody checks it, and one objection puts all back
-to the launcher's order. `arrange_ranks` also binds the process and sets the variables by which other libraries learn
-rank and size.
+The entry point is `arrange_ranks`, before the process group exists. Every process publishes its ProcessInfo; process 0
+searches for a placement and publishes a RankAssignment with its hash; everybody checks it, and a single objection puts
+all of them back to the launcher's order. `arrange_ranks` also binds the process and sets the variables by which other
+libraries learn rank and size.
 """
 
 from __future__ import annotations
@@ -32,39 +32,41 @@ from hpc_train.placement.communication_environment import (
 )
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.runtime.binding import RankBinding, bind_rank, find_pci_address
+from hpc_train.runtime.consensus import decide_on_process_0, leave_together
 from hpc_train.runtime.host_info import (
-    ProcessFacts,
-    collect_own_facts,
+    ProcessInfo,
+    collect_process_info,
     compare_with_slurm,
     find_missing_mpi,
     find_mpi_disagreement,
-    gather_all_facts,
-    gather_node_facts,
-    publish_facts,
-    read_mpi_view,
+    gather_node_info,
+    gather_process_info,
+    publish_process_info,
+    read_mpi_rank_and_size,
 )
 from hpc_train.runtime.identity import find_own_address
 from hpc_train.runtime.start import make_identity_map, pick_device
+from hpc_train.runtime.store.exchange import arrive, publish, read_published
 
 if TYPE_CHECKING:
     from hpc_train.placement.node_locations import JobHost
 
 log = logging.getLogger(__name__)
 
-SearchPlacement = Callable[[RunConfig, Sequence[Sequence[ProcessFacts]]], Placement]
-"""(config, facts of every node in the launcher's order and of its ranks) -> a better order of the nodes."""
+SearchPlacement = Callable[[RunConfig, Sequence[Sequence[ProcessInfo]]], Placement]
+"""(config, the ProcessInfo of each node's ranks, nodes in the launcher's order) -> a better order of the nodes."""
 
 
 _ASKED = "the launcher's order, as launch.placement=launcher asks"
 
 
 class NotPlacedError(Exception):
-    """Why the launcher's order stays. One line."""
+    """Raised where ranks cannot be placed, so that the launcher's order stays; one line says why."""
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """What all processes agree on. It says nothing of single processes, so that it stays small in a large job."""
+    """Order of nodes that all processes agree on. It lists no single process, so that it stays small in a large job."""
 
     world: int
     reason: str
@@ -91,16 +93,16 @@ class RankAssignment:
     settings: list[list[str]] = field(default_factory=list)
     """[variable, value, reason] to set on every rank, where the user has set nothing."""
 
-    def rank_of(self, process: int, node: int, local: int) -> int:
-        """The rank of a process, which is the local-th of its node."""
-        return self.position(node) * self.ranks_per_node + local if self.nodes else process
+    def find_rank(self, process: int, node: int, local: int) -> int:
+        """Return the rank of a process; local: its local rank on `node`."""
+        return self.find_node_position(node) * self.ranks_per_node + local if self.nodes else process
 
-    def position(self, node: int) -> int:
-        """Where a node comes in the order of ranks."""
+    def find_node_position(self, node: int) -> int:
+        """Return the position of a node in the order of ranks."""
         return self.nodes.index(node) if self.nodes else node
 
-    def map(self) -> tuple[int, ...]:
-        """process -> rank."""
+    def map_processes(self) -> tuple[int, ...]:
+        """Return the rank of each process."""
         if not self.nodes:
             return tuple(range(self.world))
         size, place = self.ranks_per_node, {node: at for at, node in enumerate(self.nodes)}
@@ -111,51 +113,52 @@ class RankAssignment:
                 ranks[process] = at * size + local
         return tuple(ranks)
 
-    def text(self) -> str:
-        """As it is shared: the same bytes for the same plan."""
+    def to_text(self) -> str:
+        """Encode for the store: the same bytes for the same assignment, since they are hashed."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
 def hash_assignment(text: str) -> str:
-    """SHA-256 of a plan's text, in hexadecimal digits."""
+    """Return the SHA-256 of an assignment's text in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def decide_assignment(
-    config: RunConfig, facts: Sequence[ProcessFacts], processes: int, search: SearchPlacement
+    config: RunConfig, infos: Sequence[ProcessInfo], processes: int, search: SearchPlacement
 ) -> RankAssignment:
-    """The plan for these facts. Never raises for what goes wrong on the way: the plan then is the launcher's order."""
+    """Decide on process 0 which ranks go where. Never raises: if the search fails, the launcher's order stays."""
     try:
-        nodes = group_by_node(facts, processes)
+        nodes = group_by_node(infos, processes)
     except NotPlacedError as why:
-        return _keep_launchers_order(facts, processes, why)
+        return _keep_launchers_order(infos, processes, why)
     try:
         placement = _search_if_needed(config, nodes, search)
     except NotPlacedError as why:
-        return _keep_launchers_order(facts, processes, why, nodes)
+        return _keep_launchers_order(infos, processes, why, nodes)
     except UserError as error:
-        return _keep_launchers_order(facts, processes, NotPlacedError(str(error)), nodes)
+        return _keep_launchers_order(infos, processes, NotPlacedError(str(error)), nodes)
     except Exception as error:
         log.warning("placement failed", exc_info=error)
         lines = str(error).splitlines()
         what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return _keep_launchers_order(facts, processes, NotPlacedError(f"the search failed with {what}"), nodes)
+        return _keep_launchers_order(infos, processes, NotPlacedError(f"the search failed with {what}"), nodes)
     return _assign_placed(nodes, placement) if placement else _assign_launchers_order(config, nodes)
 
 
-def group_by_node(facts: Sequence[ProcessFacts], processes: int) -> list[list[ProcessFacts]]:
-    """Facts by node, in the launcher's order, and by local rank. Raises NotPlaced where they cannot all be true, or
-    nodes have not the same number of ranks.
+def group_by_node(infos: Sequence[ProcessInfo], processes: int) -> list[list[ProcessInfo]]:
+    """Group processes by node, nodes in the launcher's order, each sorted by local rank.
+
+    Raises NotPlacedError if they contradict each other, or if nodes have different numbers of ranks.
     """
-    if sorted(fact.process for fact in facts) != list(range(processes)):
-        raise NotPlacedError(f"{len(facts)} of {processes} processes said where they are, or two said the same")
-    nodes: dict[int, list[ProcessFacts]] = {}
-    for fact in sorted(facts, key=lambda it: (it.node, it.local)):
-        nodes.setdefault(fact.node, []).append(fact)
+    if sorted(info.process for info in infos) != list(range(processes)):
+        raise NotPlacedError(f"{len(infos)} of {processes} processes said where they are, or two said the same")
+    nodes: dict[int, list[ProcessInfo]] = {}
+    for info in sorted(infos, key=lambda info: (info.node, info.local)):
+        nodes.setdefault(info.node, []).append(info)
     for number, members in nodes.items():
-        if [fact.local for fact in members] != list(range(len(members))):
-            raise NotPlacedError(f"local ranks of node {number} are {[fact.local for fact in members]}")
-        if len(hosts := {fact.host for fact in members}) > 1:
+        if [info.local for info in members] != list(range(len(members))):
+            raise NotPlacedError(f"local ranks of node {number} are {[info.local for info in members]}")
+        if len(hosts := {info.host for info in members}) > 1:
             raise NotPlacedError(f"ranks of node {number} say that they are on {' and '.join(sorted(hosts))}")
     if sorted(nodes) != list(range(len(nodes))):
         raise NotPlacedError(f"nodes are numbered {', '.join(map(str, sorted(nodes)[:5]))}, not from 0 without a gap")
@@ -164,13 +167,13 @@ def group_by_node(facts: Sequence[ProcessFacts], processes: int) -> list[list[Pr
         counts = ", ".join(f"{count} with {size}" for size, count in sorted(sizes.items()))
         raise NotPlacedError(f"nodes have not the same number of ranks ({counts})")
     # Slurm 26.05 numbers tasks by its topology, not by node index: the launcher's order is that of the tasks.
-    return sorted(nodes.values(), key=lambda members: min(fact.process for fact in members))
+    return sorted(nodes.values(), key=lambda members: min(info.process for info in members))
 
 
 def _search_if_needed(
-    config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]], search: SearchPlacement
+    config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]], search: SearchPlacement
 ) -> Placement | None:
-    """The better order; None where there is nothing to search for."""
+    """Return a better order of the nodes; None if there is nothing to search for."""
     if len(nodes) == 1 or config.launch.placement == "launcher":
         return None
     hosts = [members[0].host for members in nodes]
@@ -182,49 +185,49 @@ def _search_if_needed(
     return found
 
 
-def _assign_placed(nodes: Sequence[Sequence[ProcessFacts]], placement: Placement) -> RankAssignment:
+def _assign_placed(nodes: Sequence[Sequence[ProcessInfo]], placement: Placement) -> RankAssignment:
     result = placement_to_json(placement)
     del result["rank_to_slot"]
-    plan = _assign_whole_nodes(nodes, placement.nodes, placement.reason)
-    return replace(plan, result=result)
+    assignment = _assign_whole_nodes(nodes, placement.nodes, placement.reason)
+    return replace(assignment, result=result)
 
 
-def _assign_launchers_order(config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]]) -> RankAssignment:
+def _assign_launchers_order(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> RankAssignment:
     if len(nodes) == 1:
         return _assign_whole_nodes(nodes, (0,), "one node: nothing to place")
     if _are_consecutive(nodes):
         return _assign_whole_nodes(nodes, range(len(nodes)), _ASKED)
-    facts = [fact for members in nodes for fact in members]
-    return _assign_as_launched(facts, len(facts), _ASKED)
+    infos = [info for members in nodes for info in members]
+    return _assign_as_launched(infos, len(infos), _ASKED)
 
 
 def _keep_launchers_order(
-    facts: Sequence[ProcessFacts],
+    infos: Sequence[ProcessInfo],
     processes: int,
     why: NotPlacedError,
-    nodes: Sequence[Sequence[ProcessFacts]] | None = None,
+    nodes: Sequence[Sequence[ProcessInfo]] | None = None,
 ) -> RankAssignment:
     reason = f"the launcher's order, not placed: {why}"
     if nodes is not None and _are_consecutive(nodes):
         return replace(_assign_whole_nodes(nodes, range(len(nodes)), reason), warning=reason)
-    return replace(_assign_as_launched(facts, processes, reason), warning=reason)
+    return replace(_assign_as_launched(infos, processes, reason), warning=reason)
 
 
-def _assign_as_launched(facts: Sequence[ProcessFacts], processes: int, reason: str) -> RankAssignment:
-    """Every process with the rank that the launcher gave it, on whatever node."""
-    first = min(facts, key=lambda it: it.process)
+def _assign_as_launched(infos: Sequence[ProcessInfo], processes: int, reason: str) -> RankAssignment:
+    """Give every process the rank that the launcher gave it, on whatever node it is."""
+    first = min(infos, key=lambda info: info.process)
     return RankAssignment(world=processes, reason=reason, master=first.address, port=first.port)
 
 
-def _are_consecutive(nodes: Sequence[Sequence[ProcessFacts]]) -> bool:
-    return [fact.process for members in nodes for fact in members] == list(range(sum(map(len, nodes))))
+def _are_consecutive(nodes: Sequence[Sequence[ProcessInfo]]) -> bool:
+    return [info.process for members in nodes for info in members] == list(range(sum(map(len, nodes))))
 
 
-def _assign_whole_nodes(nodes: Sequence[Sequence[ProcessFacts]], order: Sequence[int], reason: str) -> RankAssignment:
-    """order: positions in `nodes`."""
+def _assign_whole_nodes(nodes: Sequence[Sequence[ProcessInfo]], order: Sequence[int], reason: str) -> RankAssignment:
+    """Give consecutive ranks to each node. order: positions in `nodes`."""
     consecutive = _are_consecutive(nodes) and [members[0].node for members in nodes] == list(range(len(nodes)))
     first = nodes[order[0]][0]
-    by_index = {members[0].node: [fact.process for fact in members] for members in nodes}
+    by_index = {members[0].node: [info.process for info in members] for members in nodes}
     moved = (
         "" if _are_consecutive(nodes) else "; ranks of one node made consecutive, which the launcher's order has not"
     )
@@ -241,18 +244,18 @@ def _assign_whole_nodes(nodes: Sequence[Sequence[ProcessFacts]], order: Sequence
 
 
 def parse_assignment(text: str) -> RankAssignment:
-    """The plan that `Plan.text` wrote."""
+    """Decode what RankAssignment.to_text encoded."""
     content: Mapping[str, Any] = json.loads(text)
     return RankAssignment(**content)
 
 
 def search_placement(
-    config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]], parameters: Callable[[], int] | None = None
+    config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]], parameters: Callable[[], int] | None = None
 ) -> Placement:
-    """The best order that is found for nodes in the launcher's order, each with its ranks' facts.
+    """Search for the best order of the nodes, which are given in the launcher's order.
 
-    parameters: counts those of a custom model, which alone knows its shape.
-    Raises NotPlaced where nothing tells how the nodes hang together, UserError for a file that cannot be read.
+    parameters: counts the parameters of a custom model, whose shape is only known to the model itself.
+    Raises NotPlacedError if nothing tells how the nodes are connected, UserError for a file that cannot be read.
     """
     from hpc_train.placement.node_locations import locate_hosts
     from hpc_train.placement.search import make_placement_job, place_nodes
@@ -264,8 +267,8 @@ def search_placement(
     return place_nodes(make_placement_job(config, where, len(nodes[0]), count))
 
 
-def make_hosts(heads: Sequence[ProcessFacts]) -> list[JobHost]:
-    """Convert nodes to the form `locate` takes. heads: the facts of local rank 0 of every node."""
+def make_hosts(heads: Sequence[ProcessInfo]) -> list[JobHost]:
+    """Convert nodes to the form that `locate_hosts` takes. heads: local rank 0 of every node."""
     from hpc_train.placement.node_locations import JobHost
 
     return [
@@ -280,90 +283,82 @@ def make_hosts(heads: Sequence[ProcessFacts]) -> list[JobHost]:
     ]
 
 
-_AGREED_KEY = "agreed"
-
-
 def agree_on_assignment(
-    task: Task, mine: ProcessFacts, timeout: timedelta, decide: Callable[[list[ProcessFacts]], RankAssignment]
+    task: Task, own_info: ProcessInfo, timeout: timedelta, decide: Callable[[list[ProcessInfo]], RankAssignment]
 ) -> tuple[RankAssignment, str]:
-    """(the plan, its SHA-256): process 0's, or the launcher's order if any process finds it wrong. A collective.
+    """Agree on process 0's assignment, or on the launcher's order if any process objects. A collective.
 
-    decide: from everybody's facts, in launcher order, to the plan; called by process 0 alone.
-    Costs every process six messages to the store, whatever the size of the job.
+    decide: called by process 0 alone, with the ProcessInfo of all processes in the launcher's order.
+    Returns the assignment and its SHA-256. Costs every process six messages to the store, whatever the job's size.
     """
     assert task.store is not None
-    publish_facts(task, mine)
-    if task.process == 0:
-        task.store.set("plan/first", json.dumps([mine.address, mine.port]))
-        text = decide(gather_all_facts(task, timeout)).text()
-        task.store.set("plan", f"{hash_assignment(text)}\n{text}")
-    hashed, _, text = task.store.get("plan").decode().partition("\n")
-    objection = find_assignment_problem(text, hashed, task)
-    if objection is not None:
-        task.store.set("plan/objection", f"process {task.process} on {task.host}: {objection}")
-    if task.store.add("plan/seen", 1) == task.processes:
-        objected = task.store.check(["plan/objection"])
-        task.store.set("plan/verdict", task.store.get("plan/objection").decode() if objected else _AGREED_KEY)
-    verdict = task.store.get("plan/verdict").decode()
-    if verdict == _AGREED_KEY:
-        return parse_assignment(text), hashed
-    plan = _fall_back(task, verdict)
-    return plan, hash_assignment(plan.text())
+    publish_process_info(task, own_info)
+    infos = gather_process_info(task, timeout) if task.process == 0 else []
 
+    def assign() -> dict[str, Any]:
+        text = decide(infos).to_text()
+        return {"hash": hash_assignment(text), "text": text, "first": [own_info.address, own_info.port]}
 
-def _fall_back(task: Task, objection: str) -> RankAssignment:
-    assert task.store is not None
-    master, port = json.loads(task.store.get("plan/first"))
+    decision = decide_on_process_0(task, "plan", assign)
+    objection = _gather_objection(task, find_assignment_problem(decision["text"], decision["hash"], task))
+    if objection is None:
+        return parse_assignment(decision["text"]), decision["hash"]
+    master, port = decision["first"]
     reason = f"the launcher's order, not placed: {objection}"
-    return RankAssignment(world=task.processes, reason=reason, master=master, port=port, warning=reason)
+    assignment = RankAssignment(world=task.processes, reason=reason, master=master, port=port, warning=reason)
+    return assignment, hash_assignment(assignment.to_text())
+
+
+def _gather_objection(task: Task, objection: str | None) -> str | None:
+    """Return one process's objection to the assignment, the same on all; None if nobody objects. A collective."""
+    assert task.store is not None
+    if objection is not None:
+        publish(task.store, "plan/objection", f"process {task.process} on {task.host}: {objection}")
+    # The last to look at the plan decides: by then every objection is in the store.
+    if arrive(task.store, "plan/seen", task.processes):
+        objected = task.store.check(["plan/objection"])
+        publish(task.store, "plan/verdict", read_published(task.store, "plan/objection") if objected else None)
+    verdict: str | None = read_published(task.store, "plan/verdict")
+    return verdict
 
 
 def find_assignment_problem(text: str, hashed: str, task: Task) -> str | None:
-    """What is wrong with a plan for this process; None if nothing is."""
+    """Return one line on what is wrong with an assignment for this process; None if nothing is."""
     if hash_assignment(text) != hashed:
         return "the plan is not the one whose hash came with it"
-    plan = parse_assignment(text)
-    if plan.world != task.processes:
-        return f"the plan is for {plan.world} processes, the job has {task.processes}"
-    ranks = plan.map()
-    if sorted(ranks) != list(range(plan.world)):
+    assignment = parse_assignment(text)
+    if assignment.world != task.processes:
+        return f"the plan is for {assignment.world} processes, the job has {task.processes}"
+    ranks = assignment.map_processes()
+    if sorted(ranks) != list(range(assignment.world)):
         return "the plan gives two processes the same rank"
-    if not plan.nodes:
+    if not assignment.nodes:
         return None
-    if task.node >= len(plan.hosts) or plan.hosts[task.node] != task.host:
-        there = plan.hosts[task.node] if task.node < len(plan.hosts) else "nowhere"
+    if task.node >= len(assignment.hosts) or assignment.hosts[task.node] != task.host:
+        there = assignment.hosts[task.node] if task.node < len(assignment.hosts) else "nowhere"
         return f"the plan has node {task.node} on {there}"
-    if ranks[task.process] != plan.rank_of(task.process, task.node, task.local):
+    if ranks[task.process] != assignment.find_rank(task.process, task.node, task.local):
         return f"the plan has another process as local rank {task.local} of node {task.node}"
     return None
 
 
-def leave_together(task: Task) -> None:
-    """Let process 0, with which the store ends, be the last to go where all are about to fail. A collective."""
-    assert task.store is not None
-    if task.store.add("plan/leaving", 1) == task.processes:
-        task.store.set("plan/left", "")
-    if task.process == 0:
-        task.store.wait(["plan/left"])
+def export_environment(assignment: RankAssignment, task: Task, env: MutableMapping[str, str]) -> dict[str, str]:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT; returns them.
 
-
-def export_environment(plan: RankAssignment, task: Task, env: MutableMapping[str, str]) -> dict[str, str]:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT from the plan.
-
-    Whatever they were: values of a launcher that knows no placement would lead a library to another rank's place.
-    The store of a torchrun agent stays where its clients look for it. Returns what was set.
+    Existing values are replaced: those of a launcher that knows no placement would make a library take another rank's
+    place. Under torchrun the address stays, because clients look for the agent's store there.
     """
-    size = plan.ranks_per_node
+    size = assignment.ranks_per_node
     found = {
-        "RANK": str(plan.rank_of(task.process, task.node, task.local)),
-        "WORLD_SIZE": str(plan.world),
+        "RANK": str(assignment.find_rank(task.process, task.node, task.local)),
+        "WORLD_SIZE": str(assignment.world),
         "LOCAL_RANK": str(task.local),
-        "NODE_RANK": str(plan.position(task.node)),
+        "NODE_RANK": str(assignment.find_node_position(task.node)),
     }
     if size:
         found["LOCAL_WORLD_SIZE"] = str(size)
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found |= {"MASTER_ADDR": plan.master, "MASTER_PORT": str(plan.port)}
+        found |= {"MASTER_ADDR": assignment.master, "MASTER_PORT": str(assignment.port)}
     env.update(found)
     return found
 
@@ -375,108 +370,123 @@ def arrange_ranks(
     env: MutableMapping[str, str] | None = None,
     find: SearchPlacement = search_placement,
 ) -> RankMap:
-    """Which rank every process takes; this one is bound to its processors and has its environment. A collective.
+    """Agree on which rank each process takes, bind this process and set its environment variables. A collective.
 
-    needs_mpi: the setting for which MPI must have started the ranks. env: default this process's.
-    Raises UserError, on every process, where launch.placement=strict and the ranks cannot be placed, and where MPI
-    sees another job than the launcher.
+    needs_mpi: the setting that requires MPI to have started the ranks; None if no setting does. env: changed in place,
+    by default this process's. find: searches for a placement.
+    Raises UserError, on every process, if launch.placement=strict and the ranks cannot be placed, or if MPI and the
+    launcher count ranks differently.
     """
     if task.store is None:
         return make_identity_map(task)
     env = os.environ if env is None else env
+    # All of this comes before the process group: ranks, and so the group's members, are only decided here.
     address, interface = find_own_address(task.host, task.nodes, config.cluster.fabric.interface)
     gpu = find_pci_address(pick_device(task, config))
     if needs_mpi and (missing := find_missing_mpi(task.launcher, env)):
         raise UserError(f"{needs_mpi}: {missing}")
-    mine = collect_own_facts(task, env, address, gpu, read_mpi_view() if needs_mpi else None)
+    own_info = collect_process_info(task, env, address, gpu, read_mpi_rank_and_size() if needs_mpi else None)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
-    plan, hashed = agree_on_assignment(
-        task, mine, timeout, lambda facts: _decide_on_process_0(config, task, facts, needs_mpi, env, find)
+    assignment, hashed = agree_on_assignment(
+        task, own_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
     )
-    _check_assignment(plan, task, config)
-    here = gather_node_facts(task)
-    held = bind_rank(config.launch, [fact.seat for fact in here], task.local, env, mpi=needs_mpi is not None)
-    wanted = [VariableSetting(*it) for it in plan.settings]
+    _check_assignment(assignment, task, config)
+    node_infos = gather_node_info(task)
+    binding = bind_rank(config.launch, [info.seat for info in node_infos], task.local, env, mpi=needs_mpi is not None)
+    settings = [VariableSetting(*setting) for setting in assignment.settings]
+    # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
-    done, kept = apply_settings([*sockets, *wanted], env)
+    applied, kept = apply_settings([*sockets, *settings], env)
     if task.launcher != "single":
-        export_environment(plan, task, env)
-    own = {**held.as_json(), "gpu": gpu, "nic": here[0].nic_of.get(gpu or "")}
-    lines = _report_lines(plan, task, held, done if task.nodes > 1 else done[len(sockets) :], kept)
+        export_environment(assignment, task, env)
+    own = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
+    lines = _report_lines(assignment, task, binding, applied if task.nodes > 1 else applied[len(sockets) :], kept)
     return RankMap(
-        plan.map(), plan.reason, plan.warning, tuple(lines), _describe_assignment(plan, hashed, done, kept), own
+        assignment.map_processes(),
+        assignment.reason,
+        assignment.warning,
+        tuple(lines),
+        _describe_assignment(assignment, hashed, applied, kept),
+        own,
     )
 
 
 def _decide_on_process_0(
     config: RunConfig,
     task: Task,
-    facts: list[ProcessFacts],
+    infos: list[ProcessInfo],
     needs_mpi: str | None,
     env: MutableMapping[str, str],
     find: SearchPlacement,
 ) -> RankAssignment:
-    """On process 0: the plan, and what is the same for all ranks beside it."""
-    plan = decide_assignment(config, facts, task.processes, find)
-    heads = [fact for fact in facts if fact.local == 0]
+    """Decide the assignment on process 0, with the settings and notes that are the same for all ranks."""
+    assignment = decide_assignment(config, infos, task.processes, find)
+    heads = [info for info in infos if info.local == 0]
     settings = [
-        *choose_nic_settings([fact.nics for fact in heads], [fact.dropped_nics for fact in heads]),
-        *choose_cpu_settings(any(seat.near and not seat.near & seat.allowed for seat in (fact.seat for fact in facts))),
+        *choose_nic_settings([info.nics for info in heads], [info.dropped_nics for info in heads]),
+        *choose_cpu_settings(any(seat.near and not seat.near & seat.allowed for seat in (info.seat for info in infos))),
     ]
     differs = compare_with_slurm(task, env)
     return replace(
-        plan,
-        refusal=find_mpi_disagreement(facts, task.launcher, needs_mpi) if needs_mpi else None,
-        notes=[*plan.result.get("notes", []), *_find_harmful_settings(facts), *([differs] if differs else [])],
-        settings=[[it.name, it.value, it.reason] for it in settings],
+        assignment,
+        refusal=find_mpi_disagreement(infos, task.launcher, needs_mpi) if needs_mpi else None,
+        notes=[*assignment.result.get("notes", []), *_find_harmful_settings(infos), *([differs] if differs else [])],
+        settings=[[setting.name, setting.value, setting.reason] for setting in settings],
     )
 
 
-def _find_harmful_settings(facts: Sequence[ProcessFacts]) -> list[str]:
-    """One line for each variable and value that some rank has inherited."""
-    who: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for fact in facts:
-        for name, value in fact.harmful.items():
-            who[name, value].append(fact.process)
+def _find_harmful_settings(infos: Sequence[ProcessInfo]) -> list[str]:
+    """Return one line for each harmful variable and value that some rank has inherited."""
+    processes_with: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for info in infos:
+        for name, value in info.harmful.items():
+            processes_with[name, value].append(info.process)
     lines = []
-    for (name, value), processes in sorted(who.items()):
-        of = "" if len(processes) == len(facts) else f" (on {len(processes)} of {len(facts)} ranks)"
-        lines += [f"{it}{of}" for it in find_harmful_variables({name: value}, 2) if it.name == name]
+    for (name, value), processes in sorted(processes_with.items()):
+        count = "" if len(processes) == len(infos) else f" (on {len(processes)} of {len(infos)} ranks)"
+        harmful = find_harmful_variables({name: value}, 2)
+        lines += [f"{variable}{count}" for variable in harmful if variable.name == name]
     return lines
 
 
-def _check_assignment(plan: RankAssignment, task: Task, config: RunConfig) -> None:
-    refusal = plan.refusal
-    if refusal is None and plan.warning and config.launch.placement == "strict":
-        refusal = f"launch.placement=strict: {plan.warning.partition(': ')[2]}"
+def _check_assignment(assignment: RankAssignment, task: Task, config: RunConfig) -> None:
+    refusal = assignment.refusal
+    if refusal is None and assignment.warning and config.launch.placement == "strict":
+        refusal = f"launch.placement=strict: {assignment.warning.partition(': ')[2]}"
     if refusal is not None:
         leave_together(task)
         raise UserError(refusal)
 
 
 def _report_lines(
-    plan: RankAssignment, task: Task, held: RankBinding, done: Sequence[VariableSetting], kept: Sequence[str]
+    assignment: RankAssignment,
+    task: Task,
+    binding: RankBinding,
+    applied: Sequence[VariableSetting],
+    kept: Sequence[str],
 ) -> list[str]:
-    """What rank 0 tells a person."""
+    """Return the lines that rank 0 prints."""
     lines = []
-    if task.nodes > 1 or plan.warning:
-        lines.append(f"{'warning: ' if plan.warning else ''}placement: {plan.reason}")
-    lines.append(f"binding: {held.line()}")
-    lines += [f"set {setting}" for setting in done]
+    if task.nodes > 1 or assignment.warning:
+        lines.append(f"{'warning: ' if assignment.warning else ''}placement: {assignment.reason}")
+    lines.append(f"binding: {binding.describe()}")
+    lines += [f"set {setting}" for setting in applied]
     lines += [f"kept your {name}" for name in kept]
-    return lines + [f"warning: {note}" for note in plan.notes]
+    return lines + [f"warning: {note}" for note in assignment.notes]
 
 
 def _describe_assignment(
-    plan: RankAssignment, hashed: str, done: Sequence[VariableSetting], kept: Sequence[str]
+    assignment: RankAssignment, hashed: str, applied: Sequence[VariableSetting], kept: Sequence[str]
 ) -> dict[str, Any]:
-    """What rankmap.json has of the plan."""
+    """Return the part of rankmap.json that is the same for all ranks."""
     return {
         "hash": hashed,
-        "warning": plan.warning,
-        **plan.result,
-        "master": [plan.master, plan.port],
-        "environment": [{"name": it.name, "value": it.value, "reason": it.reason} for it in done],
+        "warning": assignment.warning,
+        **assignment.result,
+        "master": [assignment.master, assignment.port],
+        "environment": [
+            {"name": setting.name, "value": setting.value, "reason": setting.reason} for setting in applied
+        ],
         "kept": list(kept),
-        "notes": plan.notes,
+        "notes": assignment.notes,
     }

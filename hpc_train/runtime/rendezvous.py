@@ -1,8 +1,8 @@
-"""Rendezvous of a job's processes: a store that process 0 opens on a free port and publishes with a secret.
+"""Connect a job's processes to its store, which process 0 serves on a free port and protects with a secret.
 
-Published by a file in a shared folder (Slurm, local) that only the job's user can read, or by a broadcast (MPI);
-under torchrun it is the agent's own store, without a secret. No port is ever fixed or guessed: the kernel gives one.
-Who does not arrive is named, with its node where Slurm tells it.
+Process 0 publishes address and secret in a file of a shared directory that only the job's user can read (Slurm, local),
+or by a broadcast (MPI). Under torchrun the store is the agent's own, without a secret. No port is fixed or guessed: the
+kernel picks one. Processes that do not come are named, with their nodes if Slurm tells them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.errors import UserError
 from hpc_train.mpi import load_mpi
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
+from hpc_train.runtime.store.exchange import arrive, count_arrived, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpc_train.runtime.store.client import JobStore
 
 _SHOWN = 8
+_MEETING_GATE = "met"
 
 
 def arrival_key(process: int) -> str:
@@ -76,16 +78,16 @@ class _Meeting:
 
 
 def open_job_store(me: ProcessIdentity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
-    """The key-value store shared by all processes of the job. Blocks until process 0 has opened it.
+    """Open the key-value store that all processes of the job share. Blocks until process 0 serves it.
 
-    Process 0 waits for the others, so that it can take back what it published.
-    Raises UserError if the environment makes no sense or a process cannot be met within `timeout`.
+    Process 0 blocks until all others are connected, so that it can remove the file with the secret.
+    Raises UserError if the environment makes no sense or a process does not come within `timeout`.
     """
     import torch.distributed as dist
 
     if me.processes == 1:
         return dist.HashStore()
-    # A rank then asks for the addresses of a whole group at once, not twice for each of its ranks.
+    # gloo then asks for the addresses of a whole group in one message, not in two for each rank of it.
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if me.launcher == "torchrun":
         return _agent_store(me, env, timeout)
@@ -99,8 +101,7 @@ def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, time
     if me.process != 0:
         store = _connect(_read_meeting(path, me, timeout), timeout)
         store.set(arrival_key(me.process), "")
-        if store.add("met", 1) == me.processes - 1:
-            store.set("all met", "")
+        arrive(store, _MEETING_GATE, me.processes - 1)
         return store
     store, meeting = _host_store(me, interface, timeout)
     try:
@@ -140,22 +141,16 @@ def _unreachable(host: str, port: int, error: Exception) -> UserError:
 
 
 def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> None:
-    import torch.distributed as dist
-
-    try:
-        store.wait(["all met"], timeout)
-    except dist.DistStoreError:
-        here = store.add("met", 0) + 1
+    if not wait_for_gate(store, _MEETING_GATE, timeout):
         raise UserError(
-            f"{here} of {me.processes} processes came within {timeout.total_seconds():.0f} s; missing: "
-            f"{name_missing_tasks(store, me)}; is its node gone, is it still starting "
-            f"(launch.rendezvous_seconds), or on a "
-            "network that cannot reach this one?"
-        ) from None
+            f"{count_arrived(store, _MEETING_GATE) + 1} of {me.processes} processes came within "
+            f"{timeout.total_seconds():.0f} s; missing: {name_missing_tasks(store, me)}; is its node gone, is it still "
+            "starting (launch.rendezvous_seconds), or on a network that cannot reach this one?"
+        )
 
 
 def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
-    """A store served by this process, listening on the job's own interface only."""
+    """Serve a store from this process, listening on the job's interface only."""
     from hpc_train.runtime.store.client import JobStore
     from hpc_train.runtime.store.protocol import make_secret
     from hpc_train.runtime.store.server import StoreServer
@@ -167,7 +162,7 @@ def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) 
 
 
 def _agent_store(me: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
-    """The store of the torchrun agent, or, for ranks started by hand with MASTER_ADDR, one that rank 0 serves."""
+    """Connect to the torchrun agent's store; for ranks started by hand with MASTER_ADDR, rank 0 serves one."""
     import torch.distributed as dist
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -206,7 +201,7 @@ def _broadcast_meeting(meeting: _Meeting | None, me: ProcessIdentity) -> _Meetin
 
 
 def _publish_meeting(path: Path, meeting: _Meeting) -> None:
-    """Write a file that only this user can read; it is complete as soon as it has its name."""
+    """Publish a meeting in a file that only this user can read; it is complete as soon as it has its name."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
@@ -222,10 +217,11 @@ def _publish_meeting(path: Path, meeting: _Meeting) -> None:
 
 
 def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeting:
+    """Read the meeting once process 0 has published it. Raises UserError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return _parse_meeting(_own_text(path))
+            return _parse_meeting(_read_private_text(path))
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -241,8 +237,8 @@ def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeti
             os.listdir(path.parent)  # noqa: PTH208
 
 
-def _own_text(path: Path) -> str:
-    """Read a file that belongs to this user and that nobody else can have read.
+def _read_private_text(path: Path) -> str:
+    """Read a small file that belongs to this user and that nobody else can read.
 
     Raises ValueError for any other file, and OSError.
     """

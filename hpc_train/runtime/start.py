@@ -1,4 +1,8 @@
-"""join: from an environment to a Task with a store. start: from a Task to a World with process group and mesh."""
+"""Join a job and start its process group.
+
+`join` goes from the launcher's environment to a Task with the job's store; `start` from a Task to a World with process
+group and device mesh.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +30,35 @@ def join(
     timeout: timedelta = timedelta(minutes=30),
     meeting: timedelta | None = None,
 ) -> Task:
-    """This process as one of its job's, connected to the job's store; no process group yet.
+    """Join this process's job: identify the process and connect it to the job's store. No process group yet.
 
-    env: the launcher's variables (default: this process's). interface: network for the store, see own_address.
-    meeting: how long the others are waited for at the start, at most `timeout`, which later waits of the store have.
-    Raises UserError when the environment makes no sense or the others cannot be met in that time.
+    env: the launcher's variables (default: this process's). interface: network for the store, see find_own_address.
+    meeting: how long to wait for the other processes at the start, at most `timeout`; later waits on the store end
+    after `timeout`. Raises UserError if the environment makes no sense or the others do not come in that time.
     """
     env = os.environ if env is None else env
-    me = identify_process(env) or make_single_identity()
-    store = open_job_store(me, env, interface, min(meeting or timeout, timeout))
+    identity = identify_process(env) or make_single_identity()
+    store = open_job_store(identity, env, interface, min(meeting or timeout, timeout))
     store.set_timeout(timeout)
-    return Task(me.process, me.processes, me.local, me.node, me.nodes, me.launcher, me.host, store)
+    return Task(
+        identity.process,
+        identity.processes,
+        identity.local,
+        identity.node,
+        identity.nodes,
+        identity.launcher,
+        identity.host,
+        store,
+    )
 
 
 def make_identity_map(task: Task) -> RankMap:
-    """Ranks in the launcher's own order."""
+    """Return the rank map that leaves ranks in the launcher's order."""
     return RankMap(tuple(range(task.processes)))
 
 
 def pick_device(task: Task, config: RunConfig) -> torch.device:
-    """This rank's GPU by its local index among the visible ones; the CPU where the cluster has no GPUs."""
+    """Return this rank's GPU, by its local index among the visible ones; the CPU if the cluster has no GPUs."""
     if torch.cuda.is_available():
         visible = torch.cuda.device_count()
         if task.local >= visible and visible > 1:
@@ -61,13 +74,13 @@ def pick_device(task: Task, config: RunConfig) -> torch.device:
 
 
 def _use_interface(task: Task, interface: str | None) -> None:
-    """Tell gloo and NCCL which network to open their sockets on, unless the user has."""
+    """Set on which network gloo and NCCL open their sockets, unless the user has."""
     _, name = find_own_address(task.host, task.nodes, interface)
     apply_settings(choose_socket_settings(name, task.nodes, interface is not None), os.environ)
 
 
 def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
-    """Index of a rank on every axis; the last axis varies fastest."""
+    """Return the index of a rank on each mesh axis; the last axis varies fastest."""
     coordinates = {}
     for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
         rank, coordinates[axis] = divmod(rank, size)
@@ -80,7 +93,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     The default group reduces CPU tensors with gloo and CUDA tensors with NCCL.
     Raises UserError if the degrees do not multiply to the number of processes.
     """
-    degrees = resolve_degrees(config.parallel, task.processes)
+    degrees = resolve_degrees(config.parallel, task.processes)  # first: wrong degrees need no process group
     device = pick_device(task, config)
     _use_interface(task, config.cluster.fabric.interface)
     rank = rank_map.process_to_rank[task.process]
@@ -89,7 +102,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     assert task.store is not None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", task.store),
+        store=dist.PrefixStore("group", task.store),  # apart from the keys of the rank assignment
         rank=rank,
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
@@ -100,20 +113,21 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
 def make_world(
     rank: int, size: int, local_rank: int, device: torch.device, degrees: Degrees, store: dist.Store | None = None
 ) -> World:
-    """The world of a started process group; every rank calls it."""
+    """Make the World of a started process group. Every rank calls it."""
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
     return World(rank, size, local_rank, device, mesh, _data_index(rank, degrees), degrees.data_parallel, store)
 
 
 def make_another_mesh(world: World, degrees: Degrees) -> World:
-    """The same ranks with other degrees, for comparisons in one job; every rank calls it."""
+    """Make a World of the same ranks with other degrees, to compare layouts in one job. Every rank calls it."""
     mesh = init_device_mesh(world.device.type, degrees.sizes, mesh_dim_names=AXES)
     return replace(world, mesh=mesh, dp_index=_data_index(world.rank, degrees), dp_size=degrees.data_parallel)
 
 
 def _data_index(rank: int, degrees: Degrees) -> int:
-    at = _mesh_coordinates(rank, degrees)
-    return at["dp_replicate"] * degrees.dp_shard + at["dp_shard"]
+    """Return which data-parallel share of a batch a rank reads; tp, cp and pp ranks of a share read the same."""
+    coordinates = _mesh_coordinates(rank, degrees)
+    return coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
 
 
 def leave_process_group() -> None:

@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: optimizer, metrics, events, the run directory."""
+"""Training loop, optimizer, metrics, events and run directory."""

@@ -1,8 +1,8 @@
-"""The training loop. It knows engines only: what is parallel, and how, is theirs.
+"""Run the training loop: steps, evaluation, checkpoints, metrics, and requests to stop.
 
-`train_step` is one step; around it evaluation, checkpoints, metrics and requests to stop. Model FLOP utilisation is
-null unless both the model's FLOPs and the GPU's peak are known. The gradient noise scale (McCandlish et al. 2018,
-arXiv:1812.06162) says how large a batch still pays.
+`run_training` is the loop and `train_step` one step of it. The loop sees an Engine only; what is parallel, and how, is
+the engine's. Model FLOP utilisation (MFU) is null unless both the model's FLOPs and the GPU's peak are known. The
+gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) tells up to which size a larger batch pays.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from hpc_train.training.run_directory import RunDirectory
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
-    """Peak FLOP/s of one rank's device in this run's precision.
+    """Return the peak FLOP/s of one rank's device in this run's precision.
 
-    None unless the cluster's configuration describes just the device that is there: a figure of another GPU would look
-    like a fact.
+    None unless the cluster's configuration describes this very device: the peak of another GPU would give an MFU that
+    looks like a fact.
     """
     gpu = config.cluster.gpu
     if device_name is None or gpu.name is None or gpu.name.lower() not in device_name.lower():
@@ -56,7 +56,10 @@ def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
 
 
 def compute_mfu(config: RunConfig, peak: float | None, tokens: int, seconds: float, ranks: int) -> float | None:
-    """Fraction of the peak that the model's own FLOPs (no recomputation) used; tokens and seconds are of one step."""
+    """Return which fraction of the peak the model's own FLOPs used in one step, recomputation not counted.
+
+    peak: FLOP/s of one rank. None if the peak or the model's FLOPs are unknown.
+    """
     if peak is None:
         return None
     flops = compute_flops_per_token(config.model, config.train.sequence_length)
@@ -67,7 +70,7 @@ def compute_mfu(config: RunConfig, peak: float | None, tokens: int, seconds: flo
 
 @dataclass
 class NoiseScale:
-    """Running estimate from pairs of gradient norms at two batch sizes (appendix A.1 of the paper).
+    """Estimate the gradient noise scale from gradient norms at two batch sizes (appendix A.1 of the paper).
 
     With G_B the mean gradient over B sequences, E|G_B|^2 = |G|^2 + tr(S) / B; two sizes give two equations for
     |G|^2 and tr(S). Both parts are averaged over steps before they are divided, since their ratio is biased.
@@ -79,7 +82,7 @@ class NoiseScale:
     weight: float = 0.0
 
     def add(self, small_square: float, small: int, big_square: float, big: int) -> None:
-        """Squared norms of the mean gradient over `small` and over `big` sequences of one step; small < big."""
+        """Add one step's squared norms of the mean gradient over `small` and over `big` sequences; small < big."""
         assert 0 < small < big
         signal = (big * big_square - small * small_square) / (big - small)
         noise = (small_square - big_square) / (1 / small - 1 / big)
@@ -89,22 +92,22 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """B_simple = tr(S) / |G|^2 in sequences; None until both parts are known to be positive."""
+        """B_simple = tr(S) / |G|^2 in sequences; None until the estimates of both parts are positive."""
         return self.noise / self.signal if self.weight > 0 and self.signal > 0 and self.noise > 0 else None
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Return the state that a checkpoint holds."""
         return {"signal": self.signal, "noise": self.noise, "weight": self.weight}
 
     def restore(self, state: dict[str, float]) -> None:
-        """The inverse of `state`."""
+        """Continue from what `state` returned."""
         self.signal, self.noise, self.weight = state["signal"], state["noise"], state["weight"]
 
 
 def compute_validation_loss(engine: Engine, loader: Loader, batches: int, stop: StopRequest) -> float | None:
-    """Mean loss a token over the first `batches` global batches of the validation split.
+    """Return the mean loss per token over the first `batches` global batches of the validation split.
 
-    None if any rank was asked to stop meanwhile: all ranks leave the evaluation at the same batch.
+    None if any rank was asked to stop meanwhile; all ranks leave the evaluation at the same batch.
     """
     total, tokens = 0.0, 0
     for index in range(batches):
@@ -119,22 +122,22 @@ def compute_validation_loss(engine: Engine, loader: Loader, batches: int, stop: 
 
 
 def describe_origin(config: RunConfig, attempt: int) -> Origin:
-    """Of this process, which has built the model."""
+    """Describe the code and configuration that checkpoints of this process come from. Call it with the model built."""
     version, code = identify_code()
     return Origin(version, code, hash_text(config_to_yaml(config)), _hash_model_file(config), attempt)
 
 
 def describe_code_change(saved: Origin | None, own: Origin | None) -> str | None:
-    """A line for a person, where a checkpoint was made by other code than this; None where it was not, or nobody knows.
+    """Return one line if a checkpoint was saved by other code than this; None if by the same, or if that is unknown.
 
-    It is no reason to stop: a run may go on with a mended program.
+    This does not stop a run: it may continue with a corrected program.
     """
     differ = own.differs(saved) if saved is not None and own is not None else []
     return f"the checkpoint was saved by other code: now {' and '.join(differ)}" if differ else None
 
 
 def _hash_model_file(config: RunConfig) -> str | None:
-    """Of the one file that model.module names; what that imports is not in it."""
+    """Hash the file that model.module names, without what it imports; None for a built-in model."""
     if not isinstance(config.model, CustomModelConfig) or config.model.module is None:
         return None
     file = getattr(sys.modules.get(config.model.module), "__file__", None)
@@ -148,12 +151,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step leaves behind."""
+    """Metrics of one step, and whether to stop after it."""
 
     record: dict[str, Any]
-    """A line of metrics.jsonl."""
+    """Fields of the step's line in metrics.jsonl."""
     stop: bool
-    """A rank was asked to stop."""
+    """Some rank was asked to stop; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,11 @@ class SaveFailure:
 
 @dataclass
 class TrainingRun:
-    """Everything of one run on one rank."""
+    """State of one run on one rank: its parts, its position, and what its end is judged by."""
 
     config: RunConfig
     world: World
-    folder: RunDirectory
+    directory: RunDirectory
     engine: Engine
     loader: Loader
     validation: Loader | None
@@ -186,19 +189,19 @@ class TrainingRun:
     """FLOP/s of this rank's device, where they are known."""
     saver: Saver = field(init=False)
     weights_saver: Saver = field(init=False)
-    """Of checkpoint.weights_every: beside the other, so that neither waits for the other."""
+    """Saves weights alone (checkpoint.weights_every); apart from `saver`, so that neither waits for the other."""
     saved_at: int | None = None
     resumed_from: int | None = None
-    """Step of this run's own checkpoint that it went on from; retention never removes it."""
+    """Step of this run's own checkpoint that it was resumed from; retention never removes it."""
     finite: bool = True
-    """Since the last save no update was made from a loss or a gradient with NaN or infinity."""
+    """No update since the last save was made from a loss or a gradient with NaN or infinity."""
     lost_since: int | None = None
-    """Step from which each step has had NaN or infinity in its loss or its gradient; None: the last step had none."""
+    """First of the latest steps that all had NaN or infinity in loss or gradient; None if the last step had none."""
     save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
     """Last save, if it failed; keyed by whether it is of the weights alone."""
     validated_at: int | None = None
     owes_validation: bool = False
-    """A stop left out the evaluation that was due after this step."""
+    """A request to stop skipped the evaluation that was due after this step."""
     last_loss: float | None = None
     last_validation: float | None = None
 
@@ -212,10 +215,10 @@ class TrainingRun:
         level = checkpoint.compression_level if checkpoint.compression != "none" else 0
         sharing = WriterSharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)
         self.saver = Saver(
-            self.folder.checkpoints,
+            self.directory.checkpoints,
             self.world,
             background=checkpoint.background,
-            on_commit=lambda _: self.retain(),
+            on_commit=lambda _: self.prune_checkpoints(),
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
             storage=CheckpointDirectory(checkpoint.io, LustreStriper(checkpoint.lustre)),
             overlap=overlap,
@@ -226,7 +229,7 @@ class TrainingRun:
             origin=origin,
         )
         self.weights_saver = Saver(
-            self.folder.checkpoints / WEIGHTS_FOLDER,
+            self.directory.checkpoints / WEIGHTS_FOLDER,
             self.world,
             background=checkpoint.background,
             timeout=timedelta(seconds=self.config.launch.timeout_seconds),
@@ -241,27 +244,27 @@ class TrainingRun:
             self.config, torch.cuda.get_device_name(device) if device.type == "cuda" else None
         )
 
-    def retain(self) -> None:
-        """Remove the checkpoints that are no longer wanted; on rank 0, after a commit."""
-        it = self.config.checkpoint
+    def prune_checkpoints(self) -> None:
+        """Remove the checkpoints that the retention rules do not keep; called on rank 0 after a commit."""
+        config = self.config.checkpoint
         pinned = frozenset({self.resumed_from} - {None})
-        also = KeepRules(it.keep_every, it.keep_best, cast("frozenset[int]", pinned))
-        prune_steps(self.folder.checkpoints, it.keep, also, sole=self.saver.lock is not None)
+        also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
+        prune_steps(self.directory.checkpoints, config.keep, also, sole=self.saver.lock is not None)
 
-    def ended_saves(self) -> list[SaveResult]:
-        """The saves, of either kind, that have ended since the last call."""
+    def take_ended_saves(self) -> list[SaveResult]:
+        """Return the saves, of checkpoints and of weights, that have ended since the last call."""
         return self.saver.take_finished() + self.weights_saver.take_finished()
 
     def wait_for_saves(self) -> list[SaveResult]:
-        """The same, once none is under way."""
+        """Wait for pending saves; return those that have ended since the last call."""
         return self.saver.wait() + self.weights_saver.wait()
 
-    def copied(self) -> float:
-        """Return when parameters and optimizer state may change; the seconds that saves made it take."""
+    def wait_until_copied(self) -> float:
+        """Block until pending saves have copied parameters and optimizer state; returns the seconds it took."""
         return self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
 
     def close(self) -> None:
-        """End the loaders and the records."""
+        """Close the loaders and the files of metrics and events."""
         self.loader.close()
         if self.validation is not None:
             self.validation.close()
@@ -269,18 +272,16 @@ class TrainingRun:
 
     @property
     def consumed_samples(self) -> int:
-        """The only state of the data: position in the stream of samples."""
+        """Position in the stream of samples: the only state of the data."""
         return self.step * self.config.train.global_batch
 
 
 def run_training(run: TrainingRun) -> int:
-    """Train to the last step or until a stop is agreed on; returns the exit code, the same on every rank.
-
-    A save that is under way when a step fails is of a sound step: it is waited for.
-    """
+    """Train to the last step, or until some rank is asked to stop; returns the exit code, the same on every rank."""
     try:
         return _stop(run) if run.owes_validation else _run_steps(run)
     except Exception:
+        # The step that failed is not the step being saved: that checkpoint is sound, and worth the wait.
         _report_saves(run, run.wait_for_saves())
         raise
 
@@ -292,7 +293,7 @@ def _run_steps(run: TrainingRun) -> int:
         report_step(run, step, validation)
         stopping = step.stop or run.owes_validation
         _save_if_due(run, stopping)
-        _report_saves(run, run.ended_saves())
+        _report_saves(run, run.take_ended_saves())
         owed = run.owes_validation and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
             _report_saves(run, run.wait_for_saves())
@@ -302,24 +303,29 @@ def _run_steps(run: TrainingRun) -> int:
 
 
 def train_step(run: TrainingRun) -> StepResult:
-    """Everything of one step but evaluation, checkpoint and `report`; `hpc-train bench step` times just this."""
+    """Run one step: batch, forward, backward, clip, update, and the step's metrics.
+
+    Evaluation, checkpoint and report come after it; `hpc-train bench step` times just this.
+    """
     config = run.config
     started = time.perf_counter()
     batch = _next_batch(run)
     fetched = time.perf_counter()
+    # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
     seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
-    waited = run.copied()
+    waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
     norm = run.engine.clip(config.optim.max_norm)
     lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
     updated = run.engine.update(lr)
     run.step += 1
     if not updated:
         run.reporter.event("skipped", step=run.step)
-    run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device, so that the time is that of the step
+    run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device: the time is the whole step's
     seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
-    _note_loss(run, math.isfinite(run.last_loss) and (not updated or math.isfinite(norm)))
+    # A skipped update (fp16 loss scaling) has an infinite gradient by design: only its loss counts.
+    _track_lost_steps(run, math.isfinite(run.last_loss) and (not updated or math.isfinite(norm)))
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,
@@ -336,7 +342,8 @@ def train_step(run: TrainingRun) -> StepResult:
     return StepResult(record, sums.stop)
 
 
-def _note_loss(run: TrainingRun, finite: bool) -> None:
+def _track_lost_steps(run: TrainingRun, finite: bool) -> None:
+    """Remember since which step the loss or the gradient has not been finite."""
     if finite:
         run.lost_since = None
     elif run.lost_since is None:
@@ -344,7 +351,7 @@ def _note_loss(run: TrainingRun, finite: bool) -> None:
 
 
 def report_step(run: TrainingRun, step: StepResult, validation: float | None) -> None:
-    """One line of metrics.jsonl, and a warning where the loss is lost."""
+    """Write the step's line of metrics.jsonl; warn if the loss is not finite."""
     if validation is not None:
         run.last_validation, run.validated_at = validation, run.step
     run.reporter.step({**step.record, "validation_loss": validation})
@@ -371,7 +378,7 @@ def _measure_noise(run: TrainingRun, sums: Sums, norm: torch.Tensor) -> None:
 
 
 def _evaluate_if_due(run: TrainingRun, stop: bool) -> float | None:
-    """Validation loss if it is due; if a stop was agreed on, before or meanwhile, it is owed."""
+    """Return the validation loss if it is due; if a stop was agreed on, before or meanwhile, the run owes it."""
     train_config = run.config.train
     due = train_config.eval_every and (run.step % train_config.eval_every == 0 or run.step == run.steps)
     run.owes_validation = False
@@ -383,9 +390,9 @@ def _evaluate_if_due(run: TrainingRun, stop: bool) -> float | None:
 
 
 def evaluate_owed(run: TrainingRun) -> None:
-    """What the attempt before owed, into its step's line; it stays owed if a stop is agreed on again.
+    """Make up for the evaluation that a stop skipped in the attempt before, and add it to its step's line.
 
-    Before anybody follows the metrics of this attempt.
+    Call it before anybody reads the metrics of this attempt. If a stop is agreed on again, the run still owes it.
     """
     if not run.owes_validation:
         return
@@ -399,7 +406,7 @@ def _save_if_due(run: TrainingRun, stopping: bool) -> None:
     every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
     full = every and (stopping or run.step % every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
-    pieces = list(run.engine.pieces()) if full or weights else []  # once: for some engines it is a collective
+    pieces = list(run.engine.pieces()) if full or weights else []  # once for both: a collective in some engines
     if full:
         save_checkpoint(run, pieces)
     if weights:
@@ -407,7 +414,7 @@ def _save_if_due(run: TrainingRun, stopping: bool) -> None:
 
 
 def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
-    """Begin to save this step. What becomes of it is told after the step in which it ends."""
+    """Begin to save this step; its result is reported after the step during which it ends."""
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
         "seed": run.config.train.seed,
@@ -422,25 +429,25 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
 
 
 def save_weights(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
-    """The same without optimizer state, for others to use; it is kept for good."""
+    """Begin to save the weights of this step, without optimizer state. Retention never removes them."""
     extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
     run.weights_saver.save(run.step, select_weights(pieces), mark_weights_only(extra), run.finite)
 
 
 def _report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
-    """A save that failed is reported and training goes on: the earlier checkpoints are untouched."""
+    """Report saves that have ended. After a failed one training goes on: the earlier checkpoints are untouched."""
     for saved in ended:
-        of_weights = saved.path.parent.name == WEIGHTS_FOLDER
-        run.save_failures.pop(of_weights, None)
+        weights_only = saved.path.parent.name == WEIGHTS_FOLDER
+        run.save_failures.pop(weights_only, None)
         try:
             saved.wait()
         except CheckpointError as error:
-            run.save_failures[of_weights] = SaveFailure(saved.step, str(error))
+            run.save_failures[weights_only] = SaveFailure(saved.step, str(error))
             run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
-        run.saved_at = run.saved_at if of_weights else saved.step
-        kind = "weights" if of_weights else "checkpoint"
+        run.saved_at = run.saved_at if weights_only else saved.step
+        kind = "weights" if weights_only else "checkpoint"
         times = {} if saved.times is None else encode_provenance(replace(saved.times, stall=saved.stall))
         fields = {"seconds": saved.seconds, "stall": saved.stall, "bytes": saved.bytes, "shared": saved.shared}
         run.reporter.event(kind, step=saved.step, **{**times, **fields})
@@ -449,10 +456,11 @@ def _report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
 
 
 def _stop(run: TrainingRun) -> int:
+    """Report a stop on purpose; returns the exit code, which tells the batch script whether to requeue."""
     run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
-        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.folder.path} to go on")
+        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to go on")
         return EXIT_REQUEUE
     run.reporter.say(
         f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True

@@ -1,6 +1,6 @@
-"""What an update is made of: AdamW over this rank's parameters, learning rate, random numbers of a step.
+"""Make the optimizer, and compute each step's learning rate and random seeds.
 
-Learning rate and random numbers are pure functions of the step: nothing to save, the same after any resume.
+Learning rate and seeds are pure functions of the step: nothing to save, and the same after any resume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc_train.errors import UserError
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only. Raises UserError if the model has nothing to train."""
+    """Make AdamW with weight decay on matrices only. Raises UserError if no parameter is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
@@ -44,7 +44,7 @@ def _implementation(name: str, device: torch.device) -> dict[str, bool]:
 
 
 def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
-    """optim.lr scaled from the batch it was tuned at to this one.
+    """Scale optim.lr from the batch it was tuned at to this one.
 
     linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997).
     """
@@ -56,7 +56,7 @@ def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
 
 
 def compute_learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """Learning rate of update number `step` (0-based) of `steps`: linear warm-up, then the named decay.
+    """Return the learning rate of update `step` (0-based) of `steps`: linear warm-up, then the named decay.
 
     The first update already has peak / warmup_steps, the last one min_ratio * peak (constant: peak).
     """
@@ -67,7 +67,7 @@ def compute_learning_rate(config: ScheduleConfig, peak: float, step: int, steps:
 
 
 def _decay_shape(config: ScheduleConfig, step: int, warmup: int, steps: int) -> float:
-    """From 1 at the end of the warm-up to 0 at the last update."""
+    """Return the decay factor: 1 at the end of the warm-up, 0 at the last update."""
     if config.name == "constant":
         return 1.0
     start = warmup

@@ -1,7 +1,7 @@
-"""One rank of a run, from its task to its exit code.
+"""Run one rank of a run, from its task to its exit code.
 
-`run_rank` places the rank, joins the process group, makes data, model and engine, resumes, trains, and decides with
-all ranks whether the run is done: its loss is finite and its last checkpoint is on the disk.
+`run_rank` places the rank, joins the process group, opens the data, builds model and engine, resumes, trains, and
+agrees with all ranks whether the run is done: its loss is finite and its last checkpoint is on disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
 from hpc_train.interfaces import Engine, RankMap, Task, TensorShard, World
-from hpc_train.messages import broadcast_value, gather_values
+from hpc_train.messages import gather_values
 from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
 from hpc_train.models.registry import build_model as build_model
@@ -35,6 +35,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
@@ -45,23 +46,24 @@ from hpc_train.training.run_directory import RunDirectory, write_private_file
 from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
+# Any other error stays on its own rank, and is the first that the run reports, with its traceback.
+_USER_ERRORS = Consensus(shared=())
 
 
-def run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
-    Raises UserError, on all ranks, for what only shows now: data that the model cannot take, a checkpoint of another
-    model, GPUs that are not there; and IncompleteRun, on all ranks, if the last step is made but the run is not done.
+    Raises UserError on all ranks for mistakes that only show here: data that the model cannot take, a checkpoint of
+    another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
     """
-    with recording_warnings(folder.logs(attempt), task.process):
-        return _run_rank(config, task, folder, attempt, stop)
+    with recording_warnings(directory.logs(attempt), task.process):
+        return _run_rank(config, task, directory, attempt, stop)
 
 
-def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -70,25 +72,27 @@ def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int,
     world = start(task, rank_map, config)
     _log_from_rank_0(world, task, rank_map)
     try:
-        _write_rank_map(world, task, rank_map, folder, attempt)
+        _write_rank_map(world, task, rank_map, directory, attempt)
         data = open_data(config, world)
-        (model, values), said = make_deferred_model(config, world), list[str]()
-        count = sum(parameter.numel() for parameter in model.parameters())  # now, while the model is whole
+        (model, values), notes = make_deferred_model(config, world), list[str]()
+        # Counted now: the engine splits the model over ranks in place.
+        parameter_count = sum(parameter.numel() for parameter in model.parameters())
         frozen = (
             list_frozen_parameters(model) if _does_save(config) and not config.checkpoint.incremental else frozenset()
         )
-        engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info, values)
+        engine = make_engine(config, world, model, notes.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
         if frozen and (advice := advise_incremental_saves(frozen, engine.pieces())):
-            said.append(advice)
-        with hold_lock(folder.checkpoints, world) if _does_save(config) else nullcontext() as lock:
-            run = assemble_run(config, world, folder, attempt, stop, data, engine)
+            notes.append(advice)
+        # Before resuming: no other job may change these checkpoints while they are read.
+        with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
+            run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
                     run.reporter.event("warning", about="placement", why=rank_map.warning)
                 evaluate_owed(run)
-                _log_start(run, count, len(data), [*rank_map.lines, *said])
+                _log_start(run, parameter_count, len(data), [*rank_map.lines, *notes])
                 code = run_training(run)
                 raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, world)
                 _log_end(run, data)
@@ -101,7 +105,7 @@ def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int,
 
 
 def place_rank(config: RunConfig, task: Task) -> RankMap:
-    """Which rank every process takes; this one is bound and has its environment. Every process of the job calls it."""
+    """Agree on which rank each process takes, and bind this one. Every process of the job calls it."""
     return arrange_ranks(
         task, config, needs_mpi(config), find=partial(search_placement, parameters=partial(_count_parameters, config))
     )
@@ -114,14 +118,16 @@ def _count_parameters(config: RunConfig) -> int:
 
 
 def open_data(config: RunConfig, world: World) -> Dataset:
-    """The training samples; rank 0 builds the token store where it is not there yet."""
-    data = _run_on_rank_0_first(world, lambda: open_dataset(config.data, config.train.sequence_length, "train"))
+    """Open the training samples. Rank 0 first builds the token store if it is not there yet."""
+    data = _USER_ERRORS.run_on_rank_0_first(
+        world, lambda: open_dataset(config.data, config.train.sequence_length, "train")
+    )
     check_model_fits_data(config.model, data)
     return data
 
 
 def make_model(config: RunConfig) -> nn.Module:
-    """The model, on the meta device if it can be drawn a part at a time; else the same values on every rank."""
+    """Make the model: on the meta device if it can be initialised in parts, else with the same values on every rank."""
     if not isinstance(config.model, CustomModelConfig):
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
@@ -135,46 +141,46 @@ def make_model(config: RunConfig) -> nn.Module:
 def make_deferred_model(config: RunConfig, world: World) -> tuple[nn.Module, DeferredValues | None]:
     """Make the model and, if it is the user's own and split over ranks, its values, each made on request.
 
-    So no rank has the whole model in memory. If its constructor cannot be recorded, the model is made whole.
+    So no rank holds the whole model in memory. If its constructor cannot be recorded, every rank builds all of it.
     """
     if isinstance(config.model, CustomModelConfig) and splits_parameters(
         config, resolve_degrees(config.parallel, world.size)
     ):
-        apart = build_deferred(partial(build_model, config.model, config.train.seed))
-        if apart is not None and not isinstance(apart[0], Initialised):
-            check_sizes(apart[0])
-            return apart
+        deferred = build_deferred(partial(build_model, config.model, config.train.seed))
+        if deferred is not None and not isinstance(deferred[0], Initialised):
+            check_sizes(deferred[0])
+            return deferred
     return make_model(config), None
 
 
 def make_engine(
     config: RunConfig, world: World, model: nn.Module, say: Report = log.info, values: DeferredValues | None = None
 ) -> Engine:
-    """Make the engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
+    """Build the engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
     return build(model, lambda split: make_optimizer(split, config.optim), config, world, say, values)
 
 
 def assemble_run(
     config: RunConfig,
     world: World,
-    folder: RunDirectory,
+    directory: RunDirectory,
     attempt: int,
     stop: StopRequest,
     data: Dataset,
     engine: Engine,
 ) -> TrainingRun:
-    """The run, ready for its next step: that after the checkpoint which checkpoint.resume chooses, or the first."""
+    """Assemble the run, ready for its next step: the one after the checkpoint that is resumed, or the first."""
     steps = count_total_steps(config, len(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
-    run = TrainingRun(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
-    resumed = resume_from_checkpoint(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
+    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.pieces(), world)
     if resumed is not None and not resumed.weights_only:
-        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
+        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == directory.checkpoints else None
         run.resumed_from = run.saved_at
         run.owes_validation = run.saved_at is not None and resumed.extra.get("owes_validation", False)
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
-    run.reporter = Reporter.start(config, folder, attempt, steps, run.step, world.rank)
+    run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
     if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)
     if resumed is not None and resumed.weights_only:
@@ -185,7 +191,7 @@ def assemble_run(
 
 
 def count_total_steps(config: RunConfig, samples: int) -> int:
-    """Updates of the whole run; epochs are rounded up to whole steps."""
+    """Return the number of updates of the whole run; epochs are rounded up to whole steps."""
     if config.train.wanted_steps is not None:
         return config.train.wanted_steps
     assert config.train.epochs is not None
@@ -210,6 +216,7 @@ def _make_validation_loader(config: RunConfig, world: World) -> Loader | None:
 
 
 def _check_position(consumed: int, run: TrainingRun) -> None:
+    """Raise UserError if the checkpoint was trained with another global batch: samples would be skipped or repeated."""
     if consumed != run.consumed_samples:
         raise UserError(
             f"checkpoint.resume={run.config.checkpoint.resume}: it has seen {consumed} samples in {run.step} "
@@ -217,27 +224,8 @@ def _check_position(consumed: int, run: TrainingRun) -> None:
         )
 
 
-def _run_on_rank_0_first(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 (which may build a file that the others then find), then on the others.
-
-    If rank 0 fails, the others fail too, in place of waiting for it.
-    """
-    mine = None
-    problem: str | None = None
-    if world.rank == 0:
-        try:
-            mine = action()
-        except UserError as error:
-            problem = str(error)
-    if world.size > 1:
-        problem = broadcast_value(problem)
-    if problem is not None:
-        raise UserError(problem)
-    return action() if mine is None else mine
-
-
 def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:
-    """Where a placement made another process rank 0 than the one that launchers and people look at first."""
+    """Move the log lines to rank 0 if the placement gave that rank to another process than the launcher's first."""
     if world.rank == task.process:
         return
     logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
@@ -249,27 +237,34 @@ def _find_task(rank: int, rank_map: RankMap) -> int:
     return rank_map.process_to_rank.index(rank)
 
 
-def _write_rank_map(world: World, task: Task, rank_map: RankMap, folder: RunDirectory, attempt: int) -> None:
-    """In the run directory, and beside the logs of this attempt, which another one may map differently."""
-    at = {"rank": world.rank, "process": task.process, "host": task.host, "node": task.node, "local_rank": task.local}
-    everybody = gather_values({**at, **rank_map.own})
+def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunDirectory, attempt: int) -> None:
+    """Write rankmap.json to the run directory and to this attempt's logs: another attempt may map ranks differently."""
+    location = {
+        "rank": world.rank,
+        "process": task.process,
+        "host": task.host,
+        "node": task.node,
+        "local_rank": task.local,
+    }
+    everybody = gather_values({**location, **rank_map.own})
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-        found = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
-        for path in (folder.rank_map, folder.logs(attempt) / folder.rank_map.name):
-            write_private_file(path, json.dumps(found, indent=1) + "\n")
+        content = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
+        for path in (directory.rank_map, directory.logs(attempt) / directory.rank_map.name):
+            write_private_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def _log_start(run: TrainingRun, count: int, samples: int, techniques: list[str]) -> None:
-    """What is trained, on what, over which mesh, and by which techniques."""
+def _log_start(run: TrainingRun, parameters: int, samples: int, notes: list[str]) -> None:
+    """Report what is trained, on what, over which mesh, with notes on placement and techniques."""
     resumed = run.step > 0
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
+    config = run.config
     run.reporter.say(
-        f"{run.config.model.name}: {count:,} parameters, {run.config.precision.name}, {run.config.parallel.strategy} "
-        f"over {run.world.size} ranks ({mesh}); {run.config.data.name}: {samples:,} samples"
+        f"{config.model.name}: {parameters:,} parameters, {config.precision.name}, {config.parallel.strategy} "
+        f"over {run.world.size} ranks ({mesh}); {config.data.name}: {samples:,} samples"
     )
-    for line in techniques:
+    for line in notes:
         run.reporter.say(line)
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
@@ -287,26 +282,26 @@ def _log_end(run: TrainingRun, data: Dataset) -> None:
     if run.world.rank == 0 and data.unigram_entropy is not None:  # it counts the tokens of the validation split
         losses.append(f"a unigram model of the same text {data.unigram_entropy:.4f} nats a token")
     run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
-    run.reporter.say(f"run directory: {run.folder.path}", last=True)
+    run.reporter.say(f"run directory: {run.directory.path}", last=True)
 
 
 def list_frozen_parameters(model: nn.Module) -> frozenset[str]:
-    """The parameters that are never trained."""
+    """Return the names of the parameters that are never trained."""
     return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
 
 
 def advise_incremental_saves(frozen: frozenset[str], pieces: Iterable[TensorShard]) -> str | None:
-    """A line for who saves all of it every time, where most of what this rank saves is frozen; None elsewhere."""
-    total = still = 0
+    """Return a line of advice if most bytes that this rank saves are of frozen parameters; None otherwise."""
+    total = frozen_bytes = 0
     for piece in pieces:
         if piece.replica == 0:
             total += piece.local.nbytes
-            still += piece.local.nbytes if piece.name in frozen else 0
-    if 2 * still <= total:
+            frozen_bytes += piece.local.nbytes if piece.name in frozen else 0
+    if 2 * frozen_bytes <= total:
         return None
     return (
-        f"{still / total:.0%} of what a save writes is of frozen parameters: with checkpoint.incremental=true they are "
-        "written once"
+        f"{frozen_bytes / total:.0%} of what a save writes is of frozen parameters: with "
+        "checkpoint.incremental=true they are written once"
     )
 
 
@@ -322,11 +317,11 @@ def find_shortfall(run: TrainingRun) -> str | None:
 
 def raise_if_any_incomplete(why: str | None, world: World) -> None:
     """Raise IncompleteRun on all ranks if any rank has a reason. Every rank must call it; it is a barrier."""
-    found = torch.tensor(int(why is not None))
+    incomplete = torch.tensor(int(why is not None))
     if world.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(incomplete, dist.ReduceOp.MAX)
         dist.barrier()  # a launcher may end the other ranks as soon as one exits with a nonzero code
-    if found.item():
+    if incomplete.item():
         raise IncompleteRun(why or "not done: another rank says so")
 
 

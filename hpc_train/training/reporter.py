@@ -1,6 +1,6 @@
-"""Everything a run tells about itself while it goes on, by its rank 0: metrics, events, TensorBoard, progress, words.
+"""Report a run while it goes on, from rank 0: metrics, events, TensorBoard, progress, and lines for people.
 
-A terminal sees a live line, logs plain lines.
+A terminal shows a progress bar, a log plain lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Shows records of metrics.jsonl as they come."""
+    """Shows the records of metrics.jsonl while they are made."""
 
     def show(self, record: dict[str, Any]) -> None: ...
 
@@ -26,19 +26,19 @@ class Progress(Protocol):
 
 
 def make_progress(steps: int, every: int, stream: TextIO | None = None) -> Progress:
-    """Rich's progress bar if `stream` (default: stdout) is a terminal, else a line every `every` steps."""
+    """Make a progress bar if `stream` (default: stdout) is a terminal, else print a line every `every` steps."""
     stream = stream or sys.stdout
     return LiveProgress(steps, stream) if stream.isatty() else PlainProgress(steps, every, stream)
 
 
 def format_clock(seconds: float) -> str:
-    """h:mm:ss."""
+    """Format a duration as h:mm:ss."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
 def describe_step(record: dict[str, Any]) -> str:
-    """Loss, speed and what else is known of one step, in a few words."""
+    """Describe one step on one line: loss, learning rate, speed, and MFU if it is known."""
     parts = [f"loss {record['loss']:.4f}" if record["loss"] is not None else "loss not finite"]
     if record.get("validation_loss") is not None:
         parts.append(f"validation {record['validation_loss']:.4f}")
@@ -50,7 +50,7 @@ def describe_step(record: dict[str, Any]) -> str:
 
 
 class PlainProgress:
-    """One line every few steps, for logs."""
+    """Prints one line every few steps, for logs."""
 
     def __init__(self, steps: int, every: int, stream: TextIO) -> None:
         self._steps, self._every, self._stream = steps, every, stream
@@ -68,11 +68,11 @@ class PlainProgress:
         )
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: every line is flushed already."""
 
 
 class LiveProgress:
-    """A bar, the newest numbers and the time left, in place; validation losses stay on the screen."""
+    """Shows a progress bar with the newest numbers and the time left; validation losses stay on the screen."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -102,9 +102,9 @@ class LiveProgress:
 
 @dataclass
 class Reporter:
-    """On ranks other than 0 every method does nothing."""
+    """Writes metrics, events and progress of a run. On ranks other than 0 every method does nothing."""
 
-    folder: RunDirectory
+    directory: RunDirectory
     attempt: int
     metrics: MetricsFile | None = None
     board: TensorBoardWriter | None = None
@@ -113,21 +113,21 @@ class Reporter:
 
     @classmethod
     def start(
-        cls, config: RunConfig, folder: RunDirectory, attempt: int, steps: int, resumed_at: int, rank: int
+        cls, config: RunConfig, directory: RunDirectory, attempt: int, steps: int, resumed_at: int, rank: int
     ) -> Reporter:
-        """A reporter that writes on rank 0 and is silent elsewhere."""
+        """Make a reporter that writes on rank 0 and is silent on other ranks."""
         if rank != 0:
-            return cls(folder, attempt)
+            return cls(directory, attempt)
         board = None
         if config.train.tensorboard:
             from hpc_train.training.tensorboard_writer import TensorBoardWriter
 
-            board = TensorBoardWriter(folder.path / "tensorboard", resumed_at)
+            board = TensorBoardWriter(directory.path / "tensorboard", resumed_at)
         bar = make_progress(steps, config.train.log_every)
-        return cls(folder, attempt, MetricsFile(folder.metrics, resumed_at), board, bar)
+        return cls(directory, attempt, MetricsFile(directory.metrics, resumed_at), board, bar)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step's numbers; those that are not known are left out of TensorBoard and of the optional fields."""
+        """Report one step. TensorBoard and the optional fields leave out numbers that are None."""
         if self.metrics is None:
             return
         optional = ("noise_scale", "validation_loss")
@@ -139,7 +139,7 @@ class Reporter:
             self.board.add(record)
 
     def validated(self, step: int, loss: float) -> None:
-        """The validation loss of a step whose other numbers an earlier attempt has written."""
+        """Add the validation loss to a step that an earlier attempt has reported."""
         if self.metrics is None:
             return
         self.metrics.amend(step, validation_loss=loss)
@@ -147,7 +147,7 @@ class Reporter:
             self.board.add({"step": step, "validation_loss": loss})
 
     def noise(self, critical: float, batch: int) -> None:
-        """Warn once when the batch is past the critical one."""
+        """Warn, once, that the global batch exceeds the estimated critical batch; both in sequences."""
         if batch > critical and not self.warned:
             self.warned = True
             self.say(
@@ -156,12 +156,15 @@ class Reporter:
             )
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One line of events.jsonl."""
+        """Append one line to events.jsonl."""
         if self.metrics is not None:
-            append_event(self.folder.events, kind, self.attempt, **fields)
+            append_event(self.directory.events, kind, self.attempt, **fields)
 
     def say(self, text: str, last: bool = False) -> None:
-        """A line for a person: in this rank's log, and as an event for whoever follows the run."""
+        """Print a line for people to this rank's log, and record it as an event for commands that follow the run.
+
+        last: the run has ended, so the progress bar is closed first.
+        """
         if self.metrics is not None:
             if last and self.bar is not None:
                 self.bar.close()
@@ -169,17 +172,17 @@ class Reporter:
             self.event("note", text=text, last=last)
 
     def mark_requeue(self) -> None:
-        """Tell the batch script that this attempt saved and may go on in another one."""
+        """Tell the batch script that this attempt has saved, so that it requeues the job."""
         if self.metrics is not None:
-            self.folder.requeue_marker(self.attempt).touch()
+            self.directory.requeue_marker(self.attempt).touch()
 
     def mark_done(self) -> None:
-        """Tell the batch script that the run has come to its end."""
+        """Tell the batch script that the run is done."""
         if self.metrics is not None:
-            self.folder.done_marker(self.attempt).touch()
+            self.directory.done_marker(self.attempt).touch()
 
     def close(self) -> None:
-        """Flush and close all of them."""
+        """Flush and close all outputs."""
         if self.metrics is not None:
             self.metrics.close()
         if self.bar is not None:

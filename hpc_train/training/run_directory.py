@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run lies, who may read it, and whether a config may continue it."""
+"""Paths of a run directory, its permissions, and whether a config may continue the run in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAY_DIFFER = re.compile(
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run."""
+    """Paths of one run's files."""
 
     path: Path
     checkpoints: Path
@@ -41,12 +41,12 @@ class RunDirectory:
 
     @property
     def plan(self) -> Path:
-        """Why parallel=auto chose what it did."""
+        """The plan by which parallel=auto chose its degrees."""
         return self.path / "plan.json"
 
     @property
     def schedule(self) -> Path:
-        """The pipeline's order, where the user gave a file with one."""
+        """Pipeline schedule, if the user gave a file with one."""
         return self.path / "schedule.csv"
 
     @property
@@ -72,45 +72,47 @@ class RunDirectory:
         return self.logs(attempt) / f"task-{task}.log"
 
     def requeue_marker(self, attempt: int) -> Path:
-        """Left by the ranks when they have saved and stopped on purpose: the batch script requeues the job."""
+        """Left by the ranks when they have saved and stopped on purpose; the batch script then requeues the job."""
         return self.logs(attempt) / "requeue"
 
     def done_marker(self, attempt: int) -> Path:
-        """Left by rank 0 after the last step: srun may say 0, too, when a time limit has ended its step."""
+        """Left by rank 0 after the last step, since srun may exit with 0 also when a time limit ended its step."""
         return self.logs(attempt) / "done"
 
     def steps(self) -> list[int]:
-        """Steps that have a committed checkpoint, whole or not."""
-        found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        """Return the steps that have a committed checkpoint, sorted; they are not verified."""
+        matches = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in matches if match)
 
 
 def locate_run_directory(config: RunConfig) -> RunDirectory:
-    """The paths of this run; nothing is made. An unset run_dir becomes runs/<date>/<time>."""
+    """Return the paths of this run without creating any. An unset run_dir becomes runs/<date>/<time>."""
     now = datetime.now()
     path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
     checkpoints = Path(config.checkpoint.dir).expanduser().absolute() if config.checkpoint.dir else path / "checkpoints"
     return RunDirectory(path, checkpoints)
 
 
-def prepare_run_directory(folder: RunDirectory, config: RunConfig) -> None:
-    """Make the run directory (0700) and write config.yaml.
+def prepare_run_directory(directory: RunDirectory, config: RunConfig) -> None:
+    """Create the run directory (mode 0700) and write config.yaml.
 
-    Raises UserError if it cannot be made, or if it holds something else, or a run that this config may not continue.
+    Raises UserError if it cannot be created, or holds something else, or a run that this config may not continue.
     """
-    check_owner(folder.path)
-    _check_is_run(folder)
-    if folder.config.exists() and folder.steps() and config.checkpoint.resume == "auto":
-        check_same_config(folder, config)
+    check_owner(directory.path)
+    _check_is_run(directory)
+    if directory.config.exists() and directory.steps() and config.checkpoint.resume == "auto":
+        check_same_config(directory, config)
     if config.checkpoint.dir and config.checkpoint.every:
-        _make_checkpoint_directory(folder, config)
+        _make_checkpoint_directory(directory, config)
     try:
-        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.path.chmod(0o700)
-        (folder.path / "logs").mkdir(mode=0o700, exist_ok=True)
-        write_private_file(folder.config, config_to_yaml(config))
+        directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.path.chmod(0o700)
+        (directory.path / "logs").mkdir(mode=0o700, exist_ok=True)
+        write_private_file(directory.config, config_to_yaml(config))
     except OSError as error:
-        raise UserError(f"run_dir={folder.path}: {error.strerror}; choose a directory that can be written") from error
+        raise UserError(
+            f"run_dir={directory.path}: {error.strerror}; choose a directory that can be written"
+        ) from error
 
 
 def check_owner(path: Path) -> None:
@@ -145,27 +147,27 @@ def make_files_private() -> Iterator[None]:
         os.umask(before)
 
 
-def make_submitit_directory(folder: RunDirectory) -> None:
+def make_submitit_directory(directory: RunDirectory) -> None:
     """Make submitit's directory; one that an earlier release made with the umask becomes private."""
-    folder.submitit.mkdir(mode=0o700, exist_ok=True)
-    folder.submitit.chmod(0o700)
+    directory.submitit.mkdir(mode=0o700, exist_ok=True)
+    directory.submitit.chmod(0o700)
 
 
-def _check_is_run(folder: RunDirectory) -> None:
-    """A directory of something else keeps its files and its mode."""
-    names = {entry.name for entry in folder.path.iterdir()} if folder.path.is_dir() else set()
+def _check_is_run(directory: RunDirectory) -> None:
+    """Raise UserError if the directory holds something else than a run; its files and its mode stay as they are."""
+    names = {entry.name for entry in directory.path.iterdir()} if directory.path.is_dir() else set()
     names.discard(".lock")  # of the submission that makes it
     if names and not names & {"job.json", "logs", "checkpoints"}:
-        raise UserError(f"run_dir={folder.path}: holds {min(names)} and no run; choose a new or an empty directory")
+        raise UserError(f"run_dir={directory.path}: holds {min(names)} and no run; choose a new or an empty directory")
 
 
-def _make_checkpoint_directory(folder: RunDirectory, config: RunConfig) -> None:
-    """Elsewhere than in the run directory: made before anything is computed that could then not be saved."""
+def _make_checkpoint_directory(directory: RunDirectory, config: RunConfig) -> None:
+    """Create checkpoint.dir now, so that a run cannot compute what it then cannot save."""
     try:
-        folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"checkpoint.dir={folder.checkpoints}: {error.strerror}; choose a directory that can be written"
+            f"checkpoint.dir={directory.checkpoints}: {error.strerror}; choose a directory that can be written"
         ) from error
 
 
@@ -178,29 +180,29 @@ def write_private_file(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def make_attempt(folder: RunDirectory) -> int:
-    """The next attempt, its log directory made; two processes never get the same."""
+def make_attempt(directory: RunDirectory) -> int:
+    """Create the log directory of the next attempt; returns its number. Two processes never get the same one."""
     attempt = 0
     while True:
-        try:
-            folder.logs(attempt).mkdir(mode=0o700, parents=True)
+        try:  # mkdir fails for all but one process: no lock is needed
+            directory.logs(attempt).mkdir(mode=0o700, parents=True)
             return attempt
         except FileExistsError:
             attempt += 1
 
 
-def check_same_config(folder: RunDirectory, config: RunConfig) -> None:
-    """Raise UserError naming the settings in which the run in this folder was another one."""
-    old = _flatten(load_run_file(folder.config))
+def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
+    """Raise UserError, naming the settings, if the run in this directory was made with another config."""
+    old = _flatten(load_run_file(directory.config))
     new = _flatten(config_to_dict(config))
-    differ = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
+    differing = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):
-        differ = [key for key in differ if key != "data.path"]  # built by the ranks: the sources say what it is
-    if differ:
-        shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differ[:3])
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        differing = [key for key in differing if key != "data.path"]  # built by the ranks: the sources say what it is
+    if differing:
+        shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
-            f"run_dir={folder.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
+            f"run_dir={directory.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
         )
 
 

@@ -1,6 +1,6 @@
-"""What ranks write for scripts and people: metrics.jsonl, events.jsonl, and one small file a failing rank.
+"""Write and read what ranks record: metrics.jsonl, events.jsonl, and a small file for each rank that failed.
 
-Imports neither torch nor omegaconf: commands that look at runs pass through here.
+Imports neither torch nor omegaconf, because commands that look at runs import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format
 
 
 class MetricsFile:
-    """metrics.jsonl: each step once, also after a resume."""
+    """Writes metrics.jsonl: each step once, also after a resume."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         """Drop the lines of steps after `resumed_at`, which are about to be done again, and a torn last line."""
@@ -33,11 +33,11 @@ class MetricsFile:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; values are JSON scalars, NaN written as null."""
+        """Append one line. Values are JSON scalars; NaN and infinity are written as null."""
         self._file.write(_format_line(record))
 
     def amend(self, step: int, **fields: Any) -> None:
-        """Add to the last line, if it is of this step."""
+        """Add fields to the last line if it is the one of this step."""
         records = read_metrics(self._path)
         if not records or records[-1]["step"] != step:
             return
@@ -53,14 +53,14 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file."""
+    """Return the records of a metrics file; lines that were not written to their end are left out."""
     if not path.exists():
         return []
     return [json.loads(line) for line in read_text(path).splitlines() if _parse_step(line) < _AFTER_ALL_STEPS]
 
 
 def append_event(path: Path, kind: str, attempt: int, **fields: Any) -> None:
-    """Append one event: start, resume, checkpoint, signal, requeue, failure, done. One write, so lines never mix."""
+    """Append one event, such as start, resume, checkpoint or signal, in one write: lines of two writers never mix."""
     line = json.dumps({"event": kind, "time": time.time(), "attempt": attempt, **fields}) + "\n"
     # Without O_NONBLOCK a named pipe in its place would wait for a reader.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
@@ -90,7 +90,7 @@ def _null_if_not_finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What ended one rank."""
+    """The error that ended one rank."""
 
     task: int
     host: str
@@ -104,11 +104,11 @@ class RankFailure:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether this rank only noticed that another one was gone."""
+        """Return whether this rank failed only because another one was gone."""
         return LOST_PEER.search(self.message) is not None
 
     def text(self) -> str:
-        """For a person: one line for a mistake of the user, else the rank and its traceback."""
+        """Format for a person: one line for a mistake of the user, else the rank and its traceback."""
         return self.message if self.user_error else f"task {self.task} on {self.host} failed first:\n{self.traceback}"
 
 
@@ -117,7 +117,7 @@ _LAST_FRAMES = 6
 
 
 def summarise_exception(error: BaseException) -> list[str]:
-    """Summarise an exception; see Failure.summary. If no frame is the user's, the last frames are shown."""
+    """Summarise an exception as RankFailure.summary; if no frame is the user's, with the last frames."""
     frames = user_frames(error) or every_frame(error)
     lines = [
         f"{format_frame(frame)}: {frame.line}" if frame.line else format_frame(frame) for frame in frames[:_LAST_FRAMES]
@@ -126,7 +126,7 @@ def summarise_exception(error: BaseException) -> list[str]:
 
 
 def record_failure(folder: Path, task: int, host: str, error: BaseException) -> RankFailure:
-    """Write what ended this rank into the attempt's log directory; returns it."""
+    """Write the error that ended this rank to the attempt's log directory; returns it."""
     failure = RankFailure(
         task=task,
         host=host,
@@ -141,14 +141,14 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
 
 
 def read_first_failure(folder: Path) -> RankFailure | None:
-    """The earliest failure recorded in an attempt's log directory.
+    """Return the earliest failure recorded in an attempt's log directory; None if there is none.
 
-    A rank that is lost makes the others fail a moment later, so the time decides.
+    The earliest is the cause: when a rank is lost, the others fail a moment later.
     """
-    found = []
+    failures = []
     for path in folder.glob("task-*.failure.json"):
         try:
-            found.append(RankFailure(**read_json(path)))
+            failures.append(RankFailure(**read_json(path)))
         except ValueError:  # a rank that was killed while it wrote
             continue
-    return min(found, key=lambda failure: failure.at, default=None)
+    return min(failures, key=lambda failure: failure.at, default=None)

@@ -1,7 +1,7 @@
-"""TensorBoard's event file: one event a step, written without a thread of its own.
+"""Write TensorBoard's event file: one event a step, without a thread of its own.
 
-torch's SummaryWriter makes an event of each value and hands it to a thread that contends for the interpreter: together
-about 1 % of the step of a small model.
+torch's SummaryWriter writes one event for each value, from a thread that contends for the interpreter: about 1 % of the
+step of a small model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FLUSH_SECONDS = 10.0
 
 
 class TensorBoardWriter:
-    """Scalars over steps."""
+    """Writes scalars by step to a new event file."""
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
-        """What an earlier attempt wrote for steps after `resumed_at`, which are done again, is not shown any more."""
+        """Start a file; TensorBoard hides what an earlier attempt wrote for steps after `resumed_at`."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # sorted by age
         self._file = (folder / name).open("wb")
@@ -33,16 +33,16 @@ class TensorBoardWriter:
         self._add(resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, record: dict[str, Any]) -> None:
-        """Every number of `record` but `step`, at that step."""
-        known = {key: value for key, value in record.items() if key != "step" and value is not None}
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in known.items()]
+        """Write every number of `record` at its `step`; None is left out."""
+        scalars = {key: value for key, value in record.items() if key != "step" and value is not None}
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
         self._add(record["step"], summary=Summary(value=values))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:

@@ -1,7 +1,7 @@
-"""Warnings of the ranks, one small file each in `logs/<attempt>/warnings/`, for whoever follows or asks about the run.
+"""Write and read the ranks' warnings: one small file each in `logs/<attempt>/warnings/`.
 
-Every rank writes its own, so that no two nodes append to one file. The name is a digest of the text: what many ranks
-report alike is one file.
+Every rank writes files of its own, because appends from two nodes to one file may overwrite each other. A file's name
+is a digest of its text, so that a warning of many ranks is one file.
 """
 
 from __future__ import annotations
@@ -119,22 +119,22 @@ def describe_record(record: logging.LogRecord) -> str:
 
 
 class NewWarnings:
-    """The warnings of one attempt, each once, as they come."""
+    """Reads the warnings of one attempt, each once, while they are written."""
 
     def __init__(self, logs: Path) -> None:
         self._folder = logs / FOLDER
         self._seen: set[str] = set()
 
     def read(self) -> list[RankWarning]:
-        """Return those since the last call, oldest first."""
+        """Return the warnings since the last call, oldest first."""
         try:
-            found = [path.name for path in self._folder.iterdir()]
+            entries = [path.name for path in self._folder.iterdir()]
         except OSError:
             return []
-        names = [name for name in found if name not in self._seen and not name.startswith(".")]
+        names = [name for name in entries if name not in self._seen and not name.startswith(".")]
         self._seen.update(names)
         read = [_read(self._folder / name) for name in names[:_MOST_FILES]]
-        return sorted((warning for warning in read if warning is not None), key=lambda it: it.time)
+        return sorted((warning for warning in read if warning is not None), key=lambda warning: warning.time)
 
 
 def read_warnings(logs: Path) -> list[RankWarning]:
@@ -143,7 +143,7 @@ def read_warnings(logs: Path) -> list[RankWarning]:
 
 
 def _read(path: Path) -> RankWarning | None:
-    """One warning; None for a file that no rank wrote."""
+    """Read one warning; None for a file that no rank has written."""
     try:
         fields = json.loads(read_regular(path, _MOST_BYTES))
         return RankWarning(float(fields["time"]), int(fields["process"]), str(fields["level"]), str(fields["text"]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.interfaces import World
-from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
 from hpc_train.testing import run_ranks
 
 SIZES = (0, 1, 900, *range(1000, 1020), 5000, 100_000)

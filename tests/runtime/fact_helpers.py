@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.placement_result import CommunicationCost, Placement
-from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.host_info import ProcessInfo
 
 
-def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None = None) -> list[ProcessFacts]:
+def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None = None) -> list[ProcessInfo]:
     """Facts in launcher order of `nodes` nodes with `each` ranks; numbering: (node, local) -> process."""
     number = numbering or (lambda node, local: node * each + local)
     found = [
-        ProcessFacts(number(node, local), node, local, f"n{node}", f"10.0.0.{node + 1}", 5000 + node, "0-7")
+        ProcessInfo(number(node, local), node, local, f"n{node}", f"10.0.0.{node + 1}", 5000 + node, "0-7")
         for node in range(nodes)
         for local in range(each)
     ]
     return sorted(found, key=lambda it: it.process)
 
 
-def changed(facts: Sequence[ProcessFacts], which: int, /, **values: object) -> list[ProcessFacts]:
+def changed(facts: Sequence[ProcessInfo], which: int, /, **values: object) -> list[ProcessInfo]:
     """The same, but for what one process says."""
     return [replace(it, **values) if it.process == which else it for it in facts]  # type: ignore[arg-type]
 
@@ -40,6 +40,6 @@ def answer(*order: int, each: int = 2) -> Callable[[RunConfig, object], Placemen
     return lambda _config, _nodes: placement
 
 
-def backwards(config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]]) -> Placement:
+def backwards(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> Placement:
     """A search that turns the launcher's order round."""
     return answer(*reversed(range(len(nodes))), each=len(nodes[0]))(config, nodes)

@@ -15,7 +15,7 @@ from fact_helpers import backwards, facts_of
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Task
 from hpc_train.runtime import rank_assignment
-from hpc_train.runtime.host_info import ProcessFacts, gather_node_facts
+from hpc_train.runtime.host_info import ProcessInfo, gather_node_info
 from hpc_train.runtime.identity import ProcessIdentity
 from hpc_train.runtime.rank_assignment import (
     RankAssignment,
@@ -30,7 +30,7 @@ LONG = timedelta(seconds=60)
 Agreed = tuple[tuple[int, ...], str, str | None, list[int]]
 
 
-def member(folder: Path, mine: ProcessFacts, processes: int, nodes: int) -> Agreed:
+def member(folder: Path, mine: ProcessInfo, processes: int, nodes: int) -> Agreed:
     """One process: (its map, hash, warning, local ranks of its node)."""
     me = ProcessIdentity(mine.process, processes, mine.local, mine.node, 1, "submitit", "localhost", "agreement")
     store = open_job_store(me, {RENDEZVOUS_VARIABLE: str(folder)}, None, LONG)
@@ -38,16 +38,16 @@ def member(folder: Path, mine: ProcessFacts, processes: int, nodes: int) -> Agre
     plan, hashed = agree_on_assignment(
         task, mine, LONG, lambda facts: decide_assignment(RunConfig(), facts, processes, backwards)
     )
-    here = [fact.local for fact in gather_node_facts(task)]
+    here = [fact.local for fact in gather_node_info(task)]
     if store.add("done", 1) == processes:
         store.set("all done", "")
     if mine.process == 0:
         store.wait(["all done"])  # the store ends with this process
-    return plan.map(), hashed, plan.warning, here
+    return plan.map_processes(), hashed, plan.warning, here
 
 
 def meet(
-    folder: Path, facts: list[ProcessFacts], told: Callable[[ProcessFacts], ProcessFacts] = lambda it: it
+    folder: Path, facts: list[ProcessInfo], told: Callable[[ProcessInfo], ProcessInfo] = lambda it: it
 ) -> list[Agreed]:
     nodes = len({fact.node for fact in facts})
     with ProcessPoolExecutor(len(facts), multiprocessing.get_context("fork")) as pool:
@@ -88,10 +88,10 @@ def test_what_a_process_checks() -> None:
     task = Task(1, 4, 1, 0, 2, "slurm", "n0")
 
     def says(plan: RankAssignment, task: Task = task) -> str | None:
-        return find_assignment_problem(plan.text(), hash_assignment(plan.text()), task)
+        return find_assignment_problem(plan.to_text(), hash_assignment(plan.to_text()), task)
 
     assert says(plan) is None
-    assert "hash" in str(find_assignment_problem(plan.text() + " ", hash_assignment(plan.text()), task))
+    assert "hash" in str(find_assignment_problem(plan.to_text() + " ", hash_assignment(plan.to_text()), task))
     assert "for 4 processes, the job has 8" in str(says(plan, replace(task, processes=8)))
     assert "node 0 on n0" in str(says(plan, replace(task, host="n7")))
     assert "nowhere" in str(says(plan, replace(task, node=5)))

@@ -20,7 +20,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.placement.allocation import find_allocation
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.placement.search import make_placement_job, place_nodes
-from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.host_info import ProcessInfo
 from hpc_train.runtime.rank_assignment import search_placement
 
 
@@ -62,7 +62,7 @@ class Site:
         below = f"u[0-{len(self.units) - 1}]"
         return "".join(lines) + f"SwitchName=top Level=1 LinkSpeed=1 Nodes={everything} Switches={below}\n"
 
-    def facts(self, addresses: bool) -> list[list[ProcessFacts]]:
+    def facts(self, addresses: bool) -> list[list[ProcessInfo]]:
         """Return what the job's nodes report about themselves; addresses: whether srun told them theirs."""
         unit = {node: f"u{n}" for n, held in enumerate(self.units) for node in held}
         found = []

@@ -13,7 +13,7 @@ from hpc_train.cluster.spec import Cluster, Node, Switch
 from hpc_train.config.cluster import ClusterConfig, NodeConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.node_locations import NodeLocations, locate_hosts
-from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.host_info import ProcessInfo
 from hpc_train.runtime.rank_assignment import make_hosts
 
 PLAIN = ClusterConfig(name="x")
@@ -24,7 +24,7 @@ SHOWN = Cluster(
 )
 
 
-def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[ProcessFacts]:
+def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[ProcessInfo]:
     """Facts of nodes n0, n1, ... with these addresses (without the node); empty: none."""
     found = []
     for number, address in enumerate(addresses):
@@ -37,7 +37,7 @@ def heads(*addresses: str, pattern: str = "switch.switch.node") -> list[ProcessF
 
 
 def found(
-    given: list[ProcessFacts], shown: Cluster | None = None, cluster: ClusterConfig = PLAIN, in_slurm: bool = True
+    given: list[ProcessInfo], shown: Cluster | None = None, cluster: ClusterConfig = PLAIN, in_slurm: bool = True
 ) -> NodeLocations:
     return locate_hosts(cluster, make_hosts(given), in_slurm, lambda: shown)
 

@@ -13,7 +13,7 @@ from hpc_train.runtime.host_info import (
     compare_with_slurm,
     find_missing_mpi,
     find_mpi_disagreement,
-    read_slurm_view,
+    read_slurm_rank_and_size,
 )
 
 TASK = Task(2, 4, 0, 1, 2, "torchrun", "n1")
@@ -34,9 +34,9 @@ def test_the_first_rank_that_mpi_sees_elsewhere_is_named() -> None:
 
 
 def test_slurms_own_count() -> None:
-    assert read_slurm_view(srun(2, 1, 0)) == (2, 4)
-    assert read_slurm_view(batch_script()) is None
-    assert read_slurm_view({}) is None
+    assert read_slurm_rank_and_size(srun(2, 1, 0)) == (2, 4)
+    assert read_slurm_rank_and_size(batch_script()) is None
+    assert read_slurm_rank_and_size({}) is None
 
 
 def test_a_launcher_inside_a_step_of_other_tasks() -> None:

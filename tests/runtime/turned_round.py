@@ -10,12 +10,12 @@ from fact_helpers import backwards
 from hpc_train.cli.main import main
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.placement_result import Placement
-from hpc_train.runtime.host_info import ProcessFacts
+from hpc_train.runtime.host_info import ProcessInfo
 from hpc_train.training import rank
 
 
 def search(
-    config: RunConfig, nodes: Sequence[Sequence[ProcessFacts]], parameters: Callable[[], int] | None = None
+    config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]], parameters: Callable[[], int] | None = None
 ) -> Placement:
     return backwards(config, nodes)
 

@@ -46,7 +46,7 @@ from hpc_train.interfaces import Task, World
 from hpc_train.messages import Codec, all_gather_values, broadcast_value
 from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.node_locations import locate_hosts
-from hpc_train.runtime.host_info import gather_all_facts
+from hpc_train.runtime.host_info import gather_process_info
 from hpc_train.runtime.rank_assignment import NotPlacedError, arrange_ranks, group_by_node, make_hosts
 from hpc_train.runtime.start import join, leave_process_group, start
 
@@ -157,7 +157,7 @@ def find_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[tu
     if len(nodes) == 1:
         return build_levels(nodes), None
     try:
-        facts = gather_all_facts(task, timedelta(seconds=config.launch.timeout_seconds))
+        facts = gather_process_info(task, timedelta(seconds=config.launch.timeout_seconds))
         heads = [ranks[0] for ranks in group_by_node(facts, task.processes)]
         where = locate_hosts(config.cluster, make_hosts(heads), "SLURM_JOB_ID" in os.environ)
     except (NotPlacedError, UserError) as why:

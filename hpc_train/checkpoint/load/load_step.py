@@ -19,7 +19,6 @@ from hpc_train.checkpoint.format.hdf5_layout import dtype_name
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage
 from hpc_train.checkpoint.format.shard_layout import SavedTensor, SingleShardTensors
-from hpc_train.checkpoint.gc_pause import pause_gc
 from hpc_train.checkpoint.load.exchange import plan_exchange
 from hpc_train.checkpoint.load.read_schedule import (
     LoadDestinations,
@@ -35,6 +34,7 @@ from hpc_train.checkpoint.load.read_schedule import (
 from hpc_train.checkpoint.load.reader import PieceReader
 from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.provenance import Origin
+from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.checkpoint.storage.step_directory import (
     explain_bad_step,
     find_steps,
@@ -46,7 +46,7 @@ from hpc_train.checkpoint.storage.step_directory import (
 )
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
+from hpc_train.runtime.processes import pause_gc
 
 _BUDGET_BYTES = 1 << 40
 """Bytes of a step above which file sizes are checked before ranks share out the reads."""

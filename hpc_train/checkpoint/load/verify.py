@@ -30,10 +30,10 @@ from hpc_train.checkpoint.format.manifest import (
 )
 from hpc_train.checkpoint.format.shard_consistency import check_shard_file
 from hpc_train.checkpoint.load.verified_reader import check_folders, read_digest_table
+from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.checkpoint.storage.step_directory import list_committed_steps, locate_step
 from hpc_train.interfaces import World
 from hpc_train.regular_files import open_regular
-from hpc_train.runtime.consensus import gather_and_decide, run_on_rank_0
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20

@@ -19,13 +19,13 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
+from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, build_index
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, ShardFile, find_incomplete_tensor
 from hpc_train.checkpoint.format.manifest_encoding import encode_columns
 from hpc_train.checkpoint.format.shard_layout import FileLayout, StepLayout, gather_layouts
-from hpc_train.checkpoint.gc_pause import pause_gc
 from hpc_train.checkpoint.provenance import Origin, SaveTimer, SaveTimes
+from hpc_train.checkpoint.rank_consensus import gather_and_decide
 from hpc_train.checkpoint.save.shard_file import ShardStager, StagedShard, write_shard
 from hpc_train.checkpoint.save.shared_file import WriterGroup
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
@@ -47,8 +47,9 @@ from hpc_train.checkpoint.storage.step_directory import (
     step_path,
     uncommitted_path,
 )
+from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.runtime.consensus import gather_and_decide
+from hpc_train.runtime.processes import pause_gc
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from h5py import h5d, h5s
 
-from hpc_train.checkpoint.errors import CheckpointError, LostRanksError
+from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BlockDigests, count_blocks, digest_blocks
 from hpc_train.checkpoint.format.hdf5_layout import (
     ALIGNMENT,
@@ -33,20 +33,21 @@ from hpc_train.checkpoint.format.hdf5_layout import (
 )
 from hpc_train.checkpoint.format.manifest import ShardFile
 from hpc_train.checkpoint.format.shard_layout import FileLayout
+from hpc_train.checkpoint.rank_consensus import (
+    capture_failure,
+    gather_on_subset,
+    raise_failure,
+    receive_object,
+    send_object,
+)
 from hpc_train.checkpoint.save.file_writer import LocalFile, WriteStream, reserve_space, write_file_part
 from hpc_train.checkpoint.save.parallel_hdf5 import Data, write_datasets
 from hpc_train.checkpoint.save.shard_file import StagedShard, write_digest_table
 from hpc_train.checkpoint.storage.file_system import WritePolicy, open_descriptor, write_at_offset
 from hpc_train.checkpoint.storage.step_directory import shard_file_name
+from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import World
-from hpc_train.runtime.consensus import (
-    capture_failure,
-    gather_on_subset,
-    raise_failure,
-    receive_object,
-    report_lost_ranks,
-    send_object,
-)
+from hpc_train.runtime.consensus import report_lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.checkpoint.storage.file_system import make_directory, open_descriptor, write_at_offset
 from hpc_train.checkpoint.storage.retention import withdraw_unfinished
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.regular_files import NotRegularError, read_regular
-from hpc_train.runtime.consensus import run_on_rank_0
 from hpc_train.runtime.processes import identify_machine, read_start_time
 
 LOCK_FILE = "lock"

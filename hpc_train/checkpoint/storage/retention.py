@@ -20,7 +20,7 @@ from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.storage.file_system import sync_directory
 from hpc_train.checkpoint.storage.step_directory import explain_bad_step, find_steps, parse_step, uncommitted_path
 from hpc_train.regular_files import is_plain_directory
-from hpc_train.runtime.processes import identify_machine
+from hpc_train.runtime.processes import identify_machine, is_process_id_used
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"step-[0-9]+\.(tmp|trash)-(.+)")
@@ -189,22 +189,10 @@ def _is_abandoned(path: Path, token: str) -> bool:
     host, _, rest = token.partition(".")
     process, _, rest = rest.partition(".")
     here = host == _host_name() and rest.partition(".")[2] == _hash_machine()
-    if here and process.isdecimal() and not _is_running(int(process)):
-        return True  # also one of this process: it saves one at a time, and not while it sweeps
+    # One of this process is abandoned too: it saves one at a time, and not while it sweeps.
+    if here and process.isdecimal() and (int(process) == os.getpid() or not is_process_id_used(int(process))):
+        return True
     return time.time() - _last_change(path) > _LEASE_SECONDS
-
-
-def _is_running(process: int) -> bool:
-    """Whether another process has this id."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass  # somebody else's; or no process id at all: then only time tells
-    return True
 
 
 def _last_change(path: Path) -> float:
