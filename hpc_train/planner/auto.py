@@ -9,13 +9,13 @@ from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.candidate import GIB, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.candidate import Candidate, describe_layout, describe_techniques
 from hpc_train.planner.output.plan_json import plan_to_json
 from hpc_train.planner.plan import Plan, known_figures, make_plan
 from hpc_train.planner.request import make_job_request
 from hpc_train.planner.search.baseline_layouts import fallback_settings
 from hpc_train.planner.settings import apply_settings
-from hpc_train.units import format_seconds
+from hpc_train.units import GIB, format_seconds
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from hpc_train.planner.reliability.projection import (
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity
 from hpc_train.planner.settings import Settings
 
-GIB = float(1 << 30)
 STAGES = ("first", "middle", "last")
 MEMORY_PARTS = tuple(it.name for it in fields(Memory) if it.name not in ("capacity", "host", "margin", "headroom"))
 TIME_PARTS = tuple(it.name for it in fields(StepTime) if it.name not in ("spread", "hardware_flops"))

@@ -22,7 +22,6 @@ from hpc_train.planner import constants
 from hpc_train.planner.advice.facts import Advice, estimate_for_advice
 from hpc_train.planner.advice.lints import run_lints
 from hpc_train.planner.candidate import (
-    GIB,
     Candidate,
     KnownFigures,
     explain_no_candidate,
@@ -53,6 +52,7 @@ from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_lim
 from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings, settings_from_columns, single_rank_config
 from hpc_train.traffic.stages import ELEMENT_BYTES
+from hpc_train.units import GIB
 
 MIN_KEPT_MESHES = 12
 """Minimum number of meshes that a search keeps, so that a short list is the start of a long one."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hpc_train.traffic.sharding import ZERO_STAGE, count_block_gathers, count_end_gathers, count_reductions
+from hpc_train.units import MIB
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
 
@@ -37,7 +38,6 @@ class Flow:
     """send_recv: whether the last rank of the axis sends to the first (ring attention) or not (a pipeline)."""
 
 
-MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
 """Bytes of the first bucket of DistributedDataParallel where the user names no size, so that it leaves early."""
 BUCKET_MIB = 25

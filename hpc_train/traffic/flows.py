@@ -12,11 +12,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
 from hpc_train.traffic import axes as compression
-from hpc_train.traffic.axes import MIB, Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
+from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
 from hpc_train.traffic.stages import StagePart, StepWork, stage_parts, stage_placement, step_work
 from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements, list_weights, partial_gradient_sizes
+from hpc_train.units import MIB
 
 Parts = tuple[StagePart, ...]
 

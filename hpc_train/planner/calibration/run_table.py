@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
 from hpc_train.planner.model.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.units import GIB
 
 _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
@@ -322,7 +323,7 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
         group=f"{family}/{model}/{kind}",
         contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
         seconds=row.number("iter_time_s"),
-        memory=row.number("mem_gib") * 2**30,
+        memory=row.number("mem_gib") * GIB,
         first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
         memory_of=_memory_convention(row, software),
         out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
@@ -465,7 +466,7 @@ def _machine(row: CsvRow, known: Accelerator, software: SoftwareTraits) -> dict[
         "gemm_ceiling": known.ceiling,
         "attention_ceiling": attention_peak(known, software.new_attention, software.triton_attention),
         "multiprocessors": known.multiprocessors,
-        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * 2**30,
+        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * GIB,
         "memory_bandwidth": known.bandwidth,
         "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
         "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,

@@ -28,8 +28,9 @@ from hpc_train.planner.model.pipeline import (
     rank_layers,
     split_layers,
 )
-from hpc_train.traffic.axes import BUCKET_MIB, MIB
+from hpc_train.traffic.axes import BUCKET_MIB
 from hpc_train.traffic.sharding import keeps_gradients, keeps_parameters
+from hpc_train.units import MIB
 
 _SINGLE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
 """Codes of the schedules that torch runs with one stage a rank (parallel.pipeline.schedule)."""

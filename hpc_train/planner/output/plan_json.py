@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_train.planner.advice.facts import advice_to_json
-from hpc_train.planner.candidate import GIB, STAGES, Candidate
+from hpc_train.planner.candidate import STAGES, Candidate
 from hpc_train.planner.plan import Plan
 from hpc_train.planner.reliability.failure_rate import Percentiles
 from hpc_train.planner.reliability.projection import Market, Projection
 from hpc_train.planner.settings import settings_to_overrides
+from hpc_train.units import GIB
 
 _PLANNERS = ("parallel.auto", "parallel.fixed")
 """Keys that only ask the planner to choose."""

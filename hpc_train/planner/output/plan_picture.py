@@ -8,13 +8,13 @@ from typing import Any
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.planner.candidate import GIB, STAGES, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.candidate import STAGES, Candidate, describe_layout, describe_techniques
 from hpc_train.planner.plan import Plan
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements, generate_order
 from hpc_train.schedules.order import Kind
 from hpc_train.schedules.simulate import ActionTimes, Simulation, simulate_order
 from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
-from hpc_train.units import format_seconds
+from hpc_train.units import GIB, format_seconds
 
 MAX_ROUNDS_SHOWN = 2
 """Micro-batches a rank that are drawn; a step that has more goes on in the same way in between."""

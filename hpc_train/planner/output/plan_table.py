@@ -12,7 +12,6 @@ from rich.text import Text
 
 from hpc_train.planner.advice.facts import format_advice
 from hpc_train.planner.candidate import (
-    GIB,
     PART_WORDS,
     STAGES,
     TIME_PARTS,
@@ -25,7 +24,7 @@ from hpc_train.planner.output.plan_json import command_words
 from hpc_train.planner.plan import Plan
 from hpc_train.planner.reliability.projection import Market, Projection
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE
-from hpc_train.units import format_amount, format_percent, format_seconds
+from hpc_train.units import GIB, format_amount, format_percent, format_seconds
 
 MAX_LINES, MAX_COLUMNS = 40, 100
 _BAR = 10

@@ -32,11 +32,11 @@ from hpc_train.planner.reliability.goodput import (
     spare_wait_seconds,
     stored_bytes,
 )
+from hpc_train.units import TIB
 
 HOUR = 3600.0
 MONTH = 365.25 / 12 * 86400.0
 """Seconds, as storage is billed."""
-TIB = float(1 << 40)
 
 
 @dataclass(frozen=True)
@@ -346,5 +346,5 @@ class _Case:
     def _bill(self, seconds: float, spot: bool) -> Bill:
         plan, job = self.config.plan, self.job
         spare = plan.spare_nodes * job.ranks / job.nodes
-        stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * 2**40
+        stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * TIB
         return compute_bill(job.ranks, seconds, Prices.of(plan, spot), stored, spare)

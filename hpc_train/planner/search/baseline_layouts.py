@@ -15,7 +15,7 @@ import numpy as np
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.candidate import GIB, PART_WORDS, Candidate
+from hpc_train.planner.candidate import PART_WORDS, Candidate
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES
 from hpc_train.planner.model.memory import estimate_memory
@@ -30,7 +30,7 @@ from hpc_train.planner.search.space import (
 )
 from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings
-from hpc_train.units import format_seconds
+from hpc_train.units import GIB, format_seconds
 
 _PLAIN = {"offload": (0.0,), "offload_activations": (0.0,), "overlap_tensor": (0.0,)}
 _DATA = {**_PLAIN, "pp": (1.0,), "cp": (1.0,), "tp": (1.0,)}
