@@ -152,26 +152,6 @@ def young_interval(save: Save, mean_seconds: Number) -> Number:
     return np.sqrt(2 * np.maximum(save.stall_seconds, 1e-9) * mean_seconds)
 
 
-def daly_interval(save: Save, mean_seconds: Number) -> Number:
-    """Daly's interval of higher order (Daly 2006, eq. 37): with x = sqrt(stall / 2 M),
-
-    sqrt(2 stall M) (1 + x / 3 + x^2 / 9) - stall, and M where the stall is 2 M or more.
-    """
-    stall = np.maximum(save.stall_seconds, 1e-9)
-    x = np.sqrt(stall / (2 * mean_seconds))
-    told = np.sqrt(2 * stall * mean_seconds) * (1 + x / 3 + x**2 / 9) - stall
-    return np.where(stall < 2 * mean_seconds, told, mean_seconds)
-
-
-def training_time_ratio(interval: Number, write: Number, restart: Number, per_second: Number) -> Number:
-    """Expected effective training time ratio as Meta's research clusters reckon it: a first-order approximation.
-
-    (1 - rate (restart + interval / 2)) / (1 + write / interval), saves blocking (Kokolis et al. 2025,
-    arXiv:2410.21680, section on ETTR). Below 0 where a job hardly advances.
-    """
-    return (1 - per_second * (restart + interval / 2)) / (1 + write / interval)
-
-
 def spare_wait_seconds(per_second: Number, repair: Number, spares: int) -> Number:
     """Mean seconds that a failure makes the job wait for a node, with so many spare ones.
 
