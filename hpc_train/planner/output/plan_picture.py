@@ -8,7 +8,8 @@ from typing import Any
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.planner.candidate import STAGES, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.candidate import STAGES, Candidate
+from hpc_train.planner.candidate_text import describe_candidate
 from hpc_train.planner.plan import Plan
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements, generate_order
 from hpc_train.schedules.order import Kind
@@ -97,9 +98,8 @@ def _height(pipeline: PipelineTimeline | None) -> float:
 
 
 def _title(best: Candidate) -> str:
-    config, more = best.config, describe_techniques(best)
-    where = f"{config.model.name} on {config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
-    return f"{where}\n{describe_layout(best)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+    where = f"{best.config.model.name} on {best.config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
+    return f"{where}\n{describe_candidate(best)}"
 
 
 def _memory(axes: Any, best: Candidate) -> None:
