@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_train.config.overrides import MICRO_BATCH, get_value
-from hpc_train.config.parallel import STRATEGIES
+from hpc_train.config.parallel import AXES, STRATEGIES
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
@@ -75,7 +75,7 @@ def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
 def settings_from_columns(row: Mapping[str, float]) -> Settings:
     """A candidate's columns as what a run has to set; what would have no effect, which a run refuses, is left out."""
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
-    degrees = {f"parallel.{name}": int(row[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    degrees = {f"parallel.{name}": int(row[name]) for name in AXES}
     found: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
     if not row["reshard"]:
         found["parallel.reshard_after_forward"] = False

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
+from hpc_train.models.shape import transformer_flops_per_token
 
 Column = NDArray[np.float64]
 """[n] numbers, or [] where all jobs share one: columns broadcast against each other. Counts are whole floats: they are
@@ -178,9 +179,11 @@ class Jobs:
 
     @property
     def model_flops(self) -> Column:
-        """Of a step of the whole job, what MFU is computed from: models.shape.flops_per_token, causal half."""
-        linear = 6 * (self.layers * self.layer_parameters + self.vocab * self.hidden)
-        return self.tokens * (linear + 6 * self.layers * self.heads * self.head_dim * self.sequence)
+        """FLOPs of a step of the whole job that MFU is computed from."""
+        weights = self.layers * self.layer_parameters + self.vocab * self.hidden
+        attention_width = self.layers * self.heads * self.head_dim
+        flops: Column = self.tokens * transformer_flops_per_token(weights, attention_width, self.sequence)
+        return flops
 
 
 def as_column(value: object) -> Column:
