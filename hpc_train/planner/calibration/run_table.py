@@ -158,7 +158,7 @@ _QUOTED = re.compile(r"\balso in [^|)]*")
 
 
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
-    """From a run's source and notes; where they name no software, what was usual in that year."""
+    """Name the software from a run's source and notes; if they name none, the usual one of that year."""
     text = _QUOTED.sub("", f"{source} | {notes}".lower())
     found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
     found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
@@ -187,7 +187,7 @@ _USUAL_VOCAB = 51200
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One measured run and what is known of it."""
+    """One measured run and its job."""
 
     id: str
     family: str
@@ -226,7 +226,7 @@ class RefusedRun:
 
 @dataclass(frozen=True)
 class RunTable:
-    """Of one table."""
+    """The runs of one table."""
 
     runs: tuple[MeasuredRun, ...]
     refused: tuple[RefusedRun, ...]
@@ -298,7 +298,7 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
-    """One line of the table."""
+    """Parse one line of the table."""
     row = CsvRow(cells)
     known = find_accelerator(row.text("gpu_type"))
     why = _explain_refusal(row, known)

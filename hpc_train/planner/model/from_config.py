@@ -1,4 +1,4 @@
-"""From a RunConfig to one job."""
+"""Make a row of Jobs from a RunConfig."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
 
 
 def list_assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
-    """One line for each figure of the device that nobody has given."""
+    """List each figure of the device that nobody has given, one line each."""
     gpu, known, calibration = cluster.gpu, find_accelerator(cluster.gpu.name or ""), collect_figures(cluster).measured
     measured = calibration.device if calibration else None
     missing = []

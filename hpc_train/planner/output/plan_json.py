@@ -94,7 +94,7 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def parallel_to_json(candidate: Candidate) -> dict[str, Any]:
-    """What makes the layout and the technique, all of candidate, the defaults too."""
+    """Return every setting of the layout and its techniques, the defaults too."""
     from hpc_train.config.parallel import resolve_degrees
 
     parallel = candidate.config.parallel

@@ -24,7 +24,7 @@ _WORK_PARTS = ("compute", "launch", "tensor", "context")
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What is drawn."""
+    """The pipeline's schedule, simulated as far as it is drawn."""
 
     simulation: Simulation
     drawn: int
@@ -69,7 +69,7 @@ _WORDS = {Kind.F: "forward", Kind.I: "backward, inputs", Kind.W: "backward, weig
 
 
 def draw_plan(answer: Plan, path: Path) -> None:
-    """Of the best candidate. Raises UserError where there is none, and for a file that cannot be made."""
+    """Draw the best candidate. Raises UserError if there is none, and for a file that cannot be written."""
     if answer.best is None:
         raise UserError(f"--plot {path}: nothing fits, so there is nothing to draw")
     try:

@@ -60,7 +60,7 @@ def check_coverage(
 
 
 def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
-    """Of a piece, which for optimizer state of the parameter's shape is the parameter's."""
+    """Return the tiling of a piece; optimizer state of the parameter's shape lies as the parameter does."""
     tiling = built.tilings.get(_parameter(piece.name))
     return tiling if tiling is not None and tiling.shape == piece.shape else whole_tiling(piece.shape)
 
@@ -92,7 +92,7 @@ def _check_piece(
 def _claim(
     built: RehearsedRank, model: Mapping[str, tuple[int, ...]], owners: dict[str, tuple[int, Tiling]], degrees: Degrees
 ) -> Iterator[str]:
-    """What this rank's stages own; tied parameters of another stage are borrowed."""
+    """Check the tensors that this rank's stages own; tied parameters of another stage are borrowed."""
     for piece in built.pieces:
         if piece.name.startswith((_OPTIMIZER, _SCALER)):
             continue
@@ -161,7 +161,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
 
 
 def optimizer_state_bytes(numbers: int, tensors: int, kept: int) -> int:
-    """Of AdamW over so many numbers in so many parameters, of `kept` bytes each."""
+    """Return the bytes of AdamW's state for so many numbers in so many parameters, `kept` bytes a number."""
     return _MOMENTS * numbers * kept + _STEP_BYTES * tensors
 
 

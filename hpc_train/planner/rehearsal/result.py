@@ -1,4 +1,4 @@
-"""What a rehearsal finds: what each rank holds and counts, how its tensors tile the model, and what is wrong.
+"""Results of a rehearsal: what each rank holds and counts, how its tensors tile the model, and what is wrong.
 
 A Rehearsal as values, as JSON for a script, and as text for a person.
 """
@@ -29,7 +29,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tiling:
-    """One tensor on the ranks of one stage."""
+    """How one tensor is cut over the ranks of one stage."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
@@ -40,7 +40,7 @@ class Tiling:
 
     @property
     def split(self) -> set[str]:
-        """All axes that cut."""
+        """Return all axes that cut the tensor."""
         return {axis for axes in self.cuts for axis in axes}
 
     def copies(self, degrees: Degrees) -> int:
@@ -63,7 +63,7 @@ class Tiling:
         return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
 
     def problem(self) -> str | None:
-        """What is missing, or there twice; None: the ranks hold every element exactly once, copies aside."""
+        """Say what is missing or there twice; None: the ranks hold every element exactly once, copies aside."""
         for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
             end = 0
             for begin, length in sorted(it for it in intervals if it[1]):
@@ -101,7 +101,7 @@ class Tilings:
 
 
 def whole_tiling(shape: tuple[int, ...]) -> Tiling:
-    """Of a tensor that every rank of a stage holds whole."""
+    """Return the tiling of a tensor that every rank of a stage holds whole."""
     return Tiling(shape, ((),) * len(shape), tuple(((0, size),) for size in shape))
 
 
@@ -189,7 +189,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """One rank."""
+    """One rank that was built."""
 
     rank: int
     at: dict[str, int]
@@ -209,7 +209,7 @@ class RehearsedRank:
 
 @dataclass(frozen=True)
 class CoverageResult:
-    """Of the whole model by all ranks together."""
+    """How all ranks together cover the model."""
 
     tensors: int
     elements: int
@@ -221,7 +221,7 @@ class CoverageResult:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All of it."""
+    """The report of a rehearsal."""
 
     degrees: Degrees
     ranks: tuple[RehearsedRank, ...]
@@ -254,7 +254,7 @@ class Rehearsal:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the layout, or with a count that has to agree; empty: nothing."""
+        """List what is wrong with the layout, or with a count that has to agree."""
         return (*self.coverage.problems, *self._miscounted())
 
     def _miscounted(self) -> list[str]:
@@ -312,7 +312,7 @@ def _memory(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
 
 
 def format_rehearsal(found: Rehearsal) -> Iterator[str]:
-    """For a person."""
+    """Format a report for a person."""
     degrees, model = found.degrees, found.coverage
     yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_numbers(found)}"
     yield from (f"  {line}" for line in found.ranks[0].said)

@@ -1,4 +1,4 @@
-"""What interruptions cost: the share of the time of a job that goes into steps that are kept.
+"""Cost of interruptions: the share of a job's time that goes into steps that are kept.
 
 A job makes steps for `interval` seconds, stops `stall` seconds to save, and so on. A save is whole `write` seconds
 after it began, which may be later than the stall (asynchronous saves). Interruptions of several kinds come as Poisson
@@ -41,7 +41,7 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class Interruption:
-    """One kind of event that ends an attempt of the whole job."""
+    """A kind of event that ends an attempt of the whole job."""
 
     per_second: Number
     """Rate for the whole job, > 0."""
@@ -53,7 +53,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint."""
+    """Cost of one checkpoint."""
 
     stall_seconds: Number
     """The job makes no steps."""
@@ -89,7 +89,7 @@ def effective_share(interval: Number, save: Save, restart: Number, kinds: Sequen
 
 
 def break_down_waste(interval: Number, save: Save, restart: Number, kinds: Sequence[Interruption]) -> Waste:
-    """The same, and where the rest of the time goes."""
+    """Return the effective share, and where the rest of the time goes."""
     kept = effective_share(interval, save, restart, kinds)
     if not kinds:
         return Waste(kept, 1 - kept, 0.0 * kept, 0.0 * kept)
@@ -180,7 +180,7 @@ def checkpoint_bytes(config: RunConfig, parameters: float) -> float:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What is known of a save."""
+    """Cost of a save, and what is not known of it."""
 
     save: Save
     """What is not known counts as no time."""
@@ -225,6 +225,6 @@ def _stall(config: RunConfig, size: float, ranks: int, write: float | None) -> t
 
 
 def stored_bytes(config: RunConfig, parameters: float) -> float:
-    """On storage all the time: the checkpoints kept, and one that is being written."""
+    """Return the bytes on storage all the time: the checkpoints kept, and one that is being written."""
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
     return kept * checkpoint_bytes(config, parameters) if config.checkpoint.every else 0.0

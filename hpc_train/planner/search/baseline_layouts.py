@@ -159,7 +159,7 @@ _LADDER: tuple[Settings, ...] = (
 
 
 def fallback_settings(config: RunConfig, ranks: int) -> Iterator[Settings]:
-    """Those of the ladder that the run can have, with what it fixes as it is.
+    """Yield the settings of the ladder that the run supports, with what it fixes as it is.
 
     Raises UserError, as the run itself would, if it can have none.
     """

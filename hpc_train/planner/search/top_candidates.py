@@ -1,4 +1,4 @@
-"""What a search keeps of the candidates it has seen: the best of each of the best meshes, and the Pareto front.
+"""Candidates that a search keeps: the best of each of the best meshes, and the Pareto front.
 
 Candidates whose times differ by less than EQUAL_TIME_TOLERANCE count as equal, and the simplest of them is taken:
 layout_complexity counts what a user would have to understand.
@@ -55,7 +55,7 @@ def no_candidates() -> RatedCandidates:
 
 
 def concatenate_rated(parts: Sequence[RatedCandidates]) -> RatedCandidates:
-    """One after the other."""
+    """Concatenate parts."""
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMN_NAMES}
     return RatedCandidates(
         columns, *(np.concatenate([getattr(part, it) for part in parts]) for it in ("step", "memory"))
@@ -178,7 +178,7 @@ def pareto_front(one: Column, other: Column) -> NDArray[np.int64]:
 
 
 class ParetoFront:
-    """One that grows."""
+    """A Pareto front that grows."""
 
     def __init__(self) -> None:
         self._one = self._other = np.empty(0)
