@@ -57,18 +57,6 @@ def make_console() -> Console:
     return Console(file=sys.stdout, width=wide, highlight=False, markup=False)
 
 
-def format_bytes(value: int | None) -> str:
-    """`1.50 GiB`; `-` where it is not known."""
-    if value is None:
-        return "-"
-    amount, unit = float(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{value} B" if unit == "B" else f"{amount:.2f} {unit}"
-
-
 @contextmanager
 def progress_bar(what: str, total: int, quiet: bool = False, of_bytes: bool = True) -> Iterator[OnBytes]:
     """A bar of `total` bytes, or things, on stderr while the block runs, if that is a terminal.

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
 from hpc_train.launch.state.job_state import decide_state
-from hpc_train.launch.state.progress import add_progress, format_age
+from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import gather_facts, read_files
 from hpc_train.launch.state.run_lookup import RunPoint, find_points
 from hpc_train.launch.state.state_names import RunStatus, State
 from hpc_train.terminal import escape_controls
+from hpc_train.units import format_age
 
 if TYPE_CHECKING:
     from rich.console import Group

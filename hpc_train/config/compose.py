@@ -198,7 +198,7 @@ _REASONS = (
 
 
 def explain_error(error: BaseException, overrides: Sequence[Override], config_dir: str | None) -> str:
-    """One line for an error of COMPOSITION_ERRORS; `overrides` are those that may be to blame."""
+    """Explain an error of COMPOSITION_ERRORS in one line; `overrides` are those that may be to blame."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: is not YAML: {error.problem}"

@@ -1,4 +1,4 @@
-"""What each group of conf/ offers, by looking at the files alone: no Hydra, so that tab completion is quick."""
+"""List what each group of conf/ offers, by looking at the files alone: no Hydra, so that tab completion is quick."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def chosen_parallel_option(overrides: Sequence[str]) -> str | None:
 
 
 def get_value(config: RunConfig, key: str) -> Any:
-    """Of a dotted key; None where there is no such key."""
+    """Return the value of a dotted key; None if there is no such key."""
     node: Any = config
     for name in key.split("."):
         node = getattr(node, name, None)

@@ -19,6 +19,7 @@ from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
 from hpc_train.doctor.software import check_environment, check_software, check_tools
+from hpc_train.units import GIB
 
 DEFAULT_RUN_DIR = "runs"
 """Where run_dir is by default."""
@@ -36,7 +37,6 @@ def check_machine(config: RunConfig, env: Mapping[str, str], host: str, nodes: i
     ]
 
 
-GIB = 2**30
 MIN_SHARED_GIB, MIN_OPEN_FILES = 1.0, 4096
 """GiB free in /dev/shm; file descriptors of a process."""
 FULL_SHARE = 0.97

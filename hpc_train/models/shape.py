@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.errors import UserError
 
@@ -121,10 +123,19 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     """
     if isinstance(config, TransformerConfig):
         weights = config.layers * _block(config, bias=False) + config.vocab_size * config.hidden
-        return 6.0 * weights + 6.0 * config.layers * config.heads * compute_head_dim(config) * sequence_length
+        attention_width = config.heads * compute_head_dim(config)
+        return float(transformer_flops_per_token(weights, config.layers * attention_width, sequence_length))
     if isinstance(config, VisionTransformerConfig):
         return _vit_flops(config)
     return None
+
+
+def transformer_flops_per_token(weights: Any, attention_width: Any, sequence_length: Any) -> Any:
+    """Return 6 N + 6 layers heads head_dim T, of numbers or of the planner's columns of jobs.
+
+    weights: N. attention_width: layers heads head_dim.
+    """
+    return 6 * weights + 6 * attention_width * sequence_length
 
 
 def _vit_flops(config: VisionTransformerConfig) -> float:

@@ -18,6 +18,7 @@ from hpc_train.placement.mesh_groups import (
 from hpc_train.placement.node_orders import order_along_tree
 from hpc_train.placement.placement_result import CostCase, Placement
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_seconds
 
 StraddlingTable = dict[str, dict[str, dict[str, int]]]
 _SETTINGS = {"leaf": "cluster.fabric.oversubscription"}
@@ -80,8 +81,9 @@ def _format_both(cases: Sequence[CostCase], worth: float) -> str:
 
 def _gain(case: CostCase, worth: float) -> str:
     if not _is_gain(case, worth):
-        return f"{_format_time(case.placed)}, no gain"
-    return f"{_format_time(case.identity)} -> {_format_time(case.placed)}, {case.identity / case.placed:.2f}x faster"
+        return f"{format_seconds(case.placed)}, no gain"
+    change = f"{format_seconds(case.identity)} -> {format_seconds(case.placed)}"
+    return f"{change}, {case.identity / case.placed:.2f}x faster"
 
 
 def _is_gain(case: CostCase, worth: float) -> bool:
@@ -116,13 +118,6 @@ def _format_fewer_straddling(fabric: Fabric, table: StraddlingTable) -> str:
                 change = f"{it['identity']} -> {it['placed']} of {it['groups']}"
                 parts.append(f"{axis} groups that straddle a {level}: {change}")
     return ", ".join(parts)
-
-
-def _format_time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 FIRST_SLURM_WITH_SEGMENT = (24, 5)

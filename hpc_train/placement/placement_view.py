@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_train.cluster.hostlist import escape_unprintable, fold_names, pluralise_level
-from hpc_train.placement.diagram.canvas import format_seconds
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh_groups import format_axes
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_seconds, format_traffic
 
 _MAX_ORDER_LENGTH = 240
 """Characters of an order that are printed; all of it is in the JSON."""
@@ -68,14 +68,14 @@ class PlacementView:
         moved = self._moved()
         for axis in sorted(before.per_axis, key=before.per_axis.__getitem__, reverse=True):
             columns = (
-                _format_bytes(moved.get(axis, 0.0)),
+                format_traffic(moved.get(axis, 0.0)),
                 format_seconds(before.per_axis[axis]),
                 format_seconds(after.per_axis[axis]),
             )
             table.add_row(axis, *columns)
         table.add_section()
         table.add_row(
-            "all", _format_bytes(sum(moved.values())), format_seconds(before.total), format_seconds(after.total)
+            "all", format_traffic(sum(moved.values())), format_seconds(before.total), format_seconds(after.total)
         )
         return table
 
@@ -101,10 +101,3 @@ class PlacementView:
 
 def _cut_order(text: str) -> str:
     return text if len(text) <= _MAX_ORDER_LENGTH else f"{text[:_MAX_ORDER_LENGTH]}... (all of it with --json)"
-
-
-def _format_bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -1,20 +1,17 @@
-"""Candidate: one way of running a model, and all that is estimated of it; how candidates are ranked and described.
+"""Candidate: one way to run a model, with its estimated memory, step time, speed and cost.
 
-Ranking: those that surely fit come first, then those that may; of candidates equal within the tolerance the simplest is
-best. plan.budget and plan.deadline_days leave out what costs or takes too much.
+ranking.py compares candidates, candidate_text.py describes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hpc_train.config.parallel import resolve_degrees
-from hpc_train.config.run import PlanConfig, RunConfig
+from hpc_train.config.run import RunConfig
 from hpc_train.models.shape import count_parameters
-from hpc_train.planner.model import batch_laws as batches
+from hpc_train.planner.model import batch_laws
 from hpc_train.planner.model.jobs import Column, Jobs, job_columns
 from hpc_train.planner.model.memory import FITS, Memory
 from hpc_train.planner.model.step_time import Estimate, StepTime
@@ -26,10 +23,9 @@ from hpc_train.planner.reliability.projection import (
     planned_steps,
     project_run,
 )
-from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity
+from hpc_train.planner.search.top_candidates import layout_complexity
 from hpc_train.planner.settings import Settings
 
-GIB = float(1 << 30)
 STAGES = ("first", "middle", "last")
 MEMORY_PARTS = tuple(it.name for it in fields(Memory) if it.name not in ("capacity", "host", "margin", "headroom"))
 TIME_PARTS = tuple(it.name for it in fields(StepTime) if it.name not in ("spread", "hardware_flops"))
@@ -37,28 +33,30 @@ TIME_PARTS = tuple(it.name for it in fields(StepTime) if it.name not in ("spread
 
 @dataclass(frozen=True)
 class Candidate:
-    """Numbers are those of one step, of one rank; None: not known, because the accelerator is not."""
+    """One way to run a model. Figures are of one rank and one step; None: the accelerator's figures are not known."""
 
     config: RunConfig
     settings: Settings
-    """What differs from the configuration: keys and values."""
+    """Settings that the planner chose; `config` has them already."""
     ranks: int
     nodes: int
     fits: str
-    """yes, maybe or no; unknown where the device's memory is."""
+    """yes, maybe or no; unknown if the device's memory is."""
     memory: dict[str, tuple[float, float, float]]
     """Part -> bytes on a rank of the first stage, a middle one and the last."""
     capacity: float | None
+    """Bytes of the device."""
     step: Percentiles | None
     parts: dict[str, float] | None
-    """Part of the step -> seconds; they add up to the middle of `step`."""
+    """Part of the step -> seconds; they add up to the median of `step`."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: float | None
-    """Of a GPU, at the middle."""
-    outlook: Projection | None
+    """Per GPU, at the median step time."""
+    projection: Projection | None
+    """Duration, cost and goodput of the whole run."""
     complexity: float = 0.0
-    """Points of planner.simplicity: fewer is simpler."""
+    """Points of layout_complexity: fewer is simpler."""
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -76,33 +74,33 @@ class Candidate:
 
     @property
     def tokens(self) -> float:
-        """Of a step."""
+        """Tokens of a step."""
         return float(self.global_batch * self.config.train.sequence_length)
 
-    def worth(self, objective: str) -> float:
-        """What a candidate has least of that is best: comparable between worlds and batches; infinite if not known."""
-        if self.step is None or self.outlook is None:
+    def objective_value(self, objective: str) -> float:
+        """Return what a plan minimises, comparable between worlds and batches; infinite if the speed is unknown."""
+        if self.step is None or self.projection is None:
             return float("inf")
-        market = self.outlook.demand
+        market = self.projection.demand
         seconds = market.days.p50 if market.days else self.step.p50 / self.tokens
         if objective == "cost":
             return market.money.p50 if market.money else seconds * self.ranks
         if objective == "loss":
-            return batches.time_to_loss(seconds, self.tokens, self.critical_batch)
+            return batch_laws.time_to_loss(seconds, self.tokens, self.critical_batch)
         return seconds
 
     @property
     def critical_batch(self) -> float:
-        """Tokens of the batch beyond which a larger one costs more than it gains."""
+        """Return the tokens of a step beyond which a larger batch costs more than it gains."""
         plan = self.config.plan
         steps = planned_steps(self.config, self.tokens)
         trained = plan.tokens or (steps * self.tokens if steps else self.tokens)
-        return plan.critical_batch_tokens or batches.critical_batch(trained)
+        return plan.critical_batch_tokens or batch_laws.critical_batch(trained)
 
 
 @dataclass(frozen=True)
 class KnownFigures:
-    """What is known of the device."""
+    """Which figures of the accelerator the cluster's description has."""
 
     speed: bool
     memory: bool
@@ -116,7 +114,10 @@ def make_candidate(
     known: KnownFigures,
     rate: AssumedFailureRate | None,
 ) -> Candidate:
-    """From one job. config: with the settings in it."""
+    """Build a candidate from the estimate of one job.
+
+    config: the run with `settings` applied. jobs, estimated: one row each.
+    """
     memory = {name: _per_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
     ranks = round(_single_value(jobs.world))
     nodes = max(1, -(-ranks // round(_single_value(jobs.gpus_per_node))))
@@ -134,7 +135,7 @@ def make_candidate(
         mfu=_single_value(estimated.mfu) if known.speed else None,
         hfu=_single_value(estimated.hfu) if known.speed else None,
         tokens_per_second=_single_value(estimated.tokens_per_second) if known.speed else None,
-        outlook=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate) if known.speed else None,
+        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate) if known.speed else None,
         complexity=_complexity(config, jobs),
     )
 
@@ -153,7 +154,7 @@ def _project(
 
 
 def _without_saves(time: StepTime) -> Percentiles:
-    """Without what saving takes of a step: an outlook adds that itself."""
+    """Return the step time without saving, which the projection adds itself."""
     share = 1 - _single_value(time.checkpoint) / _single_value(time.step)
     return _step_percentiles(time).through(lambda it: it * share)
 
@@ -171,125 +172,3 @@ def _single_value(column: Column | float) -> float:
 def _per_stage(part: Column) -> tuple[float, float, float]:
     first, middle, last = np.asarray(part, np.float64).reshape(len(STAGES), -1)[:, 0].tolist()
     return first, middle, last
-
-
-_FIT_ORDER = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
-
-
-def rank_candidates(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
-    """Sort, best first: those that surely fit, then those that may; candidates equal to the best by simplicity."""
-    found = sorted(candidates, key=lambda it: (_FIT_ORDER[it.fits], it.worth(objective)))
-    if not found:
-        return found
-    alike = [it for it in found if is_equally_quick(found[0], it, objective)]
-    alike.sort(key=lambda it: (it.complexity, it.worth(objective)))
-    same = set(map(id, alike))
-    return alike + [it for it in found if id(it) not in same]
-
-
-def find_quickest(ordered: Sequence[Candidate], objective: str) -> Candidate | None:
-    """Return the smallest objective among candidates with the best's world and as sure to fit."""
-    if not ordered:
-        return None
-    best = ordered[0]
-    same = [it for it in ordered if (it.ranks, it.global_batch, it.fits) == (best.ranks, best.global_batch, best.fits)]
-    return min(same, key=lambda it: it.worth(objective))
-
-
-def is_equally_quick(quickest: Candidate, it: Candidate, objective: str) -> bool:
-    """Whether a candidate is within ALIKE of the quickest one with the same ranks and batch."""
-    same = (it.ranks, it.global_batch, _FIT_ORDER[it.fits]) == (
-        quickest.ranks,
-        quickest.global_batch,
-        _FIT_ORDER[quickest.fits],
-    )
-    return it is quickest or (
-        same and it.step is not None and it.worth(objective) <= quickest.worth(objective) * (1 + EQUAL_TIME_TOLERANCE)
-    )
-
-
-def is_within_limits(it: Candidate) -> bool:
-    """Whether a candidate keeps to both, as far as it is known what it costs and takes."""
-    return it.outlook is None or not (it.outlook.late or it.outlook.over_budget)
-
-
-def is_within_deadline(it: Candidate) -> bool:
-    return it.outlook is None or not it.outlook.late
-
-
-def quickest_seconds_per_token(candidates: Sequence[Candidate]) -> float:
-    """Seconds a token of the quickest; infinite where no speed is known."""
-    return min((it.step.p50 / it.tokens for it in candidates if it.step), default=float("inf"))
-
-
-def explain_no_candidate(plan: PlanConfig, candidates: Sequence[Candidate]) -> str:
-    """Why nothing is left of some candidates, in one line: the cheapest and the quickest of them."""
-    limits = {"plan.budget": plan.budget, "plan.deadline_days": plan.deadline_days}
-    asked = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
-    cheapest, quickest = min(candidates, key=_money), min(candidates, key=_days)
-    told = [f"the quickest takes {_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
-    if _money(cheapest) < float("inf"):
-        told = [f"the cheapest costs {_money(cheapest):,.4g} ({cheapest.ranks:,} ranks)", *told]
-    return f"{asked}: nothing that fits keeps to it: {', '.join(told)}"
-
-
-def _money(it: Candidate) -> float:
-    """Of the cheapest way that is priced; infinite: none is."""
-    markets = () if it.outlook is None else (it.outlook.demand, it.outlook.spot)
-    return min((market.money.p50 for market in markets if market and market.money), default=float("inf"))
-
-
-def _days(it: Candidate) -> float:
-    return it.outlook.demand.days.p50 if it.outlook and it.outlook.demand.days else float("inf")
-
-
-PART_WORDS = {
-    "tensor": "tp, exposed",
-    "context": "cp, exposed",
-    "data": "dp, exposed",
-    "pipeline": "pp, exposed",
-    "launch": "kernel launches",
-    "checkpoint": "checkpoint stalls",
-    "offload": "activations to host",
-}
-"""Labels for parts of a step whose field name in estimate.Time is unclear."""
-_WHOLE = 1e3
-"""From here on no digits after the point, and none as a power of ten."""
-
-
-def describe_layout(it: Candidate) -> str:
-    """`zero3, dp_replicate 2 x dp_shard 8 x tp 4`: the strategy, and the degrees above 1."""
-    degrees = resolve_degrees(it.config.parallel, it.ranks)
-    sizes = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"{it.config.parallel.strategy}{', ' if mesh else ''}{mesh}"
-
-
-def describe_techniques(it: Candidate) -> str:
-    """What else is on: schedule, recomputation, offload; empty: nothing."""
-    parallel = it.config.parallel
-    degrees = resolve_degrees(parallel, it.ranks)
-    words = []
-    if degrees.pp > 1:
-        virtual = parallel.pipeline.virtual_stages
-        words.append(f"{parallel.pipeline.schedule}{f' v{virtual}' if virtual and virtual > 1 else ''}")
-    if degrees.tp > 1 and not parallel.tensor.sequence:
-        words.append("no sp")
-    if degrees.tp > 1 and parallel.tensor.asynchronous:
-        words.append("async tp")
-    if parallel.recompute.mode != "none":
-        every = parallel.recompute.every
-        words.append(f"recompute {parallel.recompute.mode}{f' every {every}' if every > 1 else ''}")
-    if degrees.cp > 1 and parallel.context.method != "ring":
-        words.append(parallel.context.method)
-    if parallel.recompute.offload:
-        words.append("offload activations")
-    if not parallel.reshard_after_forward:
-        words.append("no reshard")
-    words += [f"offload {name}" for name in ("optimizer", "parameters") if getattr(parallel.offload, name) != "none"]
-    return ", ".join(words)
-
-
-def format_range(band: Percentiles, digits: str = ".3g") -> str:
-    """p10 - p90."""
-    return " - ".join(f"{it:,.0f}" if it >= _WHOLE else f"{it:{digits}}" for it in (band.p10, band.p90))

@@ -32,7 +32,7 @@ def _fitted(start: float, low: float, high: float) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """Of the model of time and memory; a default is where the fit starts."""
+    """Constants of the model of time and memory; a default is where the fit starts."""
 
     # Computation.
     gemm_efficiency: float = _fitted(0.85, 0.6, 1.0)
@@ -115,7 +115,7 @@ MEMORY_CONSTANTS = ("activations", "fragmentation", "context")
 
 
 def constant_bounds() -> dict[str, tuple[float, float]]:
-    """Of each constant that may be fitted."""
+    """Return the bounds of each constant that may be fitted."""
     return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
 
 
@@ -125,7 +125,7 @@ def constant_values(constants: Constants) -> dict[str, float]:
 
 
 def replace_values(constants: Constants, values: Mapping[str, float]) -> Constants:
-    """The same with other numbers."""
+    """Return the constants with other values."""
     more: dict[str, Any] = dict(values)
     return replace(constants, **more)
 
@@ -137,19 +137,19 @@ def without_residuals(constants: Constants) -> Constants:
 
 
 def default_constants() -> Constants:
-    """Those that the package comes with, as `hpc-train plan fit` has written them."""
+    """Load the constants that the package comes with, as `hpc-train plan fit` has written them."""
     return read_constants(Path(__file__).with_name("constants.json"))
 
 
 def cluster_constants(cluster: ClusterConfig) -> Constants:
-    """Those of the package, sharpened by cluster.calibration. Raises UserError for a file that cannot be read."""
+    """Load the constants, corrected by cluster.calibration. Raises UserError for a file that cannot be read."""
     if not cluster.calibration:
         return default_constants()
     return apply_calibration(default_constants(), read_calibration(Path(cluster.calibration)))
 
 
 def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
-    """What was measured in place of what was fitted: bandwidths that benchmarks have reached are reached."""
+    """Replace fitted constants by measured ones: a bandwidth that a benchmark has reached is taken as reached."""
     found: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
         if told := measured.of(level):
@@ -179,7 +179,7 @@ def read_constants(path: Path) -> Constants:
 
 
 def write_constants(path: Path, constants: Constants, **about: object) -> None:
-    """As JSON, with whatever `about` says of where they come from."""
+    """Write constants as JSON, with whatever `about` says of where they come from."""
     path.write_text(
         json.dumps({"version": CONSTANTS_VERSION, **about, "constants": constant_values(constants)}, indent=1) + "\n"
     )
@@ -217,7 +217,7 @@ def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
 
 
 def residual_factor(jobs: Jobs, known: Sequence[StepResidual]) -> Column:
-    """Of the time of each job, by the runs that are like it."""
+    """Return the factor on the time of each job that measured runs like it imply."""
     found = np.zeros(())
     for it in known:
         apart = sum((np.log2(getattr(jobs, name) / it.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(()))

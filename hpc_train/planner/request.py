@@ -1,4 +1,4 @@
-"""PlanRequest: what a user asks the planner: which run, on how many ranks, with which batches, what stays fixed."""
+"""Turn a configuration into a PlanRequest: which run, on how many ranks, with which batches, and what stays fixed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_train.config.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
-from hpc_train.config.parallel import smallest_world
+from hpc_train.config.parallel import AXES, smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
@@ -16,19 +16,18 @@ from hpc_train.planner.settings import fixed_columns
 
 LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
 """Largest number of nodes and of sequences in a step that can be asked for: beyond any machine, searched in seconds."""
-MOST_NODES = 4096
-"""Where a cluster does not say how many it has: as far as the fewest that fit are looked for."""
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MAX_NODES_TRIED = 4096
+"""Largest number of nodes that is tried if the cluster's description does not say how many there are."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The run is given whole, or the planner searches."""
+    """A run to estimate as it is, or a space to search."""
 
     config: RunConfig
     fixed: FixedColumns
-    whole: bool
-    """Nothing is left to choose: the run is estimated as it is."""
+    complete: bool
+    """Whether nothing is left to choose: the run is estimated as it is."""
     ranks: tuple[int, ...]
     """Worlds to compare; empty: the fewest nodes that the model fits on."""
     batches: tuple[int, ...]
@@ -37,57 +36,56 @@ class PlanRequest:
     @property
     def chooses_nodes(self) -> bool:
         """Whether the number of nodes is part of the answer."""
-        return not self.whole and (not self.ranks or bool(self.config.plan.nodes))
+        return not self.complete and (not self.ranks or bool(self.config.plan.nodes))
 
     @property
     def growing(self) -> Iterator[int]:
-        """Worlds of the fewest nodes that the given degrees fill, then of twice as many and so on, up to the
-        cluster's."""
+        """Yield world sizes: of the fewest nodes that the given degrees fill, then twice as many, up to the cluster."""
         per_node = count_ranks_per_node(self.config)
-        most = self.config.cluster.total_nodes or MOST_NODES
+        largest = self.config.cluster.total_nodes or MAX_NODES_TRIED
         count = math.ceil(smallest_world(self.config.parallel) / per_node)
-        while count <= most:
+        while count <= largest:
             yield count * per_node
             count *= 2
 
 
 def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
-    """Of `hpc-train plan` with these overrides, from which `config` was composed.
+    """Return the request of `hpc-train plan` with these overrides, from which `config` was composed.
 
-    An option of the group parallel, or all degrees and train.micro_batch, are a run that is given whole.
+    A run is complete if an option of the group parallel, or all degrees and train.micro_batch, are given.
     """
     _check_lists(config, overrides)
     _check_goals(config)
     keys = config.parallel.fixed if config.parallel.fixed is not None else explicit_settings(config, overrides)
     option = chosen_parallel_option(overrides)
-    whole = not config.parallel.auto and (option is not None or _all_given(config, keys))
-    ranks = _ranks(config, keys, whole)
-    return PlanRequest(config, fixed_columns(config, () if whole else keys), whole, ranks, _batches(config))
+    complete = not config.parallel.auto and (option is not None or _all_given(config, keys))
+    ranks = _ranks(config, keys, complete)
+    return PlanRequest(config, fixed_columns(config, () if complete else keys), complete, ranks, _batches(config))
 
 
 def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
-    """Of parallel=auto; ranks: those of the job, None where they are the planner's to choose."""
+    """Return the request of parallel=auto. ranks: of the job; None: the planner chooses."""
     _check_goals(config)
-    worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], whole=False)
+    worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], complete=False)
     return PlanRequest(config, fixed_columns(config, config.parallel.fixed or ()), False, worlds, _batches(config))
 
 
 def _all_given(config: RunConfig, keys: Sequence[str]) -> bool:
-    """Whether the degrees that are given fill the world, and the micro-batch is given too."""
-    degrees = [int(get_value(config, f"parallel.{axis}")) for axis in _DEGREES if f"parallel.{axis}" in keys]
+    """Whether the given degrees fill the world, and the micro-batch is given too."""
+    degrees = [int(get_value(config, f"parallel.{axis}")) for axis in AXES if f"parallel.{axis}" in keys]
     if MICRO_BATCH not in keys or not degrees:
         return False
     return math.prod(degrees) == count_nodes(config) * count_ranks_per_node(config)
 
 
-def _ranks(config: RunConfig, keys: Sequence[str], whole: bool) -> tuple[int, ...]:
-    """Worlds that are asked for: as many nodes as plan.nodes, cluster.nodes or all degrees say; else none."""
+def _ranks(config: RunConfig, keys: Sequence[str], complete: bool) -> tuple[int, ...]:
+    """Return the world sizes that plan.nodes, cluster.nodes or all degrees ask for; none: the planner chooses."""
     per_node = count_ranks_per_node(config)
-    if config.plan.nodes and not whole:
+    if config.plan.nodes and not complete:
         return tuple(count * per_node for count in _node_counts(config))
     described = config.cluster.node.gpus or config.cluster.node.ranks
-    open_ = described and config.cluster.nodes is None and config.launch.ranks is None
-    if open_ and not whole and not all(f"parallel.{axis}" in keys for axis in _DEGREES):
+    undecided = described and config.cluster.nodes is None and config.launch.ranks is None
+    if undecided and not complete and not all(f"parallel.{axis}" in keys for axis in AXES):
         return ()
     return tuple(count * per_node for count in _check_node_counts(config, [count_nodes(config)], "cluster.nodes"))
 
@@ -97,7 +95,7 @@ def _node_counts(config: RunConfig) -> list[int]:
 
 
 def _check_node_counts(config: RunConfig, counts: Sequence[int], key: str) -> Sequence[int]:
-    """Those numbers of nodes. Raises UserError for more than the cluster has."""
+    """Return the counts. Raises UserError for more nodes than the cluster has."""
     total = config.cluster.total_nodes
     for count in counts:
         if count > LARGEST_NODES:

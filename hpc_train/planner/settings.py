@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_train.config.overrides import MICRO_BATCH, get_value
-from hpc_train.config.parallel import STRATEGIES
+from hpc_train.config.parallel import AXES, STRATEGIES
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
@@ -47,7 +47,7 @@ _OFFLOAD = ("parallel.offload.optimizer", "parallel.offload.parameters")
 
 
 def fixed_columns(config: RunConfig, keys: Iterable[str]) -> FixedColumns:
-    """What of a space stays, where these keys of the run do.
+    """Return the columns of a search space that these keys of the run fix.
 
     Raises UserError for a schedule from a file, which says the degrees itself.
     """
@@ -73,9 +73,9 @@ def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
 
 
 def settings_from_columns(row: Mapping[str, float]) -> Settings:
-    """A candidate's columns as what a run has to set; what would have no effect, which a run refuses, is left out."""
+    """Turn a candidate's columns into settings, without those that would have no effect, which a run refuses."""
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
-    degrees = {f"parallel.{name}": int(row[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    degrees = {f"parallel.{name}": int(row[name]) for name in AXES}
     found: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
     if not row["reshard"]:
         found["parallel.reshard_after_forward"] = False
@@ -104,7 +104,7 @@ def _pipeline(schedule: str, virtual: int) -> Settings:
 
 
 def settings_to_overrides(settings: Settings) -> list[str]:
-    """As a command line has them."""
+    """Format settings as overrides of a command line."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
@@ -122,6 +122,6 @@ def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def single_rank_config(config: RunConfig, global_batch: int) -> RunConfig:
-    """The run on one rank: what a search fills in."""
+    """Return the run on one rank, whose degrees a search fills in."""
     parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, strategy="ddp")
     return seal_config(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))

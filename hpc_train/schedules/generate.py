@@ -1,4 +1,4 @@
-"""From a schedule's name to its order, and what each schedule requires of ranks, micro-batches and stages.
+"""Generate a schedule's order by its name, and say what each schedule requires of ranks, micro-batches and stages.
 
 To add a schedule: name it in config (SCHEDULES), say in REQUIREMENTS what it needs, write the function that yields one
 rank's row, and enter it in _ROWS. Everything else (checks, simulation, planner, trainer) follows from the order.
@@ -17,7 +17,7 @@ from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, Overlap, 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Of one schedule. Where torch has the schedule, these are torch's."""
+    """Requirements of one schedule; for one that torch has, they are torch's."""
 
     virtual_stages: int = 1
     """Stages a rank, where nothing else is asked for."""
@@ -47,7 +47,7 @@ assert set(REQUIREMENTS) == set(SCHEDULES)
 
 
 def find_requirements(name: str) -> Requirements:
-    """Of the schedule `name`; UserError if there is none."""
+    """Return the requirements of the schedule `name`. Raises UserError if there is none."""
     if name not in REQUIREMENTS:
         raise UserError(f"parallel.pipeline.schedule={name}: no such schedule; there are {', '.join(REQUIREMENTS)}")
     return REQUIREMENTS[name]
@@ -263,7 +263,7 @@ def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: in
 
 
 def _naive(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
-    """One micro-batch after another through all stages and back: one rank works at a time."""
+    """Run one micro-batch after another through all stages and back: one rank works at a time."""
     for micro_batch in range(micro_batches):
         yield Action(rank, Kind.F, micro_batch)
         yield Action(rank, Kind.B, micro_batch)

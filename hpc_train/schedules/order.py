@@ -20,7 +20,7 @@ from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 
 
 class Kind(StrEnum):
-    """What is computed."""
+    """Kind of computation."""
 
     F = "F"
     """Forward."""
@@ -84,7 +84,7 @@ def entry_actions(step: OrderEntry) -> tuple[Action, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank does, one entry after another."""
+    """The actions of every rank, one entry after another."""
 
     rows: tuple[tuple[OrderEntry, ...], ...]
     """The entries of each rank."""
@@ -101,7 +101,7 @@ class Order:
 
     @property
     def micro_batches(self) -> int:
-        """How many there are, if they are numbered without a gap."""
+        """Return the number of micro-batches, if they are numbered without a gap."""
         seen = (action.micro_batch for rank in range(self.ranks) for action in self.actions(rank))
         return max(seen, default=-1) + 1
 
@@ -111,7 +111,7 @@ class Order:
         return any(action.kind is Kind.W for rank in range(self.ranks) for action in self.actions(rank))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """All computations of a rank, in order."""
+        """Return all computations of a rank, in order."""
         for step in self.rows[rank]:
             yield from entry_actions(step)
 
@@ -161,7 +161,7 @@ def read_order(path: Path) -> Order:
 
 
 def parse_action(text: str) -> OrderEntry | None:
-    """One cell as `str` writes it; None if it is no action."""
+    """Parse one cell as `str` writes it; None if it is no action."""
     if together := _OVERLAP.fullmatch(text):
         first, second = (_parse_plain_action(half.strip()) for half in together.groups())
         if not first or not second or first.kind is not Kind.F or second.kind not in (Kind.I, Kind.B):

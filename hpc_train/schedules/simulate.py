@@ -1,4 +1,4 @@
-"""What an order takes: an event simulation with a time for each kind of computation of each stage.
+"""Simulate an order: an event simulation with a time for each kind of computation of each stage.
 
 Closed forms that it meets, for p ranks, m micro-batches, v stages a rank, as shares of the whole time of a rank:
 naive 1 - 1/p; GPipe and 1F1B (p - 1) / (m + p - 1), interleaved 1F1B (p - 1) / (v m + p - 1) (Narayanan et al. 2021,
@@ -29,7 +29,7 @@ class ActionTimes:
     def even(
         stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, communication: float = 0.0
     ) -> ActionTimes:
-        """The same for every stage."""
+        """Return the same times for every stage."""
         return ActionTimes((forward,) * stages, (inputs,) * stages, (weights,) * stages, communication)
 
     def of(self, action: Action) -> float:
@@ -49,7 +49,7 @@ class ActionSpan:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out; everything begins at 0."""
+    """Times of a simulated order; everything begins at 0."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     """Of each rank."""

@@ -16,7 +16,7 @@ def validate_order(order: Order, micro_batches: int) -> None:
 
 
 def find_problem(order: Order, micro_batches: int) -> str | None:
-    """What is wrong with the order, or None.
+    """Say what is wrong with the order; None: nothing.
 
     Complete: each stage does F and B, or F, I and W, exactly once with each micro-batch, on the rank of its placement.
     Free of deadlock: done as far as it goes, with every entry waiting for what it needs, it goes to its end. One such
@@ -26,7 +26,7 @@ def find_problem(order: Order, micro_batches: int) -> str | None:
 
 
 def find_runtime_problem(order: Order) -> str | None:
-    """What torch's pipeline runtime cannot do though it is an order; None: nothing.
+    """Say what torch's pipeline runtime cannot do of a valid order; None: nothing.
 
     It finds the loss of a micro-batch by counting the forwards of the last stage.
     """
@@ -89,7 +89,7 @@ def _incomplete(order: Order, micro_batches: int) -> str | None:
 
 @dataclass
 class _Waiting:
-    """How far each rank has come, and what has been computed."""
+    """Progress of each rank, and what has been computed."""
 
     order: Order
     position: list[int]

@@ -1,4 +1,4 @@
-"""What each mesh axis moves in one step, as Flows: which collective, over which axes, how many bytes in how many calls.
+"""Traffic of each mesh axis in one step, as Flows: which collective, over which axes, how many bytes in how many calls.
 
 One section a technique, in the order of the mesh: data parallelism (DDP's buckets, what compression makes of them, what
 fully_shard gathers and reduces, parameter servers), tensor, context and pipeline parallelism, and the few bytes that
@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hpc_train.traffic.sharding import ZERO_STAGE, count_block_gathers, count_end_gathers, count_reductions
+from hpc_train.units import MIB
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv"]
 
@@ -37,7 +38,6 @@ class Flow:
     """send_recv: whether the last rank of the axis sends to the first (ring attention) or not (a pipeline)."""
 
 
-MIB = 2**20
 FIRST_BUCKET_BYTES = 1 * MIB
 """Bytes of the first bucket of DistributedDataParallel where the user names no size, so that it leaves early."""
 BUCKET_MIB = 25
@@ -112,7 +112,7 @@ def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, sp
 
 
 def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
-    """ddp: every bucket of gradients once a step. buckets: bytes of each."""
+    """Return ddp's flows: every bucket of gradients once a step. buckets: bytes of each."""
     if not axes:
         return []
     return [Flow(axes, "all_reduce", sum(buckets) / len(buckets), len(buckets), "gradients")]
@@ -142,13 +142,13 @@ _SCALE = 8
 
 
 def cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flow]:
-    """fp16, bf16: every number in two bytes."""
+    """Return the flows of gradients sent in two bytes each (fp16, bf16)."""
     sent = [Flow(axes, "all_reduce", 2 * numbers / calls, calls, "gradients in two bytes")]
     return sent + ([Flow(axes, "all_reduce", _SCALE, calls, "largest gradients")] if scaled else [])
 
 
 def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, calls: int, item: int) -> list[Flow]:
-    """Two products a matrix, of `rank` columns, where they are less than the matrix; all else in full."""
+    """Return PowerSGD's flows: two products a matrix, of `rank` columns, if they are less than it; all else in full."""
     first = second = 0
     for rows, *others in shapes:
         columns = _product(others)
@@ -161,7 +161,7 @@ def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, cal
 
 
 def topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int, item: int) -> list[Flow]:
-    """Values and, in four bytes, where they belong: every rank gathers those of all."""
+    """Return the flows of top-k: every rank gathers the values of all and, in four bytes, their places."""
     each = max(1.0, ratio * numbers / calls) * ranks
     return [
         Flow(axes, "all_gather", each * item, calls, "largest gradients"),
@@ -225,12 +225,12 @@ class TensorCalls:
 
 
 def count_block_calls(sequence: bool) -> TensorCalls:
-    """Of a block, forward and backward: into and out of attention, and of the feed-forward layer."""
+    """Count the calls of a block, forward and backward: around attention and around the feed-forward layer."""
     return TensorCalls(gathers=4, scatters=4) if sequence else TensorCalls(reductions=4)
 
 
 def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
-    """Of the recomputation of a block, which stops before the sum at its end, whose result nothing needs.
+    """Count the calls of a recomputed block, which stops before the sum at its end: nothing needs its result.
 
     Asynchronous, that sum is one with the product before it, whose input is needed.
     """
@@ -240,7 +240,7 @@ def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
 
 
 def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
-    """Of the embedding, and as many of the head; vocabulary: they are split."""
+    """Count the calls of the embedding, and as many of the head; vocabulary: they are split."""
     if vocabulary:
         return TensorCalls(gathers=1, scatters=1) if sequence else TensorCalls(reductions=1)
     return TensorCalls(gathers=1) if sequence else TensorCalls()
@@ -253,7 +253,7 @@ def tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[
 
 
 def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
-    """The same where products overlap with messages: each gather and scatter is a ring, a few pieces a shard."""
+    """Return the flows if products overlap with messages: each gather and scatter is a ring, a few pieces a shard."""
     shard = hidden / tp
     pieces = max(1, min(_MOST_CHUNKS, int(shard // _CHUNK)))
     count = (calls.gathers + calls.scatters) * (tp - 1) * pieces * micro_batches

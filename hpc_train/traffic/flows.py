@@ -1,4 +1,4 @@
-"""flows: what a run's mesh axes move in one step, from its configuration: shapes, degrees, strategy and formats."""
+"""Compute what a run's mesh axes move in one step, from shapes, degrees, strategy and formats of its configuration."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
 from hpc_train.traffic import axes as compression
-from hpc_train.traffic.axes import MIB, Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
+from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
 from hpc_train.traffic.stages import StagePart, StepWork, stage_parts, stage_placement, step_work
 from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements, list_weights, partial_gradient_sizes
+from hpc_train.units import MIB
 
 Parts = tuple[StagePart, ...]
 
 
 def compute_flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple[Flow, ...]:
-    """What every axis moves in a step of training on `world` ranks; an axis of one rank moves nothing.
+    """Return what every axis moves in a step of training on `world` ranks; an axis of one rank moves nothing.
 
     On a pipeline: what the stage moves that moves most, for each technique by itself. Not counted: evaluations, the
     gradient noise scale, and warm-up steps of compression.
@@ -45,12 +46,12 @@ def _sums(config: RunConfig, degrees: Degrees) -> list[Flow]:
 
 
 def _present(degrees: Degrees, axes: Iterable[str]) -> tuple[str, ...]:
-    """Those that have more than one rank."""
+    """Return the axes that have more than one rank."""
     return tuple(axis for axis in axes if getattr(degrees, axis) > 1)
 
 
 def _most(candidates: Iterable[list[Flow]]) -> list[Flow]:
-    """What the stage moves that moves most."""
+    """Return the flows of the stage that moves most."""
     return max(candidates, key=lambda found: sum(flow.bytes * flow.calls for flow in found))
 
 
@@ -93,7 +94,7 @@ class _Job:
         return held_elements(weights, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, shards))
 
     def _ends(self, part: StagePart) -> list[Weight]:
-        """What a stage has beside its blocks."""
+        """Return the weights that a stage has beside its blocks."""
         found = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
         return [*found, self.weights.tied] if self.weights.tied and part.last and not part.first else found
 

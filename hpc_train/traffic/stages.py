@@ -1,4 +1,4 @@
-"""What each rank computes in a step: its stages of the pipeline, their blocks, and the micro-batches.
+"""Work of each rank in a step: its stages of the pipeline, their blocks, and the micro-batches.
 
 Blocks are split over stages by their FLOPs (or by parallel.pipeline.costs), contiguously; a schedule says which rank
 has which stage. The trainer builds its stages by these functions, and traffic and the planner count with them, so that
@@ -30,7 +30,7 @@ def is_schedule_file(pipeline: PipelineConfig) -> bool:
 
 
 def read_schedule_file(pipeline: PipelineConfig) -> Order:
-    """The order of a schedule from a file. Raises UserError where it cannot be read."""
+    """Read the order of a schedule from its file. Raises UserError if it cannot be read."""
     try:
         return order.read_order(Path(pipeline.schedule).expanduser())
     except UserError as error:
@@ -38,7 +38,7 @@ def read_schedule_file(pipeline: PipelineConfig) -> Order:
 
 
 def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
-    """The pp rank of each stage."""
+    """Return the pp rank of each stage."""
     if is_schedule_file(pipeline):
         return read_schedule_file(pipeline).placement
     needs = REQUIREMENTS[pipeline.schedule]
@@ -104,7 +104,7 @@ def _flops(model: ModelConfig, sequence_length: int) -> float:
 
 
 def costs_from_config(values: Sequence[float]) -> BlockCosts:
-    """parallel.pipeline.costs as Costs."""
+    """Read parallel.pipeline.costs as BlockCosts."""
     return BlockCosts(values[0], tuple(values[1:-1]), values[-1])
 
 
@@ -142,7 +142,7 @@ ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class StepWork:
-    """The same for every rank of a job."""
+    """Sizes of a step that are the same for every rank of a job."""
 
     micro_batches: int
     sequences: float
@@ -172,7 +172,7 @@ class StagePart:
 
 
 def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
-    """What a step of this run is made of."""
+    """Compute the sizes of a step of this run."""
     train, precision = config.train, config.precision
     rows, count = train.global_batch / degrees.data_parallel, count_micro_batches(config, degrees)
     tokens = (

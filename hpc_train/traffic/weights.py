@@ -45,7 +45,7 @@ class Weights:
 
 
 def list_weights(model: ModelConfig) -> Weights | None:
-    """None for a custom model, whose shape only it knows."""
+    """List the parameters of a model; None for a custom model, whose shape only it knows."""
     if isinstance(model, TransformerConfig):
         return _transformer(model)
     return _vit(model) if isinstance(model, VisionTransformerConfig) else None
@@ -65,12 +65,12 @@ class Splitting:
 
 
 def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
-    """Numbers in all shards together of what a rank of tp holds of them, filled up; the most that any rank has."""
+    """Count the numbers that a rank of tp holds in all shards together, filled up; the most that any rank has."""
     return sum(held_elements_of(weight, how) for weight in weights)
 
 
 def held_elements_of(weight: Weight, how: Splitting) -> int:
-    """The same of one parameter."""
+    """Return the numbers held of one parameter; see held_elements."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
         rows //= how.tp

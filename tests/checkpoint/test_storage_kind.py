@@ -20,7 +20,6 @@ from hpc_train.checkpoint.storage.file_system import (
     choose_write_policy,
     detect_file_system,
     find_mount,
-    format_size,
     probe_directory,
     read_magic_number,
 )
@@ -192,11 +191,3 @@ def test_files_are_counted_too(tmp_path: Path) -> None:
     check_free_space(on("ext4", free_files=7), tmp_path, [1, 1, 1])
     with pytest.raises(CheckpointError, match=r"it needs 7 files, .* may have 6 more"):
         check_free_space(on("ext4", free_files=6), tmp_path, [1, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0.00 KiB"), (1536, "1.50 KiB"), (5 << 20, "5.00 MiB"), (3 * GIB // 2, "1.50 GiB"), (1 << 42, "4.00 TiB")],
-)
-def test_sizes_for_people(size: int, text: str) -> None:
-    assert format_size(size) == text

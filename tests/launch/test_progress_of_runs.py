@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hpc_train.cli.status import status_table
 from hpc_train.launch.state.attempts import Attempt, AttemptStart
-from hpc_train.launch.state.progress import add_progress, format_age
+from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import RunFacts, read_files
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus, State, describe_exit, parse_ending
@@ -109,11 +109,6 @@ def test_events_and_markers_that_are_no_files_are_none(tmp_path: Path) -> None:
     for name in ("events.jsonl", "logs/0/attempt.json", "logs/0/result.json", "logs/0/rankmap.json"):
         os.mkfifo(tmp_path / name)
     assert read_files(RunPoint("run", tmp_path)).attempts == (Attempt(0),)
-
-
-def test_times_are_readable() -> None:
-    found = [format_age(it) for it in (3, 99, 600, 9000, 7 * 86400)]
-    assert found == ["3 s", "99 s", "10 min", "2.5 h", "7.0 d"]
 
 
 @pytest.mark.parametrize(

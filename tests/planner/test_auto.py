@@ -14,7 +14,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import decide_auto_layout, freeze_run
 from hpc_train.planner.auto import choose_parallel
-from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.plan import PlanOptions, plan_overrides
 from hpc_train.training.run_directory import locate_run_directory
 
 NODE = ("cluster=dgx_a100", "model=llama_1b", "precision=bf16", "train.sequence_length=1024", "train.global_batch=32")

@@ -148,7 +148,7 @@ def test_what_is_left_of_runs_changes_times_and_no_order() -> None:
     job = job_of(plain.best.config, plain.best.ranks)
     at = replace_columns(job, **{name: [getattr(job, name)] for name in (*RESIDUAL_SETTINGS, "layers")})
     told = replace(default_constants(), residuals=fit_residuals(at, np.array([0.3])))
-    found = make_plan(plain.question, 10, told=told)
+    found = make_plan(plain.request, 10, constants=told)
     assert [it.settings for it in found.candidates] == [it.settings for it in plain.candidates]
     assert found.best is not None
     assert found.best.step is not None

@@ -17,7 +17,7 @@ from hpc_train.planner.auto import choose_parallel
 from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.step_time import estimate_jobs
-from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.plan import PlanOptions, plan_overrides
 
 RUN = ("cluster=dgx_a100", "model=llama_1b", "precision=bf16", "train.sequence_length=1024", "train.global_batch=32")
 NODE = (*RUN, "cluster.nodes=1")

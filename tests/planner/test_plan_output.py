@@ -16,10 +16,10 @@ from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.launch.submit import default_to_slurm
-from hpc_train.planner.candidate import Candidate, rank_candidates
+from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.output.plan_table import MAX_COLUMNS, MAX_LINES, format_plan
-from hpc_train.planner.plan import Plan
-from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.plan import Plan, PlanOptions, plan_overrides
+from hpc_train.planner.ranking import rank_candidates
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE
 
 SHAPE = ("precision=bf16", "train.sequence_length=1024", "train.global_batch=32")
@@ -36,8 +36,8 @@ def asked(*given: str) -> Plan:
     return plan_overrides(given)
 
 
-def text(answer: Plan, whole: bool = False) -> list[str]:
-    return [it.plain for it in format_plan(answer, whole)]
+def text(plan: Plan, show_all: bool = False) -> list[str]:
+    return [it.plain for it in format_plan(plan, show_all)]
 
 
 def pasted(lines: list[str]) -> list[str]:
@@ -100,14 +100,14 @@ def test_json_has_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _with(it: Candidate, step: float, points: float, **changes: Any) -> Candidate:
     assert it.step is not None
-    assert it.outlook is not None
+    assert it.projection is not None
     band = replace(it.step, p10=step * 0.9, p50=step, p90=step * 1.1)
-    market = replace(it.outlook.demand, days=None)
-    return replace(it, step=band, complexity=points, outlook=replace(it.outlook, demand=market), **changes)
+    market = replace(it.projection.demand, days=None)
+    return replace(it, step=band, complexity=points, projection=replace(it.projection, demand=market), **changes)
 
 
 def test_of_equals_the_simplest_is_first_and_of_others_the_quickest() -> None:
-    one = plan_overrides(ONE, options=PlanOptions(top=1, familiar=False)).candidates[0]
+    one = plan_overrides(ONE, options=PlanOptions(top=1, baselines=False)).candidates[0]
     equal, slower = 1 + EQUAL_TIME_TOLERANCE * 0.9, 1 + EQUAL_TIME_TOLERANCE * 1.1
     quick, simple, late = _with(one, 1.0, 6.0), _with(one, equal, 2.0), _with(one, slower, 0.0)
     assert rank_candidates([late, quick, simple], "time") == [simple, quick, late]
@@ -125,16 +125,16 @@ def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
     parallel = found.best.config.parallel
     assert (parallel.pp, parallel.cp, parallel.tp) == (1, 1, 1)
     assert found.ties > 1
-    equals = [it for it in found.candidates if found.alike(it)]
+    equals = [it for it in found.candidates if found.equals_best(it)]
     assert found.best.complexity == min(it.complexity for it in equals)
     assert equals == found.candidates[: len(equals)]
-    assert sum(line.startswith("= ") for line in text(found, whole=True)) > len(equals)
+    assert sum(line.startswith("= ") for line in text(found, show_all=True)) > len(equals)
 
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_the_best_does_not_depend_on_how_many_are_told(objective: str) -> None:
     bests = [
-        plan_overrides(TWO, options=PlanOptions(top=top, by=objective, familiar=False)).candidates[0].settings
+        plan_overrides(TWO, options=PlanOptions(top=top, by=objective, baselines=False)).candidates[0].settings
         for top in (1, 40)
     ]
     assert bests[0] == bests[1]
@@ -143,14 +143,14 @@ def test_the_best_does_not_depend_on_how_many_are_told(objective: str) -> None:
 @pytest.mark.parametrize("given", [README, TWO, (*TWO, "parallel.tp=4"), (*TWO, "train.global_batch=24")], ids=str)
 def test_familiar_layouts_always_have_a_row(given: tuple[str, ...]) -> None:
     found = asked(*given)
-    names = [it.name for it in found.familiar]
+    names = [it.name for it in found.baselines]
     assert names == ["plain dp", "FSDP", "HSDP", "TP in the node x PP"]
-    assert all(it.why for it in found.familiar)
+    assert all(it.why for it in found.baselines)
     best = found.best
     assert best is not None
     assert best.step is not None
     shown = "\n".join(text(found))
-    for it in found.familiar:
+    for it in found.baselines:
         assert f"{it.name}" in shown
         way = it.candidate
         if way is None or way.step is None:
@@ -166,13 +166,13 @@ def test_familiar_layouts_always_have_a_row(given: tuple[str, ...]) -> None:
 def test_where_nothing_fits_the_familiar_layouts_say_what_they_need() -> None:
     found = asked(*ONE, "model=llama_70b", "parallel.offload.parameters=none", "parallel.offload.optimizer=none")
     assert found.best is None
-    assert all("does not fit" in it.why for it in found.familiar)
-    assert len(found.familiar) == 3
-    assert all(any(line.endswith(it.why) for line in text(found)) for it in found.familiar)
+    assert all("does not fit" in it.why for it in found.baselines)
+    assert len(found.baselines) == 3
+    assert all(any(line.endswith(it.why) for line in text(found)) for it in found.baselines)
 
 
 def test_one_node_has_its_familiar_layouts_too() -> None:
-    assert [it.name for it in asked(*ONE).familiar] == ["plain dp", "FSDP", "TP in the node"]
+    assert [it.name for it in asked(*ONE).baselines] == ["plain dp", "FSDP", "TP in the node"]
 
 
 JOBS = [
@@ -199,7 +199,7 @@ def test_it_is_forty_lines_of_a_hundred_columns(given: tuple[str, ...]) -> None:
 
 def test_all_of_it_says_more_and_begins_with_the_same() -> None:
     found = asked(*README)
-    short, long = text(found), text(found, whole=True)
+    short, long = text(found), text(found, show_all=True)
     assert len(long) > MAX_LINES
     assert short[:4] == long[:4]
     assert max(len(line) for line in long) <= MAX_COLUMNS
@@ -216,15 +216,15 @@ def test_the_front_begins_with_what_is_recommended() -> None:
     assert best.step is not None
     for it in others:
         assert it.step is not None
-        assert it.step.p50 > best.step.p50 or found.alike(it), "nothing on it is quicker, unsaid"
+        assert it.step.p50 > best.step.p50 or found.equals_best(it), "nothing on it is quicker, unsaid"
 
 
 def test_days_are_told_only_where_somebody_said_how_long_the_run_is() -> None:
     for more, said in (((), False), (("train.steps=5000",), True), (("plan.tokens=1e10",), True)):
         found = asked(*ONE, *more)
         assert found.best is not None
-        assert found.best.outlook is not None
-        assert (found.best.outlook.demand.days is not None) is said
+        assert found.best.projection is not None
+        assert (found.best.projection.demand.days is not None) is said
         assert any("days" in line for line in text(found)) is said
 
 
@@ -252,3 +252,10 @@ def test_impossible_numbers_are_one_line(words: tuple[str, ...], said: str, caps
     error = capsys.readouterr().err
     assert error.startswith(f"hpc-train: {said}")
     assert error.count("\n") == 1
+
+
+def test_dropout_is_said_not_to_be_counted() -> None:
+    given = ("model=llama_tiny", "launch.ranks=1", "parallel=ddp")
+    dropped = plan_overrides((*given, "model.dropout=0.1"))
+    assert dropped.notes[0].startswith("model.dropout=0.1: what it keeps for the backward is not counted")
+    assert not any("dropout" in note for note in plan_overrides(given).notes)

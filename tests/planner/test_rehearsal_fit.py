@@ -13,7 +13,7 @@ import pytest
 from planner_runs import run
 
 from hpc_train.cli.main import main
-from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.plan import PlanOptions, plan_overrides
 from hpc_train.planner.rehearsal.checks import TOLERANCE, DeviceMemory, check_memory_fit
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 from hpc_train.planner.rehearsal.result import CountedMemory, RehearsedRank
@@ -118,7 +118,7 @@ def test_the_first_example_of_the_documentation_fits_as_it_is_recommended() -> N
     page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
     example = re.search(r"^hpc-train plan (model=.*)$", page, re.MULTILINE)
     assert example
-    best = plan_overrides(shlex.split(example[1]), options=PlanOptions(familiar=False)).best
+    best = plan_overrides(shlex.split(example[1]), options=PlanOptions(baselines=False)).best
     assert best is not None
     found = rehearse_run(best.config, best.ranks)
     assert (found.ok, found.fit.fits) == (True, True), (found.problems, found.fit.lines)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from planner_runs import NAMES, Row, as_run, rows_of, run
 
+from hpc_train.config.parallel import AXES
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants
 from hpc_train.planner.model.from_config import jobs_from_config
@@ -15,7 +16,6 @@ from hpc_train.planner.search.search import FRONT_SLACK, SearchBase, SearchResul
 from hpc_train.planner.search.space import FixedColumns, SearchSpace, count_candidates, degree_limits
 from hpc_train.planner.search.top_candidates import (
     EQUAL_TIME_TOLERANCE,
-    MESH_COLUMNS,
     ParetoFront,
     RatedCandidates,
     layout_complexity,
@@ -89,13 +89,13 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
         step, fits = float(one.time.step), float(one.memory.fits)
         if fits == YES:
             sure.append((step, float(one.memory.total), row))
-            mesh = tuple(row[NAMES.index(name)] for name in MESH_COLUMNS)
+            mesh = tuple(row[NAMES.index(name)] for name in AXES)
             best[mesh] = min(best.get(mesh, (np.inf, row)), (step, row))
     quickest = min(sure)[0]
     assert found.searched == count_candidates(SearchSpace(degree_limits(config), 8, fixed))
     assert found.best.step.min() == pytest.approx(quickest, rel=1e-9)
     for row, step in zip(rows(found.best), found.best.step, strict=True):
-        mesh = tuple(row[NAMES.index(name)] for name in MESH_COLUMNS)
+        mesh = tuple(row[NAMES.index(name)] for name in AXES)
         assert best[mesh][0] * (1 - 1e-9) <= step <= best[mesh][0] * (1 + EQUAL_TIME_TOLERANCE)
     near = [it for it in sure if it[0] <= found.best.step.min() * FRONT_SLACK]
     ours = {(round(step, 9), round(held)) for step, held in zip(found.front.step, found.front.memory, strict=True)}

@@ -31,10 +31,10 @@ from hpc_train.checkpoint.storage.file_system import (
     DEFAULT_POLICY,
     WritePolicy,
     detect_file_system,
-    format_size,
     open_descriptor,
     write_at_offset,
 )
+from hpc_train.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class LocalStage:
         if system.shared_memory:
             return "it is in memory, where a copy gains nothing; give a directory on a disk of the node"
         if size + ALIGNMENT > system.free_bytes:
-            has, needs = format_size(system.free_bytes), format_size(size)
+            has, needs = format_bytes(system.free_bytes), format_bytes(size)
             return f"it has {has} free, this rank needs {needs}; the save goes straight from memory"
         return None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.units import format_bytes
 
 CHECKSUM_ALGORITHM = "xxh3_128"
 _BLOCK = 4 << 20
@@ -344,7 +345,6 @@ _FILES_EACH = 2
 """A writer's: its shard, and the digests of it."""
 _SMALL = 64 << 10
 """Bytes a writer's share of the manifest, of directories and of rounding up to blocks may take."""
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 
 
 def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) -> None:
@@ -355,7 +355,7 @@ def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) 
     need = sum(needs) + _SMALL * len(needs)
     if need > system.free_bytes:
         raise CheckpointError(
-            f"it needs {format_size(need)}, {directory} has {format_size(system.free_bytes)} "
+            f"it needs {format_bytes(need)}, {directory} has {format_bytes(system.free_bytes)} "
             f"free: remove old checkpoints"
             " (hpc-train checkpoint prune), keep fewer (checkpoint.keep), or set checkpoint.dir to a larger file system"
         )
@@ -365,9 +365,3 @@ def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) 
             f"it needs {files} files, {directory} may have {system.free_files} more: remove old checkpoints or other"
             " files, or set checkpoint.dir to another file system"
         )
-
-
-def format_size(size: int) -> str:
-    """`1.50 GiB`; rounded, so two sizes that differ may look the same."""
-    unit, name = next(((u, n) for u, n in _UNITS if size >= u), (1 << 10, "KiB"))
-    return f"{size / unit:.2f} {name}"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from hpc_train.config.train import LustreConfig
+from hpc_train.units import format_exact_bytes
 
 MIB = 1 << 20
 STRIPE_UNIT = 64 << 10
@@ -106,7 +107,7 @@ def describe_stripes(layout: Sequence[StripeComponent]) -> str:
     if len(layout) == 1 and layout[0].end is None:
         return _describe_component(layout[0])
     parts = [
-        f"to {_format_bytes(it.end)}: {_describe_component(it)}"
+        f"to {format_exact_bytes(it.end)}: {_describe_component(it)}"
         if it.end is not None
         else f"then: {_describe_component(it)}"
         for it in layout
@@ -134,15 +135,8 @@ def _describe_component(it: StripeComponent) -> str:
     if it.on_mdt:
         return "on the MDT"
     count = "all OSTs" if it.count == ALL_OSTS else str(it.count)
-    size = f" x {_format_bytes(it.size)}" if it.size is not None else ""
+    size = f" x {format_exact_bytes(it.size)}" if it.size is not None else ""
     return f"{count}{size}" + (f" of pool {it.pool}" if it.pool else "")
-
-
-def _format_bytes(number: int | None) -> str:
-    if number is None:
-        return "the end"
-    unit, name = next((u, n) for u, n in ((1 << 30, "GiB"), (MIB, "MiB"), (1024, "KiB"), (1, "B")) if number % u == 0)
-    return f"{number // unit} {name}"
 
 
 _PAIR = re.compile(r"([A-Za-z_.]+):\s*(\{|\S*)")

@@ -40,11 +40,12 @@ from hpc_train.checkpoint.storage.step_directory import (
     read_bad_mark,
 )
 from hpc_train.cli.checkpoint.selection import CheckpointTarget, OpenStep, find_target, open_one_step
-from hpc_train.cli.output import format_bytes, print_json, progress_bar
+from hpc_train.cli.output import print_json, progress_bar
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.huggingface import find_model_family, from_huggingface, to_huggingface
+from hpc_train.units import format_bytes
 
 _STEP_NAMES = re.compile(r"step-[0-9]+|\.?lock.*")
 

@@ -37,8 +37,9 @@ from hpc_train.cli.checkpoint.selection import (
     find_target,
     open_one_step,
 )
-from hpc_train.cli.output import format_bytes, print_fields, print_json, print_table, progress_bar
+from hpc_train.cli.output import print_fields, print_json, print_table, progress_bar
 from hpc_train.regular_files import read_text
+from hpc_train.units import format_bytes
 
 _KINDS = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
 

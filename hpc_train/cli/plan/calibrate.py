@@ -142,10 +142,10 @@ def suggest_command(overrides: Sequence[str], as_json: bool) -> int:
     """Print them as commands."""
     found = suggest_runs(overrides)
     if as_json:
-        print(json.dumps([{"overrides": list(it.overrides), "told": it.told} for it in found], indent=1))
+        print(json.dumps([{"overrides": list(it.overrides), "told": it.description} for it in found], indent=1))
         return EXIT_DONE
     for it in found:
-        print(f"# {it.told}\nhpc-train submit {shlex.join(it.overrides)}")
+        print(f"# {it.description}\nhpc-train submit {shlex.join(it.overrides)}")
     folders = " ".join(f"runs/calibrate-{number}" for number in range(1, len(found) + 1))
     print(f"# when they are done\nhpc-train plan calibrate --runs {folders} --out calibration.json")
     return EXIT_DONE

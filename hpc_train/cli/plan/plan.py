@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.planner.output.plan_json import plan_to_json
-from hpc_train.planner.plan_overrides import PlanOptions, plan_overrides
+from hpc_train.planner.plan import PlanOptions, plan_overrides
 
 
 def plan_command(overrides: Sequence[str], config_dir: str | None, options: PlanOptions) -> int:
@@ -26,5 +26,5 @@ def plan_command(overrides: Sequence[str], config_dir: str | None, options: Plan
         from hpc_train.cli.output import print_rich
         from hpc_train.planner.output.plan_table import format_plan
 
-        print_rich(*format_plan(found, options.whole))
+        print_rich(*format_plan(found, options.show_all))
     return EXIT_DONE

@@ -79,7 +79,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hpc_train.cli.plan.plan import plan_command
-    from hpc_train.planner.plan_overrides import PlanOptions
+    from hpc_train.planner.plan import PlanOptions
 
     a = arguments
     return plan_command(a.overrides, a.config_dir, PlanOptions(a.json, a.plot, a.top, a.by, a.all))

@@ -19,6 +19,7 @@ from hpc_train.launch.state.attempts import open_if_regular
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import RunStatus, State
 from hpc_train.training.warning_files import read_warnings
+from hpc_train.units import format_age
 
 _QUIET_SECONDS = 60.0
 _QUIET_START_SECONDS = 300.0
@@ -42,15 +43,6 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     said = f"no step for {format_age(age)}"
     reason = ": ".join(filter(None, (status.reason, said))) if quiet else status.reason
     return replace(status, seconds_since_step=round(age, 1), reason=reason)
-
-
-def format_age(seconds: float) -> str:
-    """Format seconds as `12 s`, `5 min`, `2.5 h`, `3.1 d`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
 
 
 def _warnings(facts: RunFacts) -> tuple[str, ...]:

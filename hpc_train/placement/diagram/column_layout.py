@@ -15,10 +15,10 @@ from hpc_train.placement.diagram.canvas import (
     choose_ink,
     choose_load_colour,
     choose_load_width,
-    format_seconds,
     measure_text,
 )
 from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.units import format_seconds
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
 _SMALL, _NAME = 6.5, 7.5

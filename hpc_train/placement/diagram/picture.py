@@ -14,12 +14,13 @@ from hpc_train.cluster.switch_tree import find_paths
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import CostModel
 from hpc_train.placement.diagram import column_layout, row_layout
-from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, format_seconds, measure_text
+from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, measure_text
 from hpc_train.placement.diagram.panel import Panel, draws_each_node, select_drawn_levels
 from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.placement_result import Placement
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_seconds
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from hpc_train.placement.diagram.canvas import (
     Canvas,
     choose_group_colour,
     choose_load_colour,
-    format_seconds,
     measure_text,
 )
 from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.units import format_seconds
 
 MAX_ROWS = 64
 """Of one block; where the lowest level has more groups, its rows are those of a level above, or the first ones."""

@@ -1,4 +1,4 @@
-"""What a lint looks at and what it returns: facts of a configuration, the planner's own estimate, and Advice."""
+"""Facts that lints look at, and the Advice that they return: a configuration and the planner's own estimate of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "hint")
 
 @dataclass(frozen=True)
 class Advice:
-    """What one lint has found."""
+    """One thing to change, and why."""
 
     about: str
     """Key of the configuration, such as model.vocab_size."""
@@ -52,13 +52,13 @@ def format_advice(advice: Sequence[Advice]) -> list[str]:
 
 
 def advice_to_json(advice: Sequence[Advice]) -> list[dict[str, Any]]:
-    """As `plan --json` prints it."""
+    """Return advice as `plan --json` prints it."""
     return [asdict(it) for it in advice]
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What has been estimated; None where it has not, and lints that need it say nothing."""
+    """The planner's estimate of a run; a lint that needs a figure which is None says nothing."""
 
     job: ProjectedJob | None = None
     rate: AssumedFailureRate | None = None
@@ -75,7 +75,7 @@ class RunEstimate:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of one configuration."""
+    """One configuration and its estimate."""
 
     config: RunConfig
     degrees: Degrees
@@ -111,7 +111,7 @@ class RunFacts:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """None where the model reads no tokens."""
+        """Return the tokens of a step; None if the model reads no tokens."""
         train = self.config.train
         return float(train.global_batch * train.sequence_length) if self.transformer else None
 
@@ -167,7 +167,7 @@ def _memory_without(jobs: Jobs, constants: Constants, name: str, off: int) -> fl
 
 
 def _step_without_saves(time: StepTime) -> Percentiles:
-    """Without the part of a step that saving takes: an outlook adds that."""
+    """Return the step time without saving, which the projection adds itself."""
     share = _single(1 - time.checkpoint / time.step)
     return Percentiles(*(_single(time.quantile(p)) * share for p in (0.1, 0.5, 0.9)))
 

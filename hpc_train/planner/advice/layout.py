@@ -10,6 +10,7 @@ from hpc_train.placement.fabric_from_config import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, RunFacts
 from hpc_train.planner.model.batch_laws import min_batch_for_bubble
 from hpc_train.traffic.stages import block_costs, costs_from_config, stage_parts
+from hpc_train.units import GIB
 
 _UNEVEN = 0.05
 """Time of the slowest stage over the mean of all, less 1, from which a pipeline counts as uneven."""
@@ -217,8 +218,8 @@ def check_needless_offload(facts: RunFacts) -> Advice | None:
 
 
 def _fits(facts: RunFacts, size: float) -> bool:
-    return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * 2**30
+    return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * GIB
 
 
 def _of_memory(facts: RunFacts, size: float) -> str:
-    return f"a rank needs {size / 2**30:.1f} of {facts.config.cluster.gpu.memory_gib:g} GiB"
+    return f"a rank needs {size / GIB:.1f} of {facts.config.cluster.gpu.memory_gib:g} GiB"

@@ -61,7 +61,7 @@ LINTS: tuple[Lint, ...] = (
 
 
 def run_lints(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> list[Advice]:
-    """What to change, errors first; [] if nothing.
+    """Run all lints and return what to change, errors first.
 
     figures: what has been estimated of the run; lints that need what is not there say nothing. world: ranks; None:
     those of the configuration. Raises UserError for degrees that do not fit the world, and for a failure log that is

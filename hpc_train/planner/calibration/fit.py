@@ -57,7 +57,7 @@ def assign_fold(group: str, folds: int) -> int:
 
 
 def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """Those whose group the shipped constants are fitted to."""
+    """Return the runs whose group the shipped constants are fitted to."""
     return [run for run in runs if assign_fold(run.group, FOLDS) != 0]
 
 
@@ -90,7 +90,7 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
 
 
 def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
-    """Of each run, so that a family of n runs counts as n to the power of a quarter: no long table decides alone."""
+    """Weight runs so that a family of n counts as n to the power of a quarter: no long table decides alone."""
     counts = Counter(run.family for run in runs)
     return np.array([counts[run.family] ** -0.375 for run in runs])
 

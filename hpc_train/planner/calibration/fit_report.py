@@ -47,7 +47,7 @@ CALIBRATION_CHOICES = 10
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Of the command."""
+    """Options of `hpc-train plan fit`."""
 
     runs: tuple[str, ...]
     json: bool = False
@@ -58,7 +58,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit is worth."""
+    """How well a fit predicts runs that it has not seen."""
 
     constants: Constants
     trained: ErrorStatistics
@@ -127,14 +127,14 @@ def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[
 
 
 def half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
-    """One of many halves of a cluster's timed runs, by a hash of their names; never fewer than are chosen."""
+    """Return one of many halves of a cluster's timed runs, by a hash of their names; never fewer than are chosen."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
     timed.sort(key=lambda run: hashlib.sha256(f"{number}/{run.id}".encode()).digest())
     return timed[: max(CALIBRATION_RUNS, math.ceil(len(timed) / 2))]
 
 
 def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, ErrorStatistics]:
-    """Of the same groups' errors in several tables."""
+    """Average the errors of the same groups over several tables."""
     found = {}
     for name in tables[0]:
         same = [table[name] for table in tables if name in table]

@@ -27,7 +27,7 @@ _FEWEST = 3
 
 
 def read_run_directory(folder: Path, calibration: Path | None = None) -> MeasuredRun:
-    """One run directory; calibration: the file that its machine's figures are taken from, in place of its own.
+    """Read one run directory. calibration: file that replaces the one its machine's figures come from.
 
     Raises UserError for a directory that is none, and for a run of too few steps.
     """
@@ -72,7 +72,7 @@ def _config(folder: Path) -> RunConfig:
 
 
 def _ranks(folder: Path, config: RunConfig) -> int:
-    """As rank 0 wrote them when the run started; else those of the configuration."""
+    """Return the ranks as rank 0 wrote them when the run started, else those of the configuration."""
     try:
         return len(read_json(folder / "rankmap.json")["ranks"])
     except (OSError, ValueError, KeyError, TypeError):

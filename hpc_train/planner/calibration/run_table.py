@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
 from hpc_train.planner.model.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.units import GIB
 
 _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
@@ -157,7 +158,7 @@ _QUOTED = re.compile(r"\balso in [^|)]*")
 
 
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
-    """From a run's source and notes; where they name no software, what was usual in that year."""
+    """Name the software from a run's source and notes; if they name none, the usual one of that year."""
     text = _QUOTED.sub("", f"{source} | {notes}".lower())
     found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
     found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
@@ -186,7 +187,7 @@ _USUAL_VOCAB = 51200
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One measured run and what is known of it."""
+    """One measured run and its job."""
 
     id: str
     family: str
@@ -225,7 +226,7 @@ class RefusedRun:
 
 @dataclass(frozen=True)
 class RunTable:
-    """Of one table."""
+    """The runs of one table."""
 
     runs: tuple[MeasuredRun, ...]
     refused: tuple[RefusedRun, ...]
@@ -297,7 +298,7 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
-    """One line of the table."""
+    """Parse one line of the table."""
     row = CsvRow(cells)
     known = find_accelerator(row.text("gpu_type"))
     why = _explain_refusal(row, known)
@@ -322,7 +323,7 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
         group=f"{family}/{model}/{kind}",
         contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
         seconds=row.number("iter_time_s"),
-        memory=row.number("mem_gib") * 2**30,
+        memory=row.number("mem_gib") * GIB,
         first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
         memory_of=_memory_convention(row, software),
         out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
@@ -465,7 +466,7 @@ def _machine(row: CsvRow, known: Accelerator, software: SoftwareTraits) -> dict[
         "gemm_ceiling": known.ceiling,
         "attention_ceiling": attention_peak(known, software.new_attention, software.triton_attention),
         "multiprocessors": known.multiprocessors,
-        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * 2**30,
+        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * GIB,
         "memory_bandwidth": known.bandwidth,
         "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
         "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,

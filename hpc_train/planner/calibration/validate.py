@@ -31,7 +31,7 @@ _LEAST_CONTEST = 2
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """One run."""
+    """One measured run beside its prediction."""
 
     run: MeasuredRun
     seconds: float
@@ -54,7 +54,7 @@ class PredictedRun:
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """Of predicted over measured, fractions of 1."""
+    """Errors of predicted over measured values, as fractions of 1."""
 
     n: int
     mape: float
@@ -64,7 +64,7 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Of memory, and of the answer to "does it fit"."""
+    """Errors of memory, and of the answer to "does it fit"."""
 
     n: int
     mape: float
@@ -89,7 +89,7 @@ class Regret:
 
 @dataclass(frozen=True)
 class Validation:
-    """Of one table of runs."""
+    """Result of comparing one table of runs with the predictions."""
 
     overall: ErrorStatistics
     families: dict[str, ErrorStatistics]
@@ -142,7 +142,7 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
 
 
 def _least(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
-    """With full recomputation where it is not stated."""
+    """Assume full recomputation if a run does not state it: the least memory."""
     unknown = np.array(["recompute" in run.assumed for run in runs])
     return replace_columns(jobs, recompute=np.where(unknown, RECOMPUTE.index("full"), jobs.recompute))
 

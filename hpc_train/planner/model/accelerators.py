@@ -52,7 +52,7 @@ _ACCELERATORS = {
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """Of a product name in any of the ways it is written ("NVIDIA A100-SXM4-40GB", "H100-80GB"); None: not known."""
+    """Find an accelerator by product name, however it is written ("NVIDIA A100-SXM4-40GB", "H100-80GB"); else None."""
     plain = name.upper().replace(" ", "-")
     variant = next((key for key, size in (("A100-40GB", "40GB"), ("H100-96GB", "96GB")) if _is(plain, key, size)), None)
     if variant:

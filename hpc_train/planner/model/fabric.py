@@ -1,4 +1,4 @@
-"""What the real switches make of communication: tapers for the closed form, and the estimate placed on given nodes.
+"""Use the real switches: tapers for the closed form, and the estimate of a run placed on given nodes.
 
 cluster.topology (a file with every switch) is used where it is given, else the sizes in cluster.fabric.
 """
@@ -34,7 +34,7 @@ from hpc_train.traffic.flows import compute_flows
 
 @dataclass(frozen=True)
 class Switches:
-    """Of one level."""
+    """The switches of one level."""
 
     nodes: float
     """Under one switch (all that is below a pod, for a group); infinite where nothing leaves it."""

@@ -1,4 +1,4 @@
-"""From a RunConfig to one job."""
+"""Make a row of Jobs from a RunConfig."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hpc_train.planner.model.jobs import OFFLOAD, PCIE, RECOMPUTE, SCHEDULES, ST
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import ELEMENT_BYTES
+from hpc_train.units import GIB
 
 _BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16}
 _UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH, _UNKNOWN_MEMORY = 1e12, 1e11, 16.0
@@ -141,7 +142,7 @@ def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -
     reached = measured.tflops.get(precision, 0.0) * 1e12 if measured else 0.0
     listed = gpu.peak_tflops.get(precision, 0.0) * 1e12
     flops = listed or (known.flops.get(_BITS[precision], 0.0) if known else 0.0) or reached or _UNKNOWN_FLOPS
-    memory = (gpu.memory_gib or _UNKNOWN_MEMORY) * 2**30
+    memory = (gpu.memory_gib or _UNKNOWN_MEMORY) * GIB
     listed_bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (known.bandwidth if known else _UNKNOWN_BANDWIDTH)
     bandwidth = measured.memory_gb_s * 1e9 if measured else listed_bandwidth
     return _Speeds(flops, memory, bandwidth, reached / flops or (known.ceiling if known else 0.8))
@@ -177,7 +178,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
 
 
 def list_assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
-    """One line for each figure of the device that nobody has given."""
+    """List each figure of the device that nobody has given, one line each."""
     gpu, known, calibration = cluster.gpu, find_accelerator(cluster.gpu.name or ""), collect_figures(cluster).measured
     measured = calibration.device if calibration else None
     missing = []

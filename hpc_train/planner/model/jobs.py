@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
+from hpc_train.models.shape import transformer_flops_per_token
 
 Column = NDArray[np.float64]
 """[n] numbers, or [] where all jobs share one: columns broadcast against each other. Counts are whole floats: they are
@@ -29,7 +30,7 @@ STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 
 @dataclass(frozen=True)
 class Jobs:
-    """One job a row. Build with `from_config.jobs_of`, `from_runs.read_runs` or a grid (`with_columns`)."""
+    """Jobs in columns, one a row. Build them with jobs_from_config, from a run table, or with replace_columns."""
 
     # Model: a decoder-only transformer.
     layers: Column
@@ -157,7 +158,7 @@ class Jobs:
 
     @property
     def micro_batches(self) -> Column:
-        """Of a step, on each data-parallel rank; the last may be short."""
+        """Return the micro-batches of a step on each data-parallel rank; the last may be short."""
         return np.ceil(self.global_batch / (self.data_parallel * self.micro_batch))
 
     @property
@@ -173,14 +174,16 @@ class Jobs:
 
     @property
     def tokens(self) -> Column:
-        """Of a step."""
+        """Return the tokens of a step."""
         return self.global_batch * self.sequence
 
     @property
     def model_flops(self) -> Column:
-        """Of a step of the whole job, what MFU is computed from: models.shape.flops_per_token, causal half."""
-        linear = 6 * (self.layers * self.layer_parameters + self.vocab * self.hidden)
-        return self.tokens * (linear + 6 * self.layers * self.heads * self.head_dim * self.sequence)
+        """FLOPs of a step of the whole job that MFU is computed from."""
+        weights = self.layers * self.layer_parameters + self.vocab * self.hidden
+        attention_width = self.layers * self.heads * self.head_dim
+        flops: Column = self.tokens * transformer_flops_per_token(weights, attention_width, self.sequence)
+        return flops
 
 
 def as_column(value: object) -> Column:
@@ -189,12 +192,12 @@ def as_column(value: object) -> Column:
 
 
 def replace_columns(jobs: Jobs, **columns: object) -> Jobs:
-    """The same with other columns, in any shape that broadcasts."""
+    """Return the jobs with other columns, in any shape that broadcasts."""
     return replace(jobs, **{name: as_column(value) for name, value in columns.items()})
 
 
 def recomputed_share(layers: float, stages: int, every: int) -> float:
-    """Of the layers of a stage, the first and then every so-many-th one: ceil(n / every) of its n layers."""
+    """Return the recomputed share of a stage's layers: of n layers the first and every so-many-th, ceil(n / every)."""
     held = math.ceil(layers / stages)
     return math.ceil(held / every) / held
 

@@ -1,4 +1,4 @@
-"""What one layer, and the head, cost on one rank for one micro-batch: seconds of work, and bytes of activations.
+"""Cost of one layer, and of the head, on one rank for one micro-batch: seconds of work, and bytes of activations.
 
 Matrix products by their shape (tiles, waves, alignment), attention, elementwise work limited by memory bandwidth; then
 what is kept until backward and what recomputation does again.
@@ -109,7 +109,7 @@ class LayerWork:
 
 
 def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
-    """All of it."""
+    """Estimate the seconds of a layer, the head and the embedding."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     linear, ending = _linear(jobs, constants, tokens)
     core, core_backward = _attention(jobs, constants, tokens)
@@ -140,7 +140,7 @@ def attention_score_width(jobs: Jobs) -> Column:
 
 
 def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """What of the linear layers, of attention's core, and of elementwise work is done again, in a recomputed layer.
+    """Return the shares of linear layers, attention's core and elementwise work that a recomputed layer does again.
 
     full: everything. selective is what each stack means by it: Megatron's is the core of attention (Korthikanti et al.
     2022, arXiv:2205.05198, section 5), torchtitan's every second product, hpc_train's what is neither product nor
@@ -296,7 +296,7 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 
 def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """The same of hpc_train: a test ties them to what a rehearsal counts.
+    """Return bytes per token of hpc_train's own models, as above; a test ties them to what a rehearsal counts.
 
     Two inputs of norms lie as positions do; two inputs of column-parallel layers are kept gathered
     (parallel.tensor.layers). An RMSNorm that is not fused keeps its result before the scale, in fp32 and rounded.

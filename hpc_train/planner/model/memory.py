@@ -28,8 +28,9 @@ from hpc_train.planner.model.pipeline import (
     rank_layers,
     split_layers,
 )
-from hpc_train.traffic.axes import BUCKET_MIB, MIB
+from hpc_train.traffic.axes import BUCKET_MIB
 from hpc_train.traffic.sharding import keeps_gradients, keeps_parameters
+from hpc_train.units import MIB
 
 _SINGLE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
 """Codes of the schedules that torch runs with one stage a rank (parallel.pipeline.schedule)."""
@@ -75,9 +76,9 @@ def split_stages(jobs: Jobs) -> StageLayers:
     v = jobs.virtual_stages
     bent = (jobs.pp > 1) & np.isin(jobs.schedule, V_SHAPED)
     *ranks, last = rank_layers(jobs, bent)
-    held = _stack(*ranks)
-    has_last = _stack(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
-    has_first = _stack(1.0, 0.0, jobs.pp == 1)
+    held = _stack_stages(*ranks)
+    has_last = _stack_stages(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
+    has_first = _stack_stages(1.0, 0.0, jobs.pp == 1)
     others = np.maximum(v - has_last, 1)
     tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
     return StageLayers((held - has_last * last) / others * (v > has_last), last + 0 * held, has_last, held, tables)
@@ -258,9 +259,9 @@ class _PeakSearch:
         return self.weights * np.where(beside, jobs.gradient_bytes, 0.0)
 
 
-def _stack(*ranks: Column | float) -> Column:
-    """Return [3, n], n at least 1, so that it broadcasts against columns."""
-    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, ranks)))
+def _stack_stages(*stages: Column | float) -> Column:
+    """Stack the columns of the first, middle and last stage: [3, n], n at least 1, to broadcast against columns."""
+    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, stages)))
 
 
 NO, MAYBE, YES = 0, 1, 2
@@ -406,12 +407,7 @@ def _weights(jobs: Jobs) -> Column:
     table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.layer_parameters / jobs.tp
     whole = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
-    return _stack_parts(*(np.where(jobs.pp == 1, whole, it) for it in stages))
-
-
-def _stack_parts(*stages: Column) -> Column:
-    """[3, n], n at least 1, so that it broadcasts against columns."""
-    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, stages)))
+    return _stack_stages(*(np.where(jobs.pp == 1, whole, it) for it in stages))
 
 
 def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
@@ -455,6 +451,6 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
     alive = alive + np.where(moved, full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0), 0.0)
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
-    whole = _stack_parts(*(kept * each * count for each, count in split))
-    rest = _stack_parts(*(ends * count + alive for _, count in split))
+    whole = _stack_stages(*(kept * each * count for each, count in split))
+    rest = _stack_stages(*(ends * count + alive for _, count in split))
     return np.where(moved, rest, whole + rest), np.where(moved, whole, 0.0)

@@ -125,7 +125,7 @@ class DataVolume:
 
 @dataclass(frozen=True)
 class DataUses:
-    """How often a step gathers and reduces the layers' parameters, and gathers those of embedding and head."""
+    """How often a step gathers and reduces parameters: of the layers, and of embedding and head (columns of jobs)."""
 
     gathers: Column
     end_gathers: Column

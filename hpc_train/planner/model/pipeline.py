@@ -1,4 +1,4 @@
-"""What a pipeline makes of layers: how many each rank has, how many micro-batches are in flight, how long it waits.
+"""Layers, micro-batches in flight and waiting time of each rank of a pipeline.
 
 split_layers and micro_batches_in_flight are closed forms for all schedules; peak_moments walks the real order of the
 schedules that split their backward; bubble_seconds is the waiting of the slowest rank.
@@ -23,7 +23,7 @@ HPC_TRAIN_STACK = STACKS.index("hpc_train")
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Of one rank, all its virtual stages together; where there is one rank, all layers."""
+    """Layers of one rank, all its virtual stages together; without a pipeline, all layers."""
 
     first: Column
     middle: Column
@@ -301,7 +301,7 @@ def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, 
 
 
 def _split_bubble(jobs: Jobs, forward: Column, inputs: Column, weights: Column) -> Column:
-    """Of the schedules that compute gradients of weights apart."""
+    """Return the bubble of the schedules that compute gradients of weights apart."""
     after, v, code = jobs.pp - 1, jobs.virtual_stages, jobs.schedule
     there = forward + inputs
     few = np.where(jobs.micro_batches < 2 * jobs.pp - 1, 2.0, 1.0)

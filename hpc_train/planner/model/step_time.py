@@ -158,7 +158,7 @@ def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
 
 
 def _context(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
-    """Of attention of one layer, forward and backward."""
+    """Return the exposed seconds of cp in one layer's attention, forward and backward."""
     ring = _ring(jobs, constants, done)
     if not np.any(jobs.ulysses):
         return ring
@@ -290,7 +290,7 @@ def _flops(jobs: Jobs, done: LayerWork) -> Column:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of some jobs."""
+    """Memory, time and rates of some jobs."""
 
     memory: Memory
     time: StepTime
@@ -303,7 +303,7 @@ class Estimate:
 
 
 def estimate_jobs(jobs: Jobs, constants: Constants) -> Estimate:
-    """All of it. `memory` and `time` are there by themselves: a search asks for memory first."""
+    """Estimate memory and time. A search, which needs memory first, calls the two estimates by themselves."""
     spent = estimate_step_time(jobs, constants)
     rate = 1 / (spent.step * jobs.world)
     flops = jobs.model_flops

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_train.planner.advice.facts import advice_to_json
-from hpc_train.planner.candidate import GIB, STAGES, Candidate
+from hpc_train.planner.candidate import STAGES, Candidate
 from hpc_train.planner.plan import Plan
 from hpc_train.planner.reliability.failure_rate import Percentiles
 from hpc_train.planner.reliability.projection import Market, Projection
 from hpc_train.planner.settings import settings_to_overrides
+from hpc_train.units import GIB
 
 _PLANNERS = ("parallel.auto", "parallel.fixed")
 """Keys that only ask the planner to choose."""
@@ -46,59 +47,62 @@ def _key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def plan_to_json(answer: Plan) -> dict[str, Any]:
-    """Return the answer as JSON. Bytes are in GiB; null means unknown.
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON. Bytes are in GiB; null means unknown.
 
     candidates: best first, also given as `best`; equal_to_best: indistinguishable from the quickest, of which the best
     is the simplest; command: runs the best.
     """
     return {
-        "best": {**candidate_to_json(answer.best), "equal_to_best": True} if answer.best else None,
-        "candidates": [{**candidate_to_json(it), "equal_to_best": answer.alike(it)} for it in answer.candidates],
-        "pareto": [candidate_to_json(it) for it in answer.front],
-        "searched": answer.searched,
-        "estimated": answer.estimated,
-        "seconds": answer.seconds,
-        "command": command_line(answer.overrides, answer.config_dir, answer.best) if answer.best else None,
-        "familiar": [
-            {"name": it.name, "why": it.why, "candidate": candidate_to_json(it.candidate) if it.candidate else None}
-            for it in answer.familiar
+        "best": {**candidate_to_json(plan.best), "equal_to_best": True} if plan.best else None,
+        "candidates": [
+            {**candidate_to_json(other), "equal_to_best": plan.equals_best(other)} for other in plan.candidates
         ],
-        "advice": advice_to_json(answer.advice),
-        "notes": answer.notes,
+        "pareto": [candidate_to_json(point) for point in plan.front],
+        "searched": plan.searched,
+        "estimated": plan.estimated,
+        "seconds": plan.seconds,
+        "command": command_line(plan.overrides, plan.config_dir, plan.best) if plan.best else None,
+        "familiar": [
+            {"name": row.name, "why": row.why, "candidate": candidate_to_json(row.candidate) if row.candidate else None}
+            for row in plan.baselines
+        ],
+        "advice": advice_to_json(plan.advice),
+        "notes": plan.notes,
     }
 
 
-def candidate_to_json(it: Candidate) -> dict[str, Any]:
-    """One candidate."""
+def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
+    """Return one candidate as JSON."""
+    rate = candidate.tokens_per_second
     return {
-        "parallel": parallel_to_json(it),
-        "overrides": settings_to_overrides(it.settings),
-        "complexity": round(it.complexity, 4),
-        "nodes": it.nodes,
-        "ranks": it.ranks,
-        "global_batch": it.global_batch,
-        "fits": it.fits,
-        "memory_gib": _memory(it),
-        "step_seconds": None if it.step is None else {**asdict(it.step), "parts": it.parts},
-        "mfu": it.mfu,
-        "hfu": it.hfu,
-        "tokens_per_second_per_gpu": it.tokens_per_second,
-        "tokens_per_second": it.tokens_per_second * it.ranks if it.tokens_per_second is not None else None,
-        "outlook": _outlook(it.outlook),
+        "parallel": parallel_to_json(candidate),
+        "overrides": settings_to_overrides(candidate.settings),
+        "complexity": round(candidate.complexity, 4),
+        "nodes": candidate.nodes,
+        "ranks": candidate.ranks,
+        "global_batch": candidate.global_batch,
+        "fits": candidate.fits,
+        "memory_gib": _memory_to_json(candidate),
+        "step_seconds": None if candidate.step is None else {**asdict(candidate.step), "parts": candidate.parts},
+        "mfu": candidate.mfu,
+        "hfu": candidate.hfu,
+        "tokens_per_second_per_gpu": rate,
+        "tokens_per_second": None if rate is None else rate * candidate.ranks,
+        "outlook": _projection_to_json(candidate.projection),
     }
 
 
-def parallel_to_json(it: Candidate) -> dict[str, Any]:
-    """What makes the layout and the technique, all of it, the defaults too."""
+def parallel_to_json(candidate: Candidate) -> dict[str, Any]:
+    """Return every setting of the layout and its techniques, the defaults too."""
     from hpc_train.config.parallel import resolve_degrees
 
-    parallel = it.config.parallel
+    parallel = candidate.config.parallel
     pipeline, recompute, offload = parallel.pipeline, parallel.recompute, parallel.offload
     return {
         "strategy": parallel.strategy,
-        **asdict(resolve_degrees(parallel, it.ranks)),
-        "micro_batch": it.config.train.micro_batch,
+        **asdict(resolve_degrees(parallel, candidate.ranks)),
+        "micro_batch": candidate.config.train.micro_batch,
         "tensor": {"sequence": parallel.tensor.sequence, "asynchronous": parallel.tensor.asynchronous},
         "pipeline": {"schedule": pipeline.schedule, "virtual_stages": pipeline.virtual_stages},
         "recompute": {"mode": recompute.mode, "every": recompute.every},
@@ -107,49 +111,51 @@ def parallel_to_json(it: Candidate) -> dict[str, Any]:
     }
 
 
-def _memory(it: Candidate) -> dict[str, Any]:
-    worst = max(range(len(STAGES)), key=lambda number: it.stages[number])
+def _memory_to_json(candidate: Candidate) -> dict[str, Any]:
+    worst = max(range(len(STAGES)), key=lambda number: candidate.stages[number])
     by_stage = {
-        stage: {name: part[number] / GIB for name, part in it.memory.items()} for number, stage in enumerate(STAGES)
+        stage: {name: part[number] / GIB for name, part in candidate.memory.items()}
+        for number, stage in enumerate(STAGES)
     }
     return {
-        "total": it.total / GIB,
+        "total": candidate.total / GIB,
         **by_stage[STAGES[worst]],
         "stage": STAGES[worst],
         "stages": by_stage,
-        "device": None if it.capacity is None else it.capacity / GIB,
+        "device": None if candidate.capacity is None else candidate.capacity / GIB,
     }
 
 
-def _outlook(outlook: Projection | None) -> dict[str, Any] | None:
-    if outlook is None:
+def _projection_to_json(projection: Projection | None) -> dict[str, Any] | None:
+    if projection is None:
         return None
+    hours = projection.interruption_seconds.through(lambda seconds: seconds / 3600)
     return {
-        "demand": _market(outlook.demand),
-        "spot": _market(outlook.spot) if outlook.spot else None,
-        "failures": _band(outlook.failures),
-        "hours_between_interruptions": _band(outlook.interruption_seconds.through(lambda it: it / 3600)),
-        "failure_rate": outlook.rate.source,
-        "save": asdict(outlook.save),
-        "late": outlook.late,
-        "over_budget": outlook.over_budget,
-        "unknown": list(outlook.unknown),
+        "demand": _market_to_json(projection.demand),
+        "spot": _market_to_json(projection.spot) if projection.spot else None,
+        "failures": _percentiles_to_json(projection.failures),
+        "hours_between_interruptions": _percentiles_to_json(hours),
+        "failure_rate": projection.rate.source,
+        "save": asdict(projection.save),
+        "late": projection.late,
+        "over_budget": projection.over_budget,
+        "unknown": list(projection.unknown),
     }
 
 
-def _market(market: Market) -> dict[str, Any]:
+def _market_to_json(market: Market) -> dict[str, Any]:
     bill = market.bill
     return {
-        "goodput": _band(market.effective),
+        "goodput": _percentiles_to_json(market.effective),
         "waste": asdict(market.waste),
         "best_checkpoint_every": market.best_every,
-        "days": _band(market.days),
+        "days": _percentiles_to_json(market.days),
         "gpu_hours": market.gpu_hours,
-        "money": _band(market.money),
+        "money": _percentiles_to_json(market.money),
         "kwh": bill.kwh if bill else None,
         "co2_kg": bill.co2_kg if bill else None,
     }
 
 
-def _band(band: Percentiles | None) -> dict[str, float] | None:
-    return None if band is None else asdict(band)
+def _percentiles_to_json(percentiles: Percentiles | None) -> dict[str, float] | None:
+    return None if percentiles is None else asdict(percentiles)

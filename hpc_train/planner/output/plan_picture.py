@@ -8,13 +8,14 @@ from typing import Any
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.planner.candidate import GIB, STAGES, Candidate, describe_layout, describe_techniques
+from hpc_train.planner.candidate import STAGES, Candidate
+from hpc_train.planner.candidate_text import describe_candidate
 from hpc_train.planner.plan import Plan
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements, generate_order
 from hpc_train.schedules.order import Kind
 from hpc_train.schedules.simulate import ActionTimes, Simulation, simulate_order
 from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
-from hpc_train.units import format_seconds
+from hpc_train.units import GIB, format_seconds
 
 MAX_ROUNDS_SHOWN = 2
 """Micro-batches a rank that are drawn; a step that has more goes on in the same way in between."""
@@ -23,7 +24,7 @@ _WORK_PARTS = ("compute", "launch", "tensor", "context")
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What is drawn."""
+    """The pipeline's schedule, simulated as far as it is drawn."""
 
     simulation: Simulation
     drawn: int
@@ -68,7 +69,7 @@ _WORDS = {Kind.F: "forward", Kind.I: "backward, inputs", Kind.W: "backward, weig
 
 
 def draw_plan(answer: Plan, path: Path) -> None:
-    """Of the best candidate. Raises UserError where there is none, and for a file that cannot be made."""
+    """Draw the best candidate. Raises UserError if there is none, and for a file that cannot be written."""
     if answer.best is None:
         raise UserError(f"--plot {path}: nothing fits, so there is nothing to draw")
     try:
@@ -97,9 +98,8 @@ def _height(pipeline: PipelineTimeline | None) -> float:
 
 
 def _title(best: Candidate) -> str:
-    config, more = best.config, describe_techniques(best)
-    where = f"{config.model.name} on {config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
-    return f"{where}\n{describe_layout(best)}, micro-batch {config.train.micro_batch}{', ' + more if more else ''}"
+    where = f"{best.config.model.name} on {best.config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
+    return f"{where}\n{describe_candidate(best)}"
 
 
 def _memory(axes: Any, best: Candidate) -> None:

@@ -26,6 +26,7 @@ from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, Memory
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import StagePart, stage_parts, step_work
 from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements_of, list_weights
+from hpc_train.units import GIB, MIB, choose_memory_unit
 
 _OPTIMIZER = "optim."
 _SCALER = "scaler."
@@ -59,7 +60,7 @@ def check_coverage(
 
 
 def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
-    """Of a piece, which for optimizer state of the parameter's shape is the parameter's."""
+    """Return the tiling of a piece; optimizer state of the parameter's shape lies as the parameter does."""
     tiling = built.tilings.get(_parameter(piece.name))
     return tiling if tiling is not None and tiling.shape == piece.shape else whole_tiling(piece.shape)
 
@@ -91,7 +92,7 @@ def _check_piece(
 def _claim(
     built: RehearsedRank, model: Mapping[str, tuple[int, ...]], owners: dict[str, tuple[int, Tiling]], degrees: Degrees
 ) -> Iterator[str]:
-    """What this rank's stages own; tied parameters of another stage are borrowed."""
+    """Check the tensors that this rank's stages own; tied parameters of another stage are borrowed."""
     for piece in built.pieces:
         if piece.name.startswith((_OPTIMIZER, _SCALER)):
             continue
@@ -160,7 +161,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
 
 
 def optimizer_state_bytes(numbers: int, tensors: int, kept: int) -> int:
-    """Of AdamW over so many numbers in so many parameters, of `kept` bytes each."""
+    """Return the bytes of AdamW's state for so many numbers in so many parameters, `kept` bytes a number."""
     return _MOMENTS * numbers * kept + _STEP_BYTES * tensors
 
 
@@ -210,9 +211,8 @@ def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]
 
 TOLERANCE = 0.05
 """Share of the plan by which a counted peak may exceed it."""
-SEGMENT = 16 * 2**20
+SEGMENT = 16 * MIB
 """Bytes a peak may always exceed the plan by: CUDA's allocator takes memory in segments of 20 MiB."""
-_GIB, _MIB = 2**30, 2**20
 _COUNTED_AS = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -251,7 +251,7 @@ def read_device(config: RunConfig) -> DeviceMemory | None:
     if not config.cluster.gpu.memory_gib:
         return None
     constants = cluster_constants(config.cluster)
-    return DeviceMemory(config.cluster.gpu.memory_gib * _GIB, constants.fragmentation, constants.context)
+    return DeviceMemory(config.cluster.gpu.memory_gib * GIB, constants.fragmentation, constants.context)
 
 
 def check_memory_fit(
@@ -291,9 +291,9 @@ def _compare(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
     expected = {part: _sum(plan, names) for part, names in _PLANNED_AS.items()}
     part = max(counted, key=lambda name: counted[name] - expected[name])
     return [
-        f"{_where(built)} needs {_size(peak, peak)}, {peak / total - 1:.0%} more than the {_size(total, peak)} of the "
-        f"plan (allowed: {TOLERANCE:.0%}); most of it {part}: {_size(counted[part], peak)} counted, "
-        f"{_size(expected[part], peak)} planned"
+        f"{_where(built)} needs {_format_size(peak, peak)}, {peak / total - 1:.0%} more than the "
+        f"{_format_size(total, peak)} of the plan (allowed: {TOLERANCE:.0%}); most of it {part}: "
+        f"{_format_size(counted[part], peak)} counted, {_format_size(expected[part], peak)} planned"
     ]
 
 
@@ -301,10 +301,10 @@ def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
     taken = device.taken(needed)
     largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
     return (
-        f"{_where(built)} does not fit: {_size(needed, needed)}, with allocator and driver "
-        f"{_size(taken, device.bytes)}, are {_size(taken - device.bytes, device.bytes)} more than the "
-        f"{_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
-        f"{_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
+        f"{_where(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
+        f"{_format_size(taken, device.bytes)}, are {_format_size(taken - device.bytes, device.bytes)} more than the "
+        f"{_format_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
+        f"{_format_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
     )
 
 
@@ -312,14 +312,14 @@ def _good(
     fullest: RehearsedRank, needed: float, planned: Mapping[int, Mapping[str, float]], device: DeviceMemory | None
 ) -> str:
     plan = sum(planned.get(fullest.rank, {}).values())
-    against = f", the plan says {_size(plan, needed)}" if plan else ""
+    against = f", the plan says {_format_size(plan, needed)}" if plan else ""
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
-        return f"keeps to the plan: {_where(fullest)} needs most, {_size(needed, needed)}{against}{rest}"
-    taken = _size(device.taken(needed), device.bytes)
+        return f"keeps to the plan: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
+    taken = _format_size(device.taken(needed), device.bytes)
     return (
-        f"fits: {_where(fullest)} needs most, {_size(needed, needed)}{against}; with allocator and driver {taken} "
-        f"of {_size(device.bytes, device.bytes)}"
+        f"fits: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
+        f"{taken} of {_format_size(device.bytes, device.bytes)}"
     )
 
 
@@ -331,6 +331,7 @@ def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
     return float(sum(parts.get(name, 0) for name in names))
 
 
-def _size(size: float, like: float) -> str:
-    """Format a size in GiB, or in MiB if `like`, shown beside it, is less than one GiB."""
-    return f"{size / _GIB:,.1f} GiB" if like >= _GIB else f"{size / _MIB:,.1f} MiB"
+def _format_size(size: float, compared_with: float) -> str:
+    """Format a size in the unit that suits the size it is compared with."""
+    unit, name = choose_memory_unit(compared_with)
+    return f"{size / unit:,.1f} {name}"

@@ -51,7 +51,7 @@ class MemoryLedger:
         """In a step."""
 
     def begin_step(self, whole_gradients: Callable[[], Iterable[Tensor]]) -> int:
-        """What is made from here on is made in a forward or a backward. Returns the moment, for `worst` and `most`.
+        """Count new tensors as made in a forward or a backward from here on; return the moment, for `worst` and `most`.
 
         whole_gradients: asked now and then, because they are gone when the step has ended.
         """

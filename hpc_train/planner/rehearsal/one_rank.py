@@ -1,4 +1,4 @@
-"""One rank: the model built by parallel.apply.build as in a run, a step trained if asked, and what it takes counted.
+"""Rehearse one rank: build the model as a run does, train a step if asked, and count what it takes.
 
 The world is pretended: collectives return at once and move nothing, and tensors have no memory (_torch_rehearsal).
 """
@@ -144,7 +144,7 @@ def _step(
 
 
 def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch:
-    """Of one data-parallel rank; what is in it does not matter."""
+    """Make a batch of one data-parallel rank; its contents do not matter."""
     rows, model = min(config.train.micro_batch, config.train.global_batch // degrees.data_parallel), config.model
     if isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
         shape = _DIGITS
@@ -184,7 +184,7 @@ def _held(piece: TensorShard) -> HeldShard:
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of every parameter and persistent buffer."""
+    """Return the shape of every parameter and persistent buffer."""
     kept: Sequence[str] = list(model.state_dict(keep_vars=True))
     named = dict(_named(model))
     return {name: tuple(named[name].shape) for name in kept if name in named}

@@ -80,7 +80,7 @@ def _some(pp: int, count: int) -> range:
 
 
 def _live(config: RunConfig, degrees: Degrees, count: int) -> tuple[int, ...] | None:
-    """None where the schedule cannot do so few."""
+    """Count activations in flight; None if the schedule cannot run so few micro-batches."""
     try:
         order = _order(config, degrees, count)
     except UserError:

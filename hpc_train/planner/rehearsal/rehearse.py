@@ -116,7 +116,6 @@ def _build_ranks(
 
 MAX_CHOSEN = 16
 """Worlds up to this size are built whole."""
-_DATA_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
 
 
 def _sample(degrees: Degrees) -> tuple[int, ...]:
-    last = {axis: getattr(degrees, axis) - 1 for axis in _DATA_AXES}
+    last = {axis: getattr(degrees, axis) - 1 for axis in SHARED_AXES}
     found = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
-    found |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in _DATA_AXES}
+    found |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in SHARED_AXES}
     found |= {find_rank({"pp": stage, **last}, degrees) for stage in (0, degrees.pp - 1)}
     return tuple(sorted(found))
 

@@ -1,4 +1,4 @@
-"""What a rehearsal finds: what each rank holds and counts, how its tensors tile the model, and what is wrong.
+"""Results of a rehearsal: what each rank holds and counts, how its tensors tile the model, and what is wrong.
 
 A Rehearsal as values, as JSON for a script, and as text for a person.
 """
@@ -18,6 +18,7 @@ from hpc_train._torch import cut_dimension, shard_rectangle
 from hpc_train.config.parallel import Degrees
 from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS
 from hpc_train.planner.rehearsal.pipeline_order import OrderProof
+from hpc_train.units import MIB, choose_memory_unit, format_bytes
 
 SHARED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes over which the ranks of one stage lie."""
@@ -28,7 +29,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tiling:
-    """One tensor on the ranks of one stage."""
+    """How one tensor is cut over the ranks of one stage."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
@@ -39,7 +40,7 @@ class Tiling:
 
     @property
     def split(self) -> set[str]:
-        """All axes that cut."""
+        """Return all axes that cut the tensor."""
         return {axis for axes in self.cuts for axis in axes}
 
     def copies(self, degrees: Degrees) -> int:
@@ -62,7 +63,7 @@ class Tiling:
         return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
 
     def problem(self) -> str | None:
-        """What is missing, or there twice; None: the ranks hold every element exactly once, copies aside."""
+        """Say what is missing or there twice; None: the ranks hold every element exactly once, copies aside."""
         for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
             end = 0
             for begin, length in sorted(it for it in intervals if it[1]):
@@ -100,7 +101,7 @@ class Tilings:
 
 
 def whole_tiling(shape: tuple[int, ...]) -> Tiling:
-    """Of a tensor that every rank of a stage holds whole."""
+    """Return the tiling of a tensor that every rank of a stage holds whole."""
     return Tiling(shape, ((),) * len(shape), tuple(((0, size),) for size in shape))
 
 
@@ -188,7 +189,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """One rank."""
+    """One rank that was built."""
 
     rank: int
     at: dict[str, int]
@@ -208,7 +209,7 @@ class RehearsedRank:
 
 @dataclass(frozen=True)
 class CoverageResult:
-    """Of the whole model by all ranks together."""
+    """How all ranks together cover the model."""
 
     tensors: int
     elements: int
@@ -220,7 +221,7 @@ class CoverageResult:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All of it."""
+    """The report of a rehearsal."""
 
     degrees: Degrees
     ranks: tuple[RehearsedRank, ...]
@@ -253,7 +254,7 @@ class Rehearsal:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the layout, or with a count that has to agree; empty: nothing."""
+        """List what is wrong with the layout, or with a count that has to agree."""
         return (*self.coverage.problems, *self._miscounted())
 
     def _miscounted(self) -> list[str]:
@@ -267,7 +268,6 @@ class Rehearsal:
         return found
 
 
-_MIB, _GIB = 2**20, 2**30
 _MOST_PROBLEMS = 20
 
 
@@ -312,7 +312,7 @@ def _memory(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
 
 
 def format_rehearsal(found: Rehearsal) -> Iterator[str]:
-    """For a person."""
+    """Format a report for a person."""
     degrees, model = found.degrees, found.coverage
     yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_numbers(found)}"
     yield from (f"  {line}" for line in found.ranks[0].said)
@@ -327,10 +327,10 @@ def format_rehearsal(found: Rehearsal) -> Iterator[str]:
     yield from _pipeline(found)
     yield from _table(found)
     if found.servers:
-        sizes = ", ".join(f"{size / _MIB:,.1f}" for size in found.servers)
+        sizes = ", ".join(f"{size / MIB:,.1f}" for size in found.servers)
         yield f"servers: {sizes} MiB each, with the optimizer's state"
     yield from (f"not rehearsed: {line}" for line in found.not_rehearsed)
-    rss = f"{found.processes} processes of up to {found.rss / _GIB:.2f} GiB"
+    rss = f"{found.processes} processes of up to {format_bytes(found.rss)}"
     yield f"{found.seconds:.1f} s, {rss}"
     yield from (line if found.fit.ok else f"WRONG: {line}" for line in found.fit.lines)
 
@@ -359,18 +359,18 @@ def _table(found: Rehearsal) -> Iterator[str]:
     if not stepped:
         return
     step = f"a step of {found.micro_batches} micro-batches"
-    unit, called = (_GIB, "GiB") if max(built.counted.peak or 0 for built in stepped) >= _GIB else (_MIB, "MiB")
-    yield f"memory of a rank in {called}, counted over {step}, and as `hpc-train plan` reckons it:"
+    unit, unit_name = choose_memory_unit(max(built.counted.peak or 0 for built in stepped))
+    yield f"memory of a rank in {unit_name}, counted over {step}, and as `hpc-train plan` reckons it:"
     offloaded = any(built.counted.host for built in stepped)
     yield _row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
     for built in stepped:
         counted = _on_device(built)
-        host = [_in(unit, built.counted.host)] if offloaded else []
-        yield _row(str(built.rank), str(built.at["pp"]), [*(_in(unit, counted[name]) for name in _COLUMNS), *host])
+        sizes = [counted[name] for name in _COLUMNS] + ([built.counted.host] if offloaded else [])
+        yield _row(str(built.rank), str(built.at["pp"]), [_format_cell(unit, size) for size in sizes])
         if plan := found.planned.get(built.rank):
             sums = {**plan, "activations": plan["activations"] + plan["logits"], "gathered": plan["buffers"]}
             sums["peak"] = sum(plan.values())
-            yield _row("", "plan", [_in(unit, sums[name]) for name in _COLUMNS])
+            yield _row("", "plan", [_format_cell(unit, sums[name]) for name in _COLUMNS])
 
 
 def _on_device(built: RehearsedRank) -> dict[str, int | None]:
@@ -379,7 +379,7 @@ def _on_device(built: RehearsedRank) -> dict[str, int | None]:
     return {**counted, **dict.fromkeys(built.counted.offloaded, 0)}
 
 
-def _in(unit: int, size: float | None) -> str:
+def _format_cell(unit: int, size: float | None) -> str:
     return "-" if size is None else f"{size / unit:,.2f}"
 
 

@@ -1,4 +1,4 @@
-"""How often nodes fail: what other sites have published, and how a site's own history replaces it.
+"""Failure rate of nodes: published by other sites, and updated by a site's own history.
 
 A failure rate is a distribution (gamma); Percentiles carry it through every figure that depends on it. Histories come
 from text files that the user gives: Slurm's accounting, or events.jsonl of our runs.
@@ -32,11 +32,11 @@ class Percentiles:
 
     @staticmethod
     def exactly(value: float) -> Percentiles:
-        """Of a number that is known."""
+        """Return percentiles of a number that is known."""
         return Percentiles(value, value, value)
 
     def through(self, function: Callable[[float], float]) -> Percentiles:
-        """Of a monotone function of the number, rising or falling."""
+        """Return percentiles of a monotone function of the number, rising or falling."""
         low, middle, high = function(self.p10), function(self.p50), function(self.p90)
         return Percentiles(min(low, high), middle, max(low, high))
 
@@ -68,7 +68,7 @@ class FailureHistory:
 
 @dataclass(frozen=True)
 class PublishedRate:
-    """What one site has told of its failures."""
+    """The failure rate that one site has published."""
 
     site: str
     per_1000_node_days: float
@@ -112,11 +112,11 @@ class FailureRate:
         return Percentiles(self.quantile(0.1), self.quantile(0.5), self.quantile(0.9))
 
     def after(self, history: FailureHistory) -> FailureRate:
-        """What it becomes with a site's own counts."""
+        """Update the rate with a site's own counts."""
         return FailureRate(self.shape + history.failures, self.node_days + history.node_days)
 
     def scaled_to(self, mean: float) -> FailureRate:
-        """As uncertain in proportion, with another mean (failures per node-day)."""
+        """Return a rate with another mean (failures per node-day) and the same relative uncertainty."""
         return FailureRate(self.shape, self.shape / mean)
 
     def interruption_seconds(self, nodes: float) -> Percentiles:
@@ -138,7 +138,7 @@ def _negative_binomial(p: float, shape: float, chance: float) -> float:
 
 
 def prior_failure_rate(sites: tuple[PublishedRate, ...] = PUBLISHED_RATES) -> FailureRate:
-    """Of a site that nothing is known of: as the published ones, by the mean and the variance between them.
+    """Return the rate of an unknown site: mean and variance of the published ones.
 
     p10 to p90 is 1.8 to 7.0 failures per 1,000 node-days, the mean 4.2; it weighs as much as about 950 node-days of own
     counts, a week of 135 nodes.
@@ -185,7 +185,7 @@ _ENDINGS = ("end", "signal", "requeue", "failure")
 
 @dataclass(frozen=True)
 class FailureLog:
-    """What one file, or several, have told."""
+    """Failures counted in one log file, or several."""
 
     node_days: float
     by_node: int
@@ -203,7 +203,7 @@ class FailureLog:
 
     @property
     def most(self) -> FailureHistory:
-        """The same if nodes were to blame for all that is not explained."""
+        """Return the counts if nodes were to blame for every unexplained failure."""
         return FailureHistory(self.by_node + self.unexplained, self.node_days)
 
     def __add__(self, other: FailureLog) -> FailureLog:
@@ -217,7 +217,7 @@ class FailureLog:
 
 
 def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
-    """All files together. ranks_per_node: of our runs, whose events tell ranks.
+    """Read all log files together. ranks_per_node: of our runs, whose events name ranks.
 
     Raises UserError, one line with file and line number, for what is neither, or tells of no time of nodes.
     """
@@ -228,7 +228,7 @@ def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
 
 
 def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
-    """One file: events.jsonl where it begins with a brace, else Slurm's accounting."""
+    """Read one file: events.jsonl if it begins with a brace, else Slurm's accounting."""
     try:
         text = read_text(path)
     except OSError as error:
@@ -257,7 +257,7 @@ def read_sacct(text: str, name: str) -> FailureLog:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where each is in a line."""
+    """Index of each column in a line."""
 
     state: int
     nodes: int
@@ -282,7 +282,7 @@ class _Columns:
 
 
 def _row(line: str, width: int, where: _Columns, place: str) -> FailureLog | None:
-    """One job; None for a step of one."""
+    """Parse one job; None for a step of one."""
     cells = [cell.strip() for cell in line.split("|")]
     if len(cells) != width:
         raise UserError(f"{place}: {len(cells)} columns where the header has {width}; is the file cut off?")
@@ -343,7 +343,7 @@ def _events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass
 class _Attempt:
-    """One run of a job, as its events tell it."""
+    """One attempt of a job, as its events record it."""
 
     begun: float | None = None
     last: float = 0.0

@@ -1,4 +1,4 @@
-"""What interruptions cost: the share of the time of a job that goes into steps that are kept.
+"""Cost of interruptions: the share of a job's time that goes into steps that are kept.
 
 A job makes steps for `interval` seconds, stops `stall` seconds to save, and so on. A save is whole `write` seconds
 after it began, which may be later than the stall (asynchronous saves). Interruptions of several kinds come as Poisson
@@ -41,7 +41,7 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class Interruption:
-    """One kind of event that ends an attempt of the whole job."""
+    """A kind of event that ends an attempt of the whole job."""
 
     per_second: Number
     """Rate for the whole job, > 0."""
@@ -53,7 +53,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint."""
+    """Cost of one checkpoint."""
 
     stall_seconds: Number
     """The job makes no steps."""
@@ -89,7 +89,7 @@ def effective_share(interval: Number, save: Save, restart: Number, kinds: Sequen
 
 
 def break_down_waste(interval: Number, save: Save, restart: Number, kinds: Sequence[Interruption]) -> Waste:
-    """The same, and where the rest of the time goes."""
+    """Return the effective share, and where the rest of the time goes."""
     kept = effective_share(interval, save, restart, kinds)
     if not kinds:
         return Waste(kept, 1 - kept, 0.0 * kept, 0.0 * kept)
@@ -152,26 +152,6 @@ def young_interval(save: Save, mean_seconds: Number) -> Number:
     return np.sqrt(2 * np.maximum(save.stall_seconds, 1e-9) * mean_seconds)
 
 
-def daly_interval(save: Save, mean_seconds: Number) -> Number:
-    """Daly's interval of higher order (Daly 2006, eq. 37): with x = sqrt(stall / 2 M),
-
-    sqrt(2 stall M) (1 + x / 3 + x^2 / 9) - stall, and M where the stall is 2 M or more.
-    """
-    stall = np.maximum(save.stall_seconds, 1e-9)
-    x = np.sqrt(stall / (2 * mean_seconds))
-    told = np.sqrt(2 * stall * mean_seconds) * (1 + x / 3 + x**2 / 9) - stall
-    return np.where(stall < 2 * mean_seconds, told, mean_seconds)
-
-
-def training_time_ratio(interval: Number, write: Number, restart: Number, per_second: Number) -> Number:
-    """Expected effective training time ratio as Meta's research clusters reckon it: a first-order approximation.
-
-    (1 - rate (restart + interval / 2)) / (1 + write / interval), saves blocking (Kokolis et al. 2025,
-    arXiv:2410.21680, section on ETTR). Below 0 where a job hardly advances.
-    """
-    return (1 - per_second * (restart + interval / 2)) / (1 + write / interval)
-
-
 def spare_wait_seconds(per_second: Number, repair: Number, spares: int) -> Number:
     """Mean seconds that a failure makes the job wait for a node, with so many spare ones.
 
@@ -200,7 +180,7 @@ def checkpoint_bytes(config: RunConfig, parameters: float) -> float:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What is known of a save."""
+    """Cost of a save, and what is not known of it."""
 
     save: Save
     """What is not known counts as no time."""
@@ -245,6 +225,6 @@ def _stall(config: RunConfig, size: float, ranks: int, write: float | None) -> t
 
 
 def stored_bytes(config: RunConfig, parameters: float) -> float:
-    """On storage all the time: the checkpoints kept, and one that is being written."""
+    """Return the bytes on storage all the time: the checkpoints kept, and one that is being written."""
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
     return kept * checkpoint_bytes(config, parameters) if config.checkpoint.every else 0.0

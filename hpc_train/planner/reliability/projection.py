@@ -32,11 +32,11 @@ from hpc_train.planner.reliability.goodput import (
     spare_wait_seconds,
     stored_bytes,
 )
+from hpc_train.units import TIB
 
 HOUR = 3600.0
 MONTH = 365.25 / 12 * 86400.0
 """Seconds, as storage is billed."""
-TIB = float(1 << 40)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Bill:
-    """Of a whole run; None: its price, or draw, is not known."""
+    """Cost of a whole run; None: a price, or the power draw, is not known."""
 
     gpu_hours: float
     """Spare nodes included."""
@@ -81,7 +81,7 @@ class Bill:
 def compute_bill(
     gpus: float, seconds: float, prices: Prices, stored_bytes: float = 0.0, idle_gpus: float = 0.0
 ) -> Bill:
-    """Of so many GPUs for so long. idle_gpus: spare ones, paid for as the others but taken to draw nothing."""
+    """Compute the bill of so many GPUs for so long. idle_gpus: spares, which are paid for but taken to draw nothing."""
     hours = (gpus + idle_gpus) * seconds / HOUR
     kwh = _kwh(gpus, seconds, prices)
     stored = None if prices.tib_month is None else stored_bytes / TIB * seconds / MONTH * prices.tib_month
@@ -134,7 +134,7 @@ _ENDLESS = 1e12
 
 @dataclass(frozen=True)
 class ProjectedJob:
-    """What the planner has estimated of one candidate."""
+    """The planner's estimate of one candidate, as far as a projection needs it."""
 
     ranks: int
     """One a GPU."""
@@ -147,7 +147,7 @@ class ProjectedJob:
 
 @dataclass(frozen=True)
 class AssumedFailureRate:
-    """How often nodes fail, and who says so."""
+    """A failure rate of nodes and its source."""
 
     rate: FailureRate
     source: str
@@ -156,7 +156,7 @@ class AssumedFailureRate:
 
 @dataclass(frozen=True)
 class Market:
-    """One way of having the GPUs: on demand, or spot."""
+    """Outcome with GPUs on demand, or on spot."""
 
     effective: Percentiles
     """Share of the time that goes into steps that are kept, in the long run: what is not known is the rate of failures.
@@ -180,7 +180,7 @@ class Market:
 
 @dataclass(frozen=True)
 class Projection:
-    """Of one candidate."""
+    """Duration, cost and goodput of the whole run with one candidate."""
 
     rate: AssumedFailureRate
     failures: Percentiles | None
@@ -200,7 +200,7 @@ class Projection:
 
 
 def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailureRate:
-    """From the site's own figure or logs, or else from published ones. Raises UserError for a log that is none."""
+    """Take the site's own figure or logs, else published rates. Raises UserError for a file that is no log."""
     before = prior_failure_rate()
     if plan.failures_per_1000_node_days is not None:
         return AssumedFailureRate(
@@ -263,7 +263,7 @@ def _unknown(config: RunConfig, job: ProjectedJob, steps: int | None) -> list[st
 
 @dataclass(frozen=True)
 class _Case:
-    """One job, and what its ways of having GPUs share."""
+    """One job, as its markets share it."""
 
     config: RunConfig
     job: ProjectedJob
@@ -346,5 +346,5 @@ class _Case:
     def _bill(self, seconds: float, spot: bool) -> Bill:
         plan, job = self.config.plan, self.job
         spare = plan.spare_nodes * job.ranks / job.nodes
-        stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * 2**40
+        stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * TIB
         return compute_bill(job.ranks, seconds, Prices.of(plan, spot), stored, spare)

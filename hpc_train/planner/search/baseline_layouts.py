@@ -15,7 +15,8 @@ import numpy as np
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.candidate import GIB, PART_WORDS, Candidate
+from hpc_train.planner.candidate import Candidate
+from hpc_train.planner.candidate_text import PART_LABELS
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES
 from hpc_train.planner.model.memory import estimate_memory
@@ -30,14 +31,14 @@ from hpc_train.planner.search.space import (
 )
 from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings
-from hpc_train.units import format_seconds
+from hpc_train.units import GIB, format_seconds
 
 _PLAIN = {"offload": (0.0,), "offload_activations": (0.0,), "overlap_tensor": (0.0,)}
 _DATA = {**_PLAIN, "pp": (1.0,), "cp": (1.0,), "tp": (1.0,)}
 
 
 @dataclass(frozen=True)
-class FamiliarKind:
+class BaselineKind:
     """One familiar layout, in a world of a given size."""
 
     name: str
@@ -48,7 +49,7 @@ class FamiliarKind:
 
 
 @dataclass(frozen=True)
-class FamiliarLayout:
+class BaselineLayout:
     """One familiar layout, compared with the best."""
 
     name: str
@@ -58,7 +59,7 @@ class FamiliarLayout:
     """Why it is not the best, in a few words, or that it is."""
 
 
-def familiar_kinds(space: SearchSpace, per_node: int) -> list[FamiliarKind]:
+def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     """Return all familiar layouts; per_node: ranks of a node."""
     world, shape = space.world, space.shape
     across = [float(n) for n in list_divisors(world) if 1 < n < world]
@@ -67,11 +68,11 @@ def familiar_kinds(space: SearchSpace, per_node: int) -> list[FamiliarKind]:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
     ddp = None if shape.ddp_reduces else "precision.reduce is none that DistributedDataParallel has"
     found = [
-        FamiliarKind("plain dp", {**_DATA, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
-        FamiliarKind("FSDP", {**_DATA, "zero": (3.0,), "dp_shard": (float(world),)}, batch),
+        BaselineKind("plain dp", {**_DATA, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
+        BaselineKind("FSDP", {**_DATA, "zero": (3.0,), "dp_shard": (float(world),)}, batch),
     ]
     if world > per_node:
-        found.append(FamiliarKind("HSDP", {**_DATA, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
+        found.append(BaselineKind("HSDP", {**_DATA, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
     inside = [n for n in tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
     stages = [float(n) for n in list_divisors(world) if 1 < n <= shape.layers]
     if inside:
@@ -79,14 +80,14 @@ def familiar_kinds(space: SearchSpace, per_node: int) -> list[FamiliarKind]:
         tensor = {"tp": (float(inside[-1]),), "pp": tuple(stages), "cp": (1.0,), "zero": (0.0, 1.0)}
         schedules = tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b"))
         name = "TP in the node x PP" if stages[-1] > 1 else "TP in the node"
-        found.append(FamiliarKind(name, {**_PLAIN, **tensor, "schedule": schedules}))
+        found.append(BaselineKind(name, {**_PLAIN, **tensor, "schedule": schedules}))
     elif per_node > 1:
         why = f"no tp up to {per_node} divides {shape.heads} heads and feed-forward width {shape.feed_forward}"
-        found.append(FamiliarKind("TP in the node x PP", {}, why))
+        found.append(BaselineKind("TP in the node x PP", {}, why))
     return found
 
 
-def restrict_space(space: SearchSpace, kind: FamiliarKind) -> SearchSpace | None:
+def restrict_space(space: SearchSpace, kind: BaselineKind) -> SearchSpace | None:
     """Restrict the given search to the variants of one layout; None: none are left."""
     values = dict(space.fixed.values)
     for name, allowed in kind.allowed.items():
@@ -124,8 +125,8 @@ def _leanest(rest: SearchBase, space: SearchSpace, constants: Constants) -> Rate
     return nothing if best is None else RatedCandidates(best[1], np.array([math.inf]), np.array([best[0]]))
 
 
-def explain_why_not_best(best: Candidate | None, candidate: Candidate, alike: bool) -> str:
-    """Say in a few words why a familiar layout is not the best; alike: it is equal to the best."""
+def explain_why_not_best(best: Candidate | None, candidate: Candidate, equals_best: bool) -> str:
+    """Say in a few words why a familiar layout is not the best. equals_best: no estimate tells them apart."""
     if best and candidate.settings == best.settings:
         return "recommended"
     if candidate.fits in ("no", "maybe"):
@@ -134,7 +135,7 @@ def explain_why_not_best(best: Candidate | None, candidate: Candidate, alike: bo
         return f"{sure}, {max(candidate.memory[part]) / GIB:,.1f} GiB are {part}"
     if candidate.step is None or candidate.parts is None or best is None or best.step is None or best.parts is None:
         return ""
-    if alike:
+    if equals_best:
         return "equal, and less simple"
     ratio = candidate.step.p50 / best.step.p50 - 1
     if ratio <= 0:
@@ -143,7 +144,7 @@ def explain_why_not_best(best: Candidate | None, candidate: Candidate, alike: bo
     part = max(candidate.parts, key=lambda name: (candidate.parts or {})[name] - parts[name])
     more = candidate.parts[part] - parts[part]
     redone = candidate.hfu is not None and candidate.mfu is not None and candidate.hfu > 1.02 * candidate.mfu
-    word = "recomputation" if part == "compute" and redone else PART_WORDS.get(part, part)
+    word = "recomputation" if part == "compute" and redone else PART_LABELS.get(part, part)
     return f"slower, {word} +{format_seconds(more)}"
 
 
@@ -158,7 +159,7 @@ _LADDER: tuple[Settings, ...] = (
 
 
 def fallback_settings(config: RunConfig, ranks: int) -> Iterator[Settings]:
-    """Those of the ladder that the run can have, with what it fixes as it is.
+    """Yield the settings of the ladder that the run supports, with what it fixes as it is.
 
     Raises UserError, as the run itself would, if it can have none.
     """

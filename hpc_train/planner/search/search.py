@@ -45,7 +45,7 @@ ROWS_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """Candidates that a search found."""
 
     best: RatedCandidates
     """Those that fit for sure, one a mesh."""
@@ -61,7 +61,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class SearchBase:
-    """What of a candidate is not searched."""
+    """Properties that all candidates of a search share."""
 
     base: Jobs
     """One job, whose other columns are those of all candidates."""

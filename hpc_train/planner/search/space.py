@@ -21,7 +21,7 @@ from hpc_train.schedules.generate import REQUIREMENTS, Requirements
 
 @dataclass(frozen=True)
 class DegreeLimits:
-    """Of a transformer and its batch."""
+    """Sizes of a transformer and its batch that limit the degrees."""
 
     layers: int
     heads: int
@@ -69,7 +69,7 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
 
 
 def list_divisors(number: int, others: Iterable[float] | None = None) -> list[int]:
-    """All divisors, ascending, and `others` that are no larger."""
+    """List all divisors, ascending, and `others` that are no larger."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     more = [int(it) for it in others or () if 1 <= it <= number]
     return sorted({*small, *(number // n for n in small), *more})
@@ -124,7 +124,7 @@ class StageLayout:
 
 
 def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
-    """All of them for the `world / pp` ranks of a stage."""
+    """List all layouts of the `world / pp` ranks of a stage."""
     ranks = space.world // pp
     found = []
     for tp in space.fixed.of("tp", tensor_degrees(space.shape, ranks)):
@@ -196,12 +196,12 @@ class FixedColumns:
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of(self, name: str, among: Sequence[float]) -> tuple[float, ...]:
-        """Those of `among` that are allowed, in their order."""
+        """Return those of `among` that are allowed, in their order."""
         allowed = self.values.get(name)
         return tuple(among) if allowed is None else tuple(value for value in among if value in allowed)
 
     def unless(self, name: str, value: float) -> FixedColumns:
-        """The same with this value, where nothing is said of the column."""
+        """Return the same columns with this value, if the column is not fixed yet."""
         return FixedColumns({name: (value,), **self.values})
 
 

@@ -1,4 +1,4 @@
-"""What a search keeps of the candidates it has seen: the best of each of the best meshes, and the Pareto front.
+"""Candidates that a search keeps: the best of each of the best meshes, and the Pareto front.
 
 Candidates whose times differ by less than EQUAL_TIME_TOLERANCE count as equal, and the simplest of them is taken:
 layout_complexity counts what a user would have to understand.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.config.parallel import AXES
 from hpc_train.planner.model.jobs import SCHEDULES, Column
 from hpc_train.planner.search.space import LAYOUT_COLUMNS, TECHNIQUE_COLUMNS, Columns
 
 COLUMN_NAMES = (*LAYOUT_COLUMNS, *TECHNIQUE_COLUMNS)
-MESH_COLUMNS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EQUAL_TIME_TOLERANCE = 0.02
 """Candidates of one job whose times differ by less than this are equal, and the simplest of them is taken.
 
@@ -55,7 +55,7 @@ def no_candidates() -> RatedCandidates:
 
 
 def concatenate_rated(parts: Sequence[RatedCandidates]) -> RatedCandidates:
-    """One after the other."""
+    """Concatenate parts."""
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMN_NAMES}
     return RatedCandidates(
         columns, *(np.concatenate([getattr(part, it) for part in parts]) for it in ("step", "memory"))
@@ -128,7 +128,7 @@ def _quickest(rated: RatedCandidates) -> tuple[NDArray[np.int64], Column]:
 def _meshes(rated: RatedCandidates) -> NDArray[np.int64]:
     """[n]: a number for each mesh."""
     found = np.zeros(rated.count, np.int64)
-    for name in MESH_COLUMNS:  # degrees are below 2^12 but for one of them at a time
+    for name in AXES:  # degrees are below 2^12 but for one of them at a time
         found = found * 1_000_003 + rated.columns[name].astype(np.int64)
     return found
 
@@ -147,7 +147,7 @@ def _simpler(mesh: NDArray[np.int64], simple: Column) -> NDArray[np.int64]:
     return found
 
 
-_AXES = ("pp", "cp", "tp")
+_MODEL_AXES = ("pp", "cp", "tp")
 _SCHEDULE = {"1f1b": 0, "gpipe": 1, "interleaved_1f1b": 1, "looped_bfs": 1, "naive": 1}
 """Points by schedule; the others, which split backward, have 2."""
 _STAGE, _LEVEL, _DEGREE = 0.1, 0.05, 0.0005
@@ -157,13 +157,13 @@ _STAGE, _LEVEL, _DEGREE = 0.1, 0.05, 0.0005
 def layout_complexity(columns: Mapping[str, Column]) -> Column:
     """Map [n] columns of kept.NAMES to points; fewer is simpler."""
     order = np.array([_SCHEDULE.get(name, 2) for name in SCHEDULES], np.float64)
-    axes = sum(2.0 * (columns[name] > 1) for name in _AXES)
+    axes = sum(2.0 * (columns[name] > 1) for name in _MODEL_AXES)
     offload = 2.0 * (columns["offload"] > 0) + columns["offload_activations"]
     recompute = (columns["recompute"] > 0) + 1.0 * (columns["recompute_every"] > 1)
     tensor = columns["overlap_tensor"] + (columns["sequence_parallel"] == 0)
     others = order[columns["schedule"].astype(np.int64)] + columns["ulysses"] + (columns["reshard"] == 0)
     hybrid = (columns["dp_shard"] > 1) & (columns["dp_replicate"] > 1)
-    degrees = sum(np.log2(columns[name]) for name in (*_AXES, "dp_shard", "virtual_stages"))
+    degrees = sum(np.log2(columns[name]) for name in (*_MODEL_AXES, "dp_shard", "virtual_stages"))
     points: Column = axes + offload + recompute + tensor + others
     return points + _STAGE * columns["zero"] + _LEVEL * hybrid + _DEGREE * degrees
 
@@ -178,7 +178,7 @@ def pareto_front(one: Column, other: Column) -> NDArray[np.int64]:
 
 
 class ParetoFront:
-    """One that grows."""
+    """A Pareto front that grows."""
 
     def __init__(self) -> None:
         self._one = self._other = np.empty(0)
