@@ -115,7 +115,7 @@ class Engine(Protocol):
     def update(self, lr: float) -> bool:
         """One optimizer step and cleared gradients. False: skipped (overflow, spike)."""
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """Everything to save: parameters, buffers and optimizer state, in the same order on every call."""
 
 

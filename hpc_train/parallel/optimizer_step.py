@@ -79,7 +79,7 @@ class GradientUpdate(Protocol):
 
     def forget(self) -> None: ...
 
-    def pieces(self) -> Iterator[TensorShard]: ...
+    def shards(self) -> Iterator[TensorShard]: ...
 
 
 class OptimizerUpdates:
@@ -145,11 +145,11 @@ class OptimizerUpdates:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
         yield from list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed)
         if self._scaling is not None:
-            yield from self._scaling.pieces(self._world)
+            yield from self._scaling.shards(self._world)
 
 
 def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

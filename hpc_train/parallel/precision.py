@@ -98,7 +98,7 @@ class LossScale:
                 "use precision=bf16 or fp32"
             )
 
-    def pieces(self, world: World) -> Iterator[TensorShard]:
+    def shards(self, world: World) -> Iterator[TensorShard]:
         """To save and to load; every rank holds a copy."""
         for name, value in (("scaler.scale", self.scale), ("scaler.good", self.good)):
             yield TensorShard(name, (), value.dtype, (), value, replica=world.rank)

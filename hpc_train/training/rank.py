@@ -79,7 +79,7 @@ def _run_rank(config: RunConfig, task: Task, folder: RunDirectory, attempt: int,
         )
         engine = make_engine(config, world, model, said.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
-        if frozen and (advice := advise_incremental_saves(frozen, engine.pieces())):
+        if frozen and (advice := advise_incremental_saves(frozen, engine.shards())):
             said.append(advice)
         with hold_lock(folder.checkpoints, world) if _does_save(config) else nullcontext() as lock:
             run = assemble_run(config, world, folder, attempt, stop, data, engine)
@@ -167,7 +167,7 @@ def assemble_run(
     steps = count_total_steps(config, len(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
     run = TrainingRun(config, world, folder, engine, loader, validation, steps, Reporter(folder, attempt), stop)
-    resumed = resume_from_checkpoint(folder.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    resumed = resume_from_checkpoint(folder.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == folder.checkpoints else None
         run.resumed_from = run.saved_at

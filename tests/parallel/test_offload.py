@@ -94,20 +94,20 @@ def test_offload_changes_no_bit(name: str, tmp_path: Path) -> None:
 def _saved(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
     engine_steps(engine, world, config, "untied", "one", (0,))
-    save_step(folder, 1, engine.pieces(), {}, world).wait()
+    save_step(folder, 1, engine.shards(), {}, world).wait()
     return _next_step(engine, world)
 
 
 def _resumed(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
-    load_step(folder, 1, engine.pieces(), world)
+    load_step(folder, 1, engine.shards(), world)
     return _next_step(engine, world)
 
 
 def _next_step(engine: Engine, world: World) -> list[Held]:
     engine.forward_backward(share(global_batch("untied", 1), world))
     engine.update(RATES[1])
-    return held(engine.pieces())
+    return held(engine.shards())
 
 
 def test_a_checkpoint_moves_into_files_and_out_of_them(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def _memory(world: World, config: RunConfig) -> tuple[int, int, dict[str, int]]:
     for _ in range(2):
         engine.forward_backward(StepBatch([MicroBatch(tokens, tokens)]))
         assert engine.update(1e-3)
-    parameters = sum(piece.local.nbytes for piece in engine.pieces() if not piece.name.startswith("optim."))
+    parameters = sum(piece.local.nbytes for piece in engine.shards() if not piece.name.startswith("optim."))
     return parameters, grown, _now()
 
 

@@ -123,9 +123,9 @@ class PipelineEngine:
         """See api.Engine."""
         return self._updates.update(lr)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
-        return self._updates.pieces()
+        return self._updates.shards()
 
     def _ready(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """The schedule for this batch, the inputs of the first stage, and the targets of the last."""

@@ -99,9 +99,9 @@ class PlainEngine:
         """See api.Engine."""
         return self._updates.update(lr)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
-        return self._updates.pieces()
+        return self._updates.shards()
 
     def _settle(self, micro: MicroBatch) -> None:
         """Backwards that are thrown away, once, so that a resumed run rounds as one that was never stopped."""

@@ -63,10 +63,10 @@ class ServerEngine:
         """See api.Engine."""
         return self._updates.update(lr)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
         self._stale = True
-        return self._updates.pieces()
+        return self._updates.shards()
 
     def _refresh(self) -> None:
         if self._stale:
@@ -124,7 +124,7 @@ class _Unmeasured:
 
     def __init__(self, engine: PlainEngine) -> None:
         self.parts = engine.parts
-        self.evaluate, self.clip, self.update, self.pieces = engine.evaluate, engine.clip, engine.update, engine.pieces
+        self.evaluate, self.clip, self.update, self.shards = engine.evaluate, engine.clip, engine.update, engine.shards
         self._engine = engine
 
     def forward_backward(self, batch: StepBatch) -> Sums:

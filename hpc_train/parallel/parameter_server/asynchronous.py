@@ -179,7 +179,7 @@ class AsynchronousUpdates:
         self._gradients = None
         self._model.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
         self._ranks.barrier()
         return list_server_shards(self._model, self._windows, self._world)

@@ -56,14 +56,14 @@ class NeighbourUpdates:
         """See updates.Updating."""
         self._own.forget()
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine. A collective: all ranks first become equal, so that there is one model to save."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
             with self._ranks.calling:
                 self._ranks.every.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
             tensor /= self._ranks.every.size
-        return self._own.pieces()
+        return self._own.shards()
 
     def _average(self) -> None:
         torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._shown)

@@ -64,7 +64,7 @@ class SynchronousUpdates:
         self._factor = None
         self._model.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """See api.Engine."""
         return list_server_shards(self._model, self._windows, self._world)
 
