@@ -14,7 +14,6 @@ from hpc_train.interfaces import Model, StepBatch, World
 from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, make_layer_key, make_step_key
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_axis_index, get_sequence_share
-from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
 
 _TORCH = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 """torch's dropout layers, which draw from the rank's own generator in the order the rank computes."""
@@ -75,7 +74,11 @@ def _heads_split(part: nn.Module, config: RunConfig, world: World) -> dict[str, 
     """Map the name of each attention to the index of the equal part of its heads that this rank computes."""
     tp, cp = get_axis_degree(world, "tp"), get_axis_degree(world, "cp")
     over_cp = cp if config.parallel.context.method == "ulysses" else 1
-    plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
+    plan: dict[str, str] = {}
+    if tp > 1 and isinstance(part, Model):
+        from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
+
+        plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1)
     parents = {name.rpartition(".")[0] for name, how in plan.items() if how == "col"}
     found = {}
     for name, module in part.named_modules():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hpc_train.config.parallel import AXES
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
+from hpc_train.interfaces import MicroBatch, World
 
 SHARD_CP_AXIS = "dp_shard_cp"
 """dp_shard and cp as one axis: ranks of one sequence hold gradients of different tokens, so they reduce together."""
@@ -80,6 +80,14 @@ def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
     return SequenceShare(
         get_axis_index(world, "cp"), ranks, context.method == "ring" and context.balanced and ranks > 1
     )
+
+
+def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
+    """Select this rank's positions of a micro-batch: inputs and targets (B, T) -> (B, T / cp)."""
+    if get_axis_degree(world, "cp") == 1:
+        return micro
+    mine = get_sequence_share(config, world).positions(micro.inputs.shape[1])
+    return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])
 
 
 def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:

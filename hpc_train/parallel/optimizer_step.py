@@ -7,7 +7,7 @@ sees. The order of the list is the same on every call and on every rank that hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from typing import Protocol
@@ -22,6 +22,9 @@ from hpc_train.interfaces import TensorShard, World
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale
 
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes an optimizer over the parameters that a rank keeps of a model after it has been split."""
+
 
 def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
     """Norm of the whole model's gradient, a scalar on the device, the same on every rank.
@@ -32,7 +35,7 @@ def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowe
     gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     local = not any(find_split_axes(p) for p in parameters) and get_axis_degree(world, "pp") == 1
     counted = [g for p, g in gradients if local or (p not in borrowed and find_replica(p, world)[0] == 0)]
-    norm = nn.utils.get_total_norm([_local_gradient(gradient) for gradient in counted]).to(world.device)
+    norm = nn.utils.get_total_norm([get_local(gradient) for gradient in counted]).to(world.device)
     if local or world.size == 1:
         return norm
     square = norm.double().square()
@@ -40,8 +43,9 @@ def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowe
     return square.sqrt()
 
 
-def _local_gradient(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def get_local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -52,7 +56,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in (_local_gradient(p.grad) for p in parameters if p.grad is not None):
+    for gradient in (get_local(p.grad) for p in parameters if p.grad is not None):
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), gradients in alike.items():
         multiply_tensors(gradients, factor.to(device))
@@ -60,7 +64,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`, in place."""
-    gradients = [_local_gradient(p.grad) for p in parameters if p.grad is not None]
+    gradients = [get_local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         multiply_tensors(gradients, factor)
 
@@ -77,7 +81,7 @@ class GradientUpdate(Protocol):
 
     def update(self, lr: float) -> bool: ...
 
-    def forget(self) -> None: ...
+    def clear_gradients(self) -> None: ...
 
     def shards(self) -> Iterator[TensorShard]: ...
 
@@ -124,12 +128,12 @@ class OptimizerUpdates:
     def update(self, lr: float) -> bool:
         """See api.Engine. Waits for the device where the loss is scaled, to know whether the gradient is finite."""
         if self._scaling is not None and not self._usable():
-            self.forget()
+            self.clear_gradients()
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self.forget()
+        self.clear_gradients()
         return True
 
     def _usable(self) -> bool:
@@ -138,10 +142,10 @@ class OptimizerUpdates:
         norm = self.clip(None) if self._norm is None else self._norm
         self._norm = None
         finite = bool(norm.isfinite())
-        self._scaling.learn(finite)
+        self._scaling.adjust(finite)
         return finite
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 

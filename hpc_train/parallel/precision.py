@@ -67,7 +67,7 @@ class LossScale:
     """What the loss is multiplied by, so that small gradients do not vanish in fp16. The same on every rank."""
 
     scale: Tensor = field(default_factory=lambda: _scalar(INITIAL_SCALE))
-    good: Tensor = field(default_factory=lambda: _scalar(0))
+    finite_steps: Tensor = field(default_factory=lambda: _scalar(0))
     """Updates since the scale last changed."""
 
     @property
@@ -75,7 +75,7 @@ class LossScale:
         """The scale as it is now."""
         return float(self.scale)
 
-    def learn(self, finite: bool) -> None:
+    def adjust(self, finite: bool) -> None:
         """Halve the scale after a gradient that was not finite, double it after INTERVAL in a row that were.
 
         Raises UserError where halving has not helped for so long that it cannot.
@@ -83,14 +83,14 @@ class LossScale:
         if not finite:
             self._back_off()
             return
-        self.good.add_(1)
-        if float(self.good) >= GROWTH_INTERVAL:
+        self.finite_steps.add_(1)
+        if float(self.finite_steps) >= GROWTH_INTERVAL:
             self.scale.mul_(GROWTH_FACTOR).clamp_(max=_LARGEST)
-            self.good.zero_()
+            self.finite_steps.zero_()
 
     def _back_off(self) -> None:
         self.scale.mul_(BACKOFF_FACTOR)
-        self.good.zero_()
+        self.finite_steps.zero_()
         log.warning("the gradient is not finite in fp16: step skipped, loss scale %g from here", self.factor)
         if self.factor < _SMALLEST:
             raise UserError(
@@ -100,7 +100,7 @@ class LossScale:
 
     def shards(self, world: World) -> Iterator[TensorShard]:
         """To save and to load; every rank holds a copy."""
-        for name, value in (("scaler.scale", self.scale), ("scaler.good", self.good)):
+        for name, value in (("scaler.scale", self.scale), ("scaler.good", self.finite_steps)):
             yield TensorShard(name, (), value.dtype, (), value, replica=world.rank)
 
 

@@ -117,24 +117,24 @@ def test_the_loss_falls_after_the_overflow(trained: list[Training]) -> None:
 def test_the_scale_doubles_after_enough_good_updates() -> None:
     scaling = LossScale()
     for _ in range(GROWTH_INTERVAL - 1):
-        scaling.learn(finite=True)
+        scaling.adjust(finite=True)
     assert scaling.factor == INITIAL_SCALE
-    scaling.learn(finite=True)
+    scaling.adjust(finite=True)
     assert scaling.factor == 2 * INITIAL_SCALE
-    scaling.learn(finite=False)
+    scaling.adjust(finite=False)
     assert scaling.factor == INITIAL_SCALE
     for _ in range(GROWTH_INTERVAL - 1):
-        scaling.learn(finite=True)
+        scaling.adjust(finite=True)
     assert scaling.factor == INITIAL_SCALE, "a skipped update begins the count anew"
 
 
 def test_a_gradient_that_no_scale_saves_ends_the_run_in_a_line() -> None:
     scaling = LossScale()
     for _ in range(40):
-        scaling.learn(finite=False)
+        scaling.adjust(finite=False)
     assert scaling.factor == INITIAL_SCALE / 2**40
     with pytest.raises(UserError, match=r"precision=fp16: the gradient is not finite even at a loss scale of .*bf16"):
-        scaling.learn(finite=False)
+        scaling.adjust(finite=False)
 
 
 def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[list[float], Outcome, Outcome]:

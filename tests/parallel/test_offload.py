@@ -241,8 +241,7 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_file_system_in_memory_is_known(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n")
+    mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n"
     assert is_memory_file_system(tmp_path / "a" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "a" / "b" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "ab", mounts)
@@ -290,7 +289,7 @@ def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: st
 
     world = cast(World, SimpleNamespace(device=GPU))
     with MemorylessMode(see):
-        home = parameter_offload.get_parameter_home(config, world)
+        home = parameter_offload.get_parameter_device(config, GPU)
         part = nn.Module()
         part.weight = nn.Parameter(torch.zeros(256, 64, device=home))
         made_optimizer = parameter_offload.offload_optimizer(

@@ -53,8 +53,8 @@ class GradientBucket:
     """No other bucket follows in this step."""
 
     @classmethod
-    def of(cls, bucket: dist.GradBucket) -> GradientBucket:
-        """A copy of what torch's object says, which a thread may keep."""
+    def copy_from(cls, bucket: dist.GradBucket) -> GradientBucket:
+        """Copy what torch's object describes: that one is valid only inside the hook, this one in a thread too."""
         return cls(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
 
 
@@ -262,17 +262,30 @@ class WarmUp:
         self._left -= bucket.last
 
 
-ERROR_FEEDBACK = ("powersgd", "topk")
-"""Methods that remember from step to step what they did not send."""
+def make_background_reduction(
+    method: ReductionMethod, device: torch.device
+) -> Callable[[dist.GradBucket], TensorFuture]:
+    """Return a function that starts to reduce a bucket by `method`, beside backward; its future holds the buffer."""
+    queue = ReductionQueue(device)
+
+    def start(torch_bucket: dist.GradBucket) -> TensorFuture:
+        bucket = GradientBucket.copy_from(torch_bucket)
+
+        def reduce() -> Tensor:
+            method.reduce(bucket)
+            return bucket.buffer
+
+        return queue.submit(reduce)
+
+    return start
 
 
-def make_compression(config: CompressionConfig) -> ReductionMethod | None:
-    """The method that the config names, over all ranks; None for none. A collective: every rank calls it.
+def make_compression(config: CompressionConfig) -> ReductionMethod:
+    """Make the compression method that the config names, over all ranks. A collective: every rank calls it.
 
-    It gets a process group of its own: its collectives run beside those of backward.
+    It gets a process group of its own, because its collectives run beside those of backward.
     """
-    if config.method == "none":
-        return None
+    assert config.method != "none"
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     if config.method in ("fp16", "bf16"):

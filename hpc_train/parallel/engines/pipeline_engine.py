@@ -14,15 +14,13 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, Sums, TensorShard, World
-from hpc_train.parallel.context.context_parallel import select_own_tokens
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
-from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index
-from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, select_own_tokens
+from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
 from hpc_train.parallel.user_model import explain_first_call
@@ -223,13 +221,13 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], world: World) -> None:
         gradients = _exchange_gradients(tie, world)
         total = torch.stack([gradients[stage] for stage in tie.stages]).sum(0)
         for parameter in tie.mine.values():
-            _local_gradient(parameter).copy_(total)
+            _get_local_gradient(parameter).copy_(total)
 
 
 def _exchange_gradients(tie: TiedParameter, world: World) -> dict[int, Tensor]:
     """The gradient of each copy, by stage."""
     group, rank = world.mesh["pp"].get_group(), get_axis_index(world, "pp")
-    have = {stage: _local_gradient(parameter) for stage, parameter in tie.mine.items()}
+    have = {stage: _get_local_gradient(parameter) for stage, parameter in tie.mine.items()}
     operations = []
     for stage, peer in zip(tie.stages, tie.ranks, strict=True):
         if stage in tie.mine:
@@ -244,6 +242,6 @@ def _exchange_gradients(tie: TiedParameter, world: World) -> dict[int, Tensor]:
     return have
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
+def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return get_local(parameter.grad)

@@ -16,24 +16,26 @@ from hpc_train._torch import graph_breaks
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.parallel.tensor.local_parameters import read_parameters_first
+from hpc_train.parallel.mesh_axes import get_axis_degree
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 log = logging.getLogger(__name__)
 
 
-def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: compile what each block does. Collectives that hooks start, such as fully_shard's, stay outside."""
-    if not config.parallel.compile:
-        return None
+def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Compile the forward of each block. Collectives that hooks start, such as fully_shard's, stay outside."""
     blocks = get_blocks(part, "parallel.compile=true")
     check_compiler(world.device)
     check_precision(config, world.device)
     reported: set[str] = set()
+    split = get_axis_degree(world, "tp") > 1
+    if split:
+        from hpc_train.parallel.tensor.local_parameters import read_parameters_first
     for block in blocks:
         replace_forward(block, _compiled)
         replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
-        replace_forward(block, partial(read_parameters_first, block))
+        if split:
+            replace_forward(block, partial(read_parameters_first, block))
     return f"compile: {len(blocks)} blocks"
 
 

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 GROUPS = {
@@ -36,11 +35,9 @@ GROUPS = {
 """Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""
 
 
-def recompute_activations(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: of every k-th block keep the inputs only (full), or also the results of some operators (selective)."""
+def recompute_activations(part: nn.Module, config: RunConfig) -> str:
+    """Recompute every k-th block in backward: keep its inputs (full), or results of some operators too (selective)."""
     recompute = config.parallel.recompute
-    if recompute.mode == "none":
-        return None
     blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
     chosen = blocks[:: recompute.every]
     keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.parallel.optimizer_step import OptimizerFactory
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks
 from hpc_train.parallel.parameter_server.shared_parameters import (
-    OptimizerFactory,
     ParameterShare,
     ShareWindow,
     list_server_shards,
@@ -171,10 +171,10 @@ class AsynchronousUpdates:
             for window, share, gradient in zip(self._windows, self._shares, self._gradients, strict=True):
                 window.update_from_afar(share, self._scratch, gradient, lr)
             self._clock.tick()
-        self.forget()
+        self.clear_gradients()
         return True
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """See updates.Updating."""
         self._gradients = None
         self._model.zero_grad(set_to_none=True)

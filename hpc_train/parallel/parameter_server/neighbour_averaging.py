@@ -52,9 +52,9 @@ class NeighbourUpdates:
         self._average()
         return True
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """See updates.Updating."""
-        self._own.forget()
+        self._own.clear_gradients()
 
     def shards(self) -> Iterator[TensorShard]:
         """See api.Engine. A collective: all ranks first become equal, so that there is one model to save."""

@@ -6,7 +6,7 @@ The buffer lies in an MPI window on each server of the share: the first one upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.parallel.optimizer_step import initialise_optimizer_state
+from hpc_train.parallel.optimizer_step import OptimizerFactory, initialise_optimizer_state
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks, spread_evenly
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 _ALIGNMENT = 64
 
 

@@ -55,11 +55,11 @@ class SynchronousUpdates:
             if gradient is not None:
                 window.apply(gradient * self._factor, lr)
                 gradient.zero_()
-        self.forget()
+        self.clear_gradients()
         self.refresh()
         return True
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """See updates.Updating."""
         self._factor = None
         self._model.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine
 from hpc_train.parallel.mesh_axes import get_axis_index
-from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.pipeline.measurement import BlockTimes, Timeline, get_times_path, read_block_times
 from hpc_train.parallel.pipeline.schedule import Pipeline
 from hpc_train.parallel.precision import make_loss_scale, make_mixed_precision_policy
@@ -31,7 +31,6 @@ from hpc_train.traffic.stages import (
     stage_placement,
 )
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Report = Callable[[str], None]
 PreparePart = Callable[[nn.Module, nn.Module, RunConfig, World, Report], None]
 """(part on the meta device, whole model, config, world, what takes a line a pass): every pass, then the values."""

@@ -29,10 +29,8 @@ from hpc_train.parallel.tensor.local_parameters import ParameterHoldings, distri
 from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
 
 
-def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: split the modules of the plan over tp."""
-    if get_axis_degree(world, "tp") == 1:
-        return None
+def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Split the modules that the model's plan names over tp."""
     plan, options = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1), config.parallel.tensor
     axis = TensorAxis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
     if axis.sequence:
