@@ -1,4 +1,7 @@
-"""torch.compile of each block by itself: the same code for all of them, compiled once."""
+"""torch.compile each block by itself: blocks share one code, so it is compiled once.
+
+A graph break would silently run uncompiled, so each new one is reported as a warning.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str:
     if split:
         from hpc_train.parallel.tensor.local_parameters import read_parameters_first
     for block in blocks:
-        replace_forward(block, _compiled)
+        replace_forward(block, _compile)
         replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
         if split:
             replace_forward(block, partial(read_parameters_first, block))
     return f"compile: {len(blocks)} blocks"
 
 
-def _compiled(forward: Forward) -> Forward:
+def _compile(forward: Forward) -> Forward:
     compiled: Forward = torch.compile(forward)
     return compiled
 
@@ -71,7 +74,7 @@ def _shorten(reason: str) -> str:
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
-    """Raise UserError where the code that torch makes is known to fail in the first backward."""
+    """Raise UserError where the code that torch generates is known to be wrong."""
     if (
         config.precision.name == "fp64"
         and device.type == "cpu"
@@ -84,7 +87,7 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError where torch would find out in its first step, in many lines, that it cannot compile."""
+    """Raise UserError where torch would fail to compile in the first step, with a long message."""
     compiler = os.environ.get("CXX", "g++")  # torch's own rule
     if shutil.which(compiler) is None:
         raise UserError(
