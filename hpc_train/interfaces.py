@@ -1,4 +1,4 @@
-"""The interfaces between rooms (a leaf). What a technique, a model or a checkpoint writer must offer, and no more."""
+"""The interfaces between packages (a leaf): the least that a model, an engine or a checkpoint writer must offer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Model(Protocol):
     """Glob over module names -> col | row | seq | vocab: how tensor parallelism splits the module."""
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The repeated units by module name, in order: unit of sharding, of recomputation and of pipeline stages."""
+        """Return the blocks by module name, in order: the units of sharding, recomputation and pipeline stages."""
 
     def stage(self, names: list[str]) -> nn.Module:
-        """The part of the model that holds the blocks `names`, on the meta device, under the same parameter names."""
+        """Build the part of the model with the blocks `names`, on the meta device, under the same parameter names."""
 
     def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Sum (not mean) of the loss over all targets that are not IGNORED_TARGET, in at least float32."""
+        """Sum (do not average) the loss over all targets that are not IGNORED_TARGET, in at least float32."""
 
 
 class MicroBatch(NamedTuple):
@@ -80,7 +80,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rectangle of a logical tensor: what one rank holds of one parameter or of one optimizer state."""
+    """A rectangle of a logical tensor: one rank's part of a parameter, buffer or optimizer state."""
 
     name: str
     """`<parameter>` or `optim.<state>.<parameter>`."""
@@ -107,16 +107,16 @@ class Engine(Protocol):
         """Accumulate the gradient of the mean loss over all tokens of the global batch."""
 
     def evaluate(self, batch: StepBatch) -> Sums:
-        """The same sums without a gradient."""
+        """Compute the same sums without a gradient."""
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Global gradient norm before clipping, over all axes: a scalar on the device, so that nobody has to wait."""
+        """Clip the gradient and return its global norm before that, a scalar on the device (no synchronisation)."""
 
     def update(self, lr: float) -> bool:
-        """One optimizer step and cleared gradients. False: skipped (overflow, spike)."""
+        """Step the optimizer and clear the gradients. Returns False if the step was skipped (overflow, spike)."""
 
     def shards(self) -> Iterator[TensorShard]:
-        """Everything to save: parameters, buffers and optimizer state, in the same order on every call."""
+        """List everything to save: parameters, buffers and optimizer state, in the same order on every call."""
 
 
 class Handle(Protocol):

@@ -1,4 +1,4 @@
-"""What follows backward, the same for every engine: norm, clipping, the optimizer, and the shards that it updates.
+"""Everything after backward, shared by the engines: gradient norm, clipping, the optimizer, and the list of shards.
 
 The norm of the gradient is over all axes; of several copies of a shard only the first counts. What a rank holds of the
 model and of the optimizer is listed as rectangles of logical tensors (TensorShard), which is all that a checkpoint
@@ -27,7 +27,7 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
-    """Norm of the whole model's gradient, a scalar on the device, the same on every rank.
+    """Compute the norm of the whole model's gradient, a scalar on the device, the same on every rank.
 
     parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings). Of several
     copies of a shard only the first counts.
@@ -70,7 +70,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 class GradientUpdate(Protocol):
-    """What an engine needs once its gradients are there."""
+    """The steps an engine makes after backward."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -87,7 +87,7 @@ class GradientUpdate(Protocol):
 
 
 class OptimizerUpdates:
-    """Gradients in, new parameters out, for all stages that this rank holds."""
+    """Applies gradients to the parameters of all stages of this rank."""
 
     def __init__(
         self,
@@ -107,16 +107,16 @@ class OptimizerUpdates:
 
     @property
     def loss_scale(self) -> float:
-        """What an engine multiplies the loss by before backward; 1 but for fp16."""
+        """The factor to multiply the loss by before backward; 1 except for fp16."""
         return 1.0 if self._scaling is None else self._scaling.factor
 
     def norm(self) -> Tensor:
-        """Norm of the gradient as it is now, over all axes, without the loss scale."""
+        """Compute the norm of the current gradient over all axes, without the loss scale."""
         norm = compute_total_norm(self._trained, self._world, self._borrowed)
         return norm if self._scaling is None else norm / self.loss_scale
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         norm = self.norm()
         if self._scaling is not None:
             scale_gradients(self._trained, 1.0 / self.loss_scale)
@@ -126,7 +126,7 @@ class OptimizerUpdates:
         return norm
 
     def update(self, lr: float) -> bool:
-        """See api.Engine. Waits for the device where the loss is scaled, to know whether the gradient is finite."""
+        """See interfaces.Engine. With a loss scale this waits for the device, to know whether the gradient is finite."""
         if self._scaling is not None and not self._usable():
             self.clear_gradients()
             return False
@@ -137,7 +137,7 @@ class OptimizerUpdates:
         return True
 
     def _usable(self) -> bool:
-        """Whether the scaled gradient is finite, the same on every rank; the scale learns of it."""
+        """Whether the scaled gradient is finite, the same on every rank; adjusts the loss scale."""
         assert self._scaling is not None
         norm = self.clip(None) if self._norm is None else self._norm
         self._norm = None
@@ -150,7 +150,7 @@ class OptimizerUpdates:
         self._optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         yield from list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed)
         if self._scaling is not None:
             yield from self._scaling.shards(self._world)
@@ -180,7 +180,7 @@ def list_tensor_shards(
     world: World,
     borrowed: frozenset[nn.Parameter] = frozenset(),
 ) -> Iterator[TensorShard]:
-    """Parameters, persistent buffers and optimizer state of this rank's stages.
+    """List parameters, persistent buffers and optimizer state of this rank's stages.
 
     In the same order on every call, and on every rank that holds the same stages. What belongs to a `borrowed`
     parameter is loaded here and written by the stage that owns it. What is trained, and its optimizer state, is still:
@@ -205,7 +205,7 @@ def _list_tensors(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tup
 
 
 class _WriterChoice:
-    """Which of several holders of a copy writes it: the one that has least to write so far, the same on every rank."""
+    """Chooses which rank writes a shard with copies: the one with least to write so far; the same on all ranks."""
 
     def __init__(self) -> None:
         self._loads: dict[int, list[tuple[int, int]]] = {}

@@ -141,7 +141,7 @@ Forward = Callable[..., Any]
 
 
 def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
-    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of api.Model.
+    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of interfaces.Model.
 
     An attribute of that name that is not a method, such as a list of layers, does not count. Raises UserError for
     anything but a dict of names to modules of the model, none of them inside another.

@@ -98,7 +98,7 @@ class StalenessClock:
 
 
 class AsynchronousUpdates:
-    """updates.Updating of one worker (or of one group of them, with `hybrid`): its own gradient, applied at once.
+    """GradientUpdate of one worker (with `hybrid`, of one group): applies its own gradient at once.
 
     A server does nothing: the worker fetches a share under its lock, updates it and puts it back.
     """
@@ -149,13 +149,13 @@ class AsynchronousUpdates:
         self._clock.restart()
 
     def norm(self) -> Tensor:
-        """See updates.Updating: of this worker's (or group's) own gradient."""
+        """See optimizer_step.GradientUpdate: of this worker's (or group's) own gradient."""
         if self._gradients is None:
             self._gradients = [window.gradient().clone() for window in self._windows]
         return nn.utils.get_total_norm(self._gradients)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         norm = self.norm()
         assert self._gradients is not None
         if max_norm is not None:
@@ -164,7 +164,7 @@ class AsynchronousUpdates:
         return norm
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         self.norm()
         assert self._gradients is not None
         if self._ranks.leads:
@@ -175,11 +175,11 @@ class AsynchronousUpdates:
         return True
 
     def clear_gradients(self) -> None:
-        """See updates.Updating."""
+        """See optimizer_step.GradientUpdate."""
         self._gradients = None
         self._model.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         self._ranks.barrier()
         return list_server_shards(self._model, self._windows, self._world)

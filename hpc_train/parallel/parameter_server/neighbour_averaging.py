@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NeighbourUpdates:
-    """updates.Updating: this rank's own step, then the mean with the ranks before and after it on a ring."""
+    """GradientUpdate of a rank that steps by itself, then averages with the ranks before and after it on a ring."""
 
     loss_scale = 1.0
 
@@ -39,25 +39,25 @@ class NeighbourUpdates:
         self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})
 
     def norm(self) -> Tensor:
-        """See updates.Updating: of this rank's own gradient."""
+        """See optimizer_step.GradientUpdate: of this rank's own gradient."""
         return self._own.norm()
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         return self._own.clip(max_norm)
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         self._own.update(lr)
         self._average()
         return True
 
     def clear_gradients(self) -> None:
-        """See updates.Updating."""
+        """See optimizer_step.GradientUpdate."""
         self._own.clear_gradients()
 
     def shards(self) -> Iterator[TensorShard]:
-        """See api.Engine. A collective: all ranks first become equal, so that there is one model to save."""
+        """See interfaces.Engine. A collective: all ranks first become equal, so that there is one model to save."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
             with self._ranks.calling:

@@ -52,7 +52,7 @@ class ParameterShare:
             offset += _align_size(_count_bytes(value))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything to save, by the names of api.Piece."""
+        """Everything to save, by the names of interfaces.TensorShard."""
         yield from zip(self.names, self.parameters, strict=True)
         names = dict(zip(self.parameters, self.names, strict=True))
         for parameter, key, value in self._state():
