@@ -126,7 +126,7 @@ class OptimizerUpdates:
         return norm
 
     def update(self, lr: float) -> bool:
-        """See interfaces.Engine. With a loss scale this waits for the device, to know whether the gradient is finite."""
+        """See interfaces.Engine. With a loss scale it waits for the device, to know whether the gradient is finite."""
         if self._scaling is not None and not self._usable():
             self.clear_gradients()
             return False
