@@ -34,7 +34,7 @@ class Model(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes; the first dimension of both is the micro-batch."""
+    """Inputs and targets of one forward; the first dimension of both is the micro-batch."""
 
     inputs: Tensor
     targets: Tensor
@@ -75,7 +75,7 @@ class Sums:
     stop: bool = False
     """At least one rank was asked to stop."""
     sample: GradientSample | None = None
-    """Where StepBatch.measure asked for one and the engine can see it."""
+    """Set if StepBatch.measure asked for a sample and the engine can see one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TensorShard:
     """Shape of the whole logical tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
-    """Where `local` begins in it."""
+    """Index in the logical tensor at which `local` begins."""
     local: Tensor
     """This rank's data, contiguous; loading writes into it."""
     replica: int = 0
@@ -128,7 +128,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """One process of a job before its process group exists."""
+    """A process of a job, before its process group exists."""
 
     process: int
     """Global index as the launcher counts it."""
@@ -138,7 +138,7 @@ class Task:
     node: int
     nodes: int
     launcher: str
-    """Where these facts come from: slurm, submitit, torchrun, mpi or single."""
+    """The launcher that the other fields were read from: slurm, submitit, torchrun, mpi or single."""
     host: str
     store: Store | None = field(default=None, compare=False)
     """Key-value store that all processes of the job share; None in a job of one process."""
@@ -153,11 +153,11 @@ class RankMap:
     warning: str | None = None
     """Why it is the launcher's order, where it should not be."""
     lines: tuple[str, ...] = ()
-    """What a person should know of it, of the binding and of the environment; for rank 0 to print."""
+    """Lines about the placement, the binding and the environment, for rank 0 to print."""
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What rankmap.json has beside the ranks: hash, costs before and after, straddling groups, environment."""
+    """Further contents of rankmap.json: hash, costs before and after, straddling groups, environment."""
     own: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What rankmap.json has of this process: processors, memory, threads, GPU, NIC."""
+    """This process's entry in rankmap.json: processors, memory, threads, GPU, NIC."""
 
 
 @dataclass

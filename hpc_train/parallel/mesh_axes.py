@@ -1,4 +1,4 @@
-"""Where this rank stands on the mesh, and which part of a tensor and of a sequence it holds.
+"""Answer where this rank is on the mesh, and which part of a tensor and of a sequence it has.
 
 First the axes: the size of an axis, this rank's index on it, over which axes a tensor is split, and which copy of a
 shard is this rank's. Then the positions of a sequence: with context parallelism each rank of cp holds some of them, and

@@ -102,7 +102,7 @@ class OptimizerUpdates:
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaling = scaling
         self._norm: Tensor | None = None
-        """Of the gradient, once it is freed of the loss scale."""
+        """Norm of the gradient after unscaling."""
         initialise_optimizer_state(optimizer)
 
     @property

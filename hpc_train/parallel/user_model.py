@@ -1,4 +1,4 @@
-"""What the passes ask of a user's own model, and the one-line errors if it does not fit.
+"""Check a user's own model against what the techniques need, with one-line errors.
 
 First the checks before and in the first micro-batch: its interface, its output, its loss, and exceptions from the
 user's own code. Then its blocks, which several passes wrap one by one. Last the tensors that share memory: a pass that

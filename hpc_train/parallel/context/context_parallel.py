@@ -63,7 +63,7 @@ def _check_attentions(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -
 
 
 def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
-    """What takes the place of `core` where each rank of cp has its share of the positions."""
+    """Make the attention that replaces `core` where each rank of cp has its share of the positions."""
     group, context = world.mesh["cp"].get_group(), config.parallel.context
     new: nn.Module
     if context.method == "ulysses":

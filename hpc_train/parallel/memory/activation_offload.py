@@ -1,4 +1,4 @@
-"""What a block keeps for backward waits in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
+"""Keep the tensors that a block saves for backward in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2**20, 2**30
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies."""
+    """The memory of one tensor in a mapped file."""
 
     mapped: mmap.mmap
     offset: int
@@ -148,7 +148,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the gradients are gone afterwards."""
+        """Update every parameter that has a gradient, and free the gradients."""
         assert closure is None
         for outer, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update({name: value for name, value in outer.items() if name != "params"})
@@ -205,7 +205,7 @@ CPU = torch.device("cpu")
 
 
 def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolicy:
-    """What fully_shard is told: parameters in CPU memory, pinned where a GPU copies from it."""
+    """Make fully_shard's policy: parameters in CPU memory, pinned where a GPU copies from it."""
     where = config.parallel.offload.parameters
     if where == "none":
         return OffloadPolicy()

@@ -54,13 +54,13 @@ class KeepPolicy:
     """A policy of torch's selective checkpointing: the results of these operators are kept, all else is recomputed."""
 
     names: dict[Any, str]
-    """What the user calls each operator (torch.ops.aten.*)."""
+    """The user's name for each operator (torch.ops.aten.*)."""
     ran: set[Any] = field(default_factory=set)
     """Operators of the blocks so far."""
 
     @classmethod
     def named(cls, names: Iterable[str]) -> KeepPolicy:
-        """From the names of parallel.recompute.keep. Raises UserError for one that is no operator of torch."""
+        """Make the policy for the names in parallel.recompute.keep. Raises UserError for an unknown operator."""
         return cls({operator: name for name in names for operator in _operators(name)})
 
     def __call__(

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.0005
 
 
 class StalenessClock:
-    """How many updates each group of ranks has made, in a window of rank 0; nobody waits but who is too far ahead."""
+    """Counts the updates of each group of ranks, in a window of rank 0; only a group too far ahead waits."""
 
     def __init__(self, ranks: MpiRanks, staleness: int, timeout: float) -> None:
         """A collective. timeout: seconds to wait for the slowest group."""
@@ -46,7 +46,7 @@ class StalenessClock:
             values[:-1], values[-1] = 0, _NEVER
         ranks.barrier()
         self.updates = 0
-        """Of this group."""
+        """Updates of this group."""
 
     def wait(self) -> None:
         """Until the slowest group is at most `staleness` updates behind this one."""
@@ -134,7 +134,7 @@ class AsynchronousUpdates:
         return last
 
     def _agree(self, mine: bool) -> bool:
-        """Whether it is so on any rank of the group."""
+        """Whether `mine` is true on any rank of the group."""
         with self._ranks.calling:
             return bool(self._ranks.group.allreduce(int(mine)))
 

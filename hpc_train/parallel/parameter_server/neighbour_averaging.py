@@ -33,7 +33,7 @@ class NeighbourUpdates:
         self._type = MPI.DOUBLE if flat.dtype == torch.float64 else MPI.FLOAT
         self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.every)
         self._shown = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
-        """What the neighbours read."""
+        """Parameters that the neighbours read."""
         self._read = torch.empty_like(flat)
         me, count = ranks.every.rank, ranks.every.size
         self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})

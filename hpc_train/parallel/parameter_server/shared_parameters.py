@@ -59,7 +59,7 @@ class ParameterShare:
             yield f"optim.{key}.{names[parameter]}", value
 
     def step(self, gradient: Tensor, lr: float) -> None:
-        """One update of the share; gradient: flat, of all parameters in turn."""
+        """Update the share. gradient: flat, of all parameters in order."""
         parts = torch.split(gradient, [p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -183,7 +183,7 @@ class ShareWindow:
             self._copy_to_replicas(_view_window(self._window))
 
     def update_from_afar(self, share: ParameterShare, scratch: Tensor, gradient: Tensor, lr: float) -> None:
-        """One step of a share that another rank holds: fetch it into `scratch`, update it there, put it back."""
+        """Update a share on another rank: fetch it into `scratch`, step, put it back."""
         share.bind(scratch[: self.bytes], keep=True)
         mine = scratch[: self.bytes]
         with self._held(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):

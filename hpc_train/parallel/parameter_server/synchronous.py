@@ -20,7 +20,7 @@ class SynchronousUpdates:
     def __init__(self, model: nn.Module, windows: list[ShareWindow], ranks: MpiRanks, world: World) -> None:
         self._model, self._windows, self._ranks, self._world = model, windows, ranks, world
         self._factor: float | None = None
-        """What the pushed gradients are to be multiplied by; None: nothing is pushed yet."""
+        """Factor for the pushed gradients; None: nothing is pushed yet."""
 
     def refresh(self) -> None:
         """Pull the parameters as all ranks have them now. A collective."""

@@ -90,7 +90,7 @@ def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> 
 
 
 def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:
-    """What the run has measured, what the user says, or FLOPs."""
+    """Choose block costs: measured by this run, else the user's, else FLOPs."""
     options = config.parallel.pipeline
     measured = read_block_times(get_times_path(config.run_dir), blocks) if options.resplit and config.run_dir else None
     if measured is not None:
@@ -103,7 +103,7 @@ def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:
 
 
 def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, degrees: Degrees) -> BetweenStages:
-    """What the stages exchange, found out by a stage that is never given values."""
+    """Infer the tensor that stages exchange from a stage on the meta device."""
     compute = make_mixed_precision_policy(config.precision).param_dtype
     probe = _make_stage(model, first[:1]).to(compute).eval()
     tensor = config.parallel.tensor
