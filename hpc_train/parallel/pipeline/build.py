@@ -108,14 +108,16 @@ def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, de
     probe = _make_stage(model, first[:1]).to(compute).eval()
     tensor = config.parallel.tensor
     assert isinstance(model, Model)
-    pieces = degrees.tp if tensor.sequence and "seq" in model.plan.values() else 1
+    sequence_parts = degrees.tp if tensor.sequence and "seq" in model.plan.values() else 1
 
     def hidden(inputs: Tensor) -> Tensor:
         like = inputs.to(next(probe.parameters()).dtype) if inputs.is_floating_point() else inputs
         with torch.no_grad():
             out: Tensor = probe(like)
         batch, positions, *rest = out.shape
-        return torch.empty(batch, positions // pieces, *rest, dtype=out.dtype, device="meta", requires_grad=True)
+        return torch.empty(
+            batch, positions // sequence_parts, *rest, dtype=out.dtype, device="meta", requires_grad=True
+        )
 
     return hidden
 
