@@ -37,7 +37,7 @@ def abort_process_groups() -> None:
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's rectangle of a DTensor begins."""
+    """Return the offset of this rank's rectangle in a DTensor."""
     at = tensor.device_mesh.get_coordinate()
     assert at is not None, "this rank is not on the tensor's mesh"
     size, offset = shard_rectangle(tensor, tuple(at))
@@ -130,7 +130,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """One mesh of the axes of both, which are meshes of the same job.
+    """Join the axes of two meshes of the same job into one mesh.
 
     Private because torch deprecates the public way, to slice the root mesh, for axes that `flatten` made.
     """
@@ -155,7 +155,7 @@ def copy_tensor_lists(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place.
+    """Return how many times a tensor was changed in place.
 
     Private because torch has no public way to tell whether it still holds the values it held when it was seen before.
     """

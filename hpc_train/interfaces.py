@@ -1,4 +1,4 @@
-"""The interfaces between rooms (a leaf). What a technique, a model or a checkpoint writer must offer, and no more."""
+"""The interfaces between packages (a leaf): the least that a model, an engine or a checkpoint writer must offer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Model(Protocol):
     """Glob over module names -> col | row | seq | vocab: how tensor parallelism splits the module."""
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The repeated units by module name, in order: unit of sharding, of recomputation and of pipeline stages."""
+        """Return the blocks by module name, in order: the units of sharding, recomputation and pipeline stages."""
 
     def stage(self, names: list[str]) -> nn.Module:
-        """The part of the model that holds the blocks `names`, on the meta device, under the same parameter names."""
+        """Build the part of the model with the blocks `names`, on the meta device, under the same parameter names."""
 
     def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Sum (not mean) of the loss over all targets that are not IGNORED_TARGET, in at least float32."""
+        """Sum (do not average) the loss over all targets that are not IGNORED_TARGET, in at least float32."""
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes; the first dimension of both is the micro-batch."""
+    """Inputs and targets of one forward; the first dimension of both is the micro-batch."""
 
     inputs: Tensor
     targets: Tensor
@@ -75,12 +75,12 @@ class Sums:
     stop: bool = False
     """At least one rank was asked to stop."""
     sample: GradientSample | None = None
-    """Where StepBatch.measure asked for one and the engine can see it."""
+    """Set if StepBatch.measure asked for a sample and the engine can see one."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rectangle of a logical tensor: what one rank holds of one parameter or of one optimizer state."""
+    """A rectangle of a logical tensor: one rank's part of a parameter, buffer or optimizer state."""
 
     name: str
     """`<parameter>` or `optim.<state>.<parameter>`."""
@@ -88,7 +88,7 @@ class TensorShard:
     """Shape of the whole logical tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
-    """Where `local` begins in it."""
+    """Index in the logical tensor at which `local` begins."""
     local: Tensor
     """This rank's data, contiguous; loading writes into it."""
     replica: int = 0
@@ -107,16 +107,16 @@ class Engine(Protocol):
         """Accumulate the gradient of the mean loss over all tokens of the global batch."""
 
     def evaluate(self, batch: StepBatch) -> Sums:
-        """The same sums without a gradient."""
+        """Compute the same sums without a gradient."""
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Global gradient norm before clipping, over all axes: a scalar on the device, so that nobody has to wait."""
+        """Clip the gradient and return its global norm before that, a scalar on the device (no synchronisation)."""
 
     def update(self, lr: float) -> bool:
-        """One optimizer step and cleared gradients. False: skipped (overflow, spike)."""
+        """Step the optimizer and clear the gradients. Returns False if the step was skipped (overflow, spike)."""
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """Everything to save: parameters, buffers and optimizer state, in the same order on every call."""
+    def shards(self) -> Iterator[TensorShard]:
+        """List everything to save: parameters, buffers and optimizer state, in the same order on every call."""
 
 
 class Handle(Protocol):
@@ -128,7 +128,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """One process of a job before its process group exists."""
+    """A process of a job, before its process group exists."""
 
     process: int
     """Global index as the launcher counts it."""
@@ -138,7 +138,7 @@ class Task:
     node: int
     nodes: int
     launcher: str
-    """Where these facts come from: slurm, submitit, torchrun, mpi or single."""
+    """The launcher that the other fields were read from: slurm, submitit, torchrun, mpi or single."""
     host: str
     store: Store | None = field(default=None, compare=False)
     """Key-value store that all processes of the job share; None in a job of one process."""
@@ -153,11 +153,11 @@ class RankMap:
     warning: str | None = None
     """Why it is the launcher's order, where it should not be."""
     lines: tuple[str, ...] = ()
-    """What a person should know of it, of the binding and of the environment; for rank 0 to print."""
+    """Lines about the placement, the binding and the environment, for rank 0 to print."""
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What rankmap.json has beside the ranks: hash, costs before and after, straddling groups, environment."""
+    """Further contents of rankmap.json: hash, costs before and after, straddling groups, environment."""
     own: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What rankmap.json has of this process: processors, memory, threads, GPU, NIC."""
+    """This process's entry in rankmap.json: processors, memory, threads, GPU, NIC."""
 
 
 @dataclass

@@ -196,6 +196,18 @@ def _changed(config: Any, default: Any, path: str) -> Iterator[str]:
             yield f"{path}{item.name}"
 
 
+def format_changed_setting(config: Any) -> str:
+    """Format the first field of a config that is not at its default as `name=value`; there must be one."""
+    default = type(config)()
+    name = next(item.name for item in fields(config) if getattr(config, item.name) != getattr(default, item.name))
+    return f"{name}={format_override_value(getattr(config, name))}"
+
+
+def format_override_value(value: Any) -> str:
+    """Format a value as an override has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+
+
 _LABELLED = ("data", "model", "cluster")
 """Groups whose `name` and `kind` only label the option."""
 _LABELS = ("name", "kind")

@@ -59,7 +59,7 @@ class OperationRecord:
     writers: dict[int, list[int]] = field(default_factory=dict)
     """For each memory, the operations that write it."""
     alive: dict[int, Tensor] = field(default_factory=dict)
-    """One tensor per memory, so that its number is not reused."""
+    """Keeps one tensor of each memory alive, so that the memory's number is not reused."""
 
     def add(self, operation: _Operation) -> None:
         """Append an operation."""

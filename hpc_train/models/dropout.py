@@ -39,7 +39,7 @@ class SampleCounter:
 
 @dataclass
 class DropoutSite:
-    """Where in a model, and on which ranks, a layer applies dropout."""
+    """The place of a dropout layer in the model, and the part of its input that this rank has."""
 
     counter: SampleCounter
     layer: Tensor

@@ -60,7 +60,7 @@ _VIT = {
 }
 _TABLES = {"llama": _LLAMA, "gpt2": _GPT2, "vit": _VIT}
 _PREFIXES = {"llama": "model.", "gpt2": "transformer.", "vit": "vit."}
-"""Of the names in a file of the headed model; files of the bare model, as the first GPT-2 ones, lack it."""
+"""Prefix of the names in files of a model with a head; files of the bare model, such as the first GPT-2's, lack it."""
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Constants that old files hold."""
 

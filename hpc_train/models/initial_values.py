@@ -31,12 +31,12 @@ ZEROS = Normal(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Region:
-    """What this rank holds of a parameter: a rectangle of it."""
+    """The rectangle of a parameter that this rank has."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     offset: tuple[int, ...]
-    """Where `local` begins in it."""
+    """Index in the parameter at which `local` begins."""
     local: Tensor
 
 

@@ -1,4 +1,4 @@
-"""From a model's config to its module: the kinds that come with the package, and users' own by name."""
+"""Build a model's module from its config: the kinds in this package, and users' own models by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a model's shape alone, without torch: its checks, parameters and FLOPs."""
+"""Check a model's shape and count its parameters and FLOPs, without torch."""
 
 from __future__ import annotations
 

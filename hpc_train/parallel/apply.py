@@ -1,12 +1,15 @@
-"""build: the techniques in the one order in which they are applied, each named in the log with the mesh it ran on."""
+"""Build an engine: apply the techniques that the config turns on, in their one order, and log each with its mesh axes.
+
+This file shows the order. A technique is imported where it is applied, so one that is off costs nothing.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
@@ -14,11 +17,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Model, World
 from hpc_train.models.deferred import DeferredValues
-from hpc_train.parallel import dropout
-from hpc_train.parallel.context import context_parallel
-from hpc_train.parallel.data_parallel import batch_norm, ddp, fully_shard
-from hpc_train.parallel.engines.plain_engine import PlainEngine
-from hpc_train.parallel.engines.server_engine import build_server_engine
+from hpc_train.parallel.dropout import place_dropout
+from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
 from hpc_train.parallel.materialise import (
     ParameterValues,
     adopt_buffers,
@@ -29,12 +29,9 @@ from hpc_train.parallel.materialise import (
     remake_buffers,
     select_stage_values,
 )
-from hpc_train.parallel.memory import activation_offload, compilation, parameter_offload, recompute
-from hpc_train.parallel.memory.parameter_offload import FileMemory
-from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.precision import cast_parameters, check_precision_device, make_loss_scale
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.parallel.tensor import tensor_parallel
 from hpc_train.parallel.user_model import (
     check_aliases,
     check_interface,
@@ -44,27 +41,12 @@ from hpc_train.parallel.user_model import (
 )
 from hpc_train.traffic.sharding import uses_fully_shard
 
+if TYPE_CHECKING:
+    from hpc_train.parallel.memory.parameter_offload import FileMemory
+
 log = logging.getLogger(__name__)
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Report = Callable[[str], None]
-Pass = Callable[[nn.Module, RunConfig, World], str | None]
-"""Changes a part of the model in place; returns what it did and on which mesh axis, or None where it is off.
-
-Raises UserError where it was asked for and matches nothing.
-"""
-
-PASSES: tuple[Pass, ...] = (
-    batch_norm.synchronise_batch_norm,
-    dropout.place_dropout,
-    tensor_parallel.apply_tensor_parallel,
-    context_parallel.apply_context_parallel,
-    recompute.recompute_activations,
-    compilation.compile_blocks,
-    activation_offload.offload_activations,
-    fully_shard.shard_parameters,
-)
-"""In this order: what splits parameters and activations, what wraps blocks, and last what shards over data."""
 
 
 def build(
@@ -75,18 +57,22 @@ def build(
     say: Report = log.info,
     values: DeferredValues | None = None,
 ) -> Engine:
-    """The engine that trains `model` on this world.
+    """Build the engine that trains `model` on this world.
 
-    A model on the meta device gets its initial values here, each rank only what it holds; any other keeps its own.
+    A model on the meta device gets its initial values here, each rank only those it keeps; any other keeps its own.
     make_optimizer is called after the model has been split, so that it sees the parameters this rank keeps.
     say: gets a line for each technique that was applied, in order. values: of a model whose parameters are made on
     request.
-    Raises UserError for a combination or a model that no backend can do.
+    Raises UserError for a combination of techniques, or a model, that cannot be trained.
     """
     degrees = check_support(config, world.size)
     check_model(model, config, degrees)
-    files = parameter_offload.open_offload_files(config)
-    make_optimizer = parameter_offload.offload_optimizer(make_optimizer, config, world, files)
+    files: FileMemory | None = None
+    if _offloads_parameters(config) or config.parallel.offload.optimizer != "none":
+        from hpc_train.parallel.memory.parameter_offload import offload_optimizer, open_offload_files
+
+        files = open_offload_files(config)
+        make_optimizer = offload_optimizer(make_optimizer, config, world, files)
     check_precision_device(config.precision, world.device)
     if not is_rehearsal():
         remade = remake_buffers(model, config.train.seed)
@@ -96,29 +82,18 @@ def build(
     part = cast_parameters(model, config.precision)
     say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
     if degrees.pp > 1:
-        from hpc_train.parallel.pipeline.build import (
-            build_pipeline_engine as build_stages,  # its part of torch takes most of a second
-        )
+        from hpc_train.parallel.pipeline.build import build_pipeline_engine
 
-        return build_stages(
-            part, make_optimizer, partial(prepare_part, files=files, made=values), config, world, degrees, say
-        )
+        prepare = partial(prepare_part, files=files, deferred=values)
+        return build_pipeline_engine(part, make_optimizer, prepare, config, world, degrees, say)
     prepare_part(part, model, config, world, say, files, values)
     if config.parallel.server.mode != "none":
-        engine, said = build_server_engine(part, make_optimizer, config, world)
-        say(said)
+        from hpc_train.parallel.engines.server_engine import build_server_engine
+
+        engine, line = build_server_engine(part, make_optimizer, config, world)
+        say(line)
         return engine
-    if uses_fully_shard(config, degrees):
-        return PlainEngine(part, part, _updates(part, make_optimizer, config, world), config, world)
-    wrapped, hook = ddp.wrap_ddp(part, config.parallel, world)
-    ways = ddp.describe_options(config.parallel)
-    where = [f"dp_replicate={degrees.dp_replicate}", *([f"cp={degrees.cp}"] if degrees.cp > 1 else [])]
-    say(f"{type(wrapped).__name__}: {', '.join([*where, *ways])}")
-    return PlainEngine(part, wrapped, _updates(part, make_optimizer, config, world), config, world, hook)
-
-
-def _updates(part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World) -> OptimizerUpdates:
-    return OptimizerUpdates([part], make_optimizer(part), world, scaling=make_loss_scale(config.precision))
+    return _build_plain_engine(part, make_optimizer, config, world, degrees, say)
 
 
 def prepare_part(
@@ -128,40 +103,126 @@ def prepare_part(
     world: World,
     say: Report,
     files: FileMemory | None = None,
-    made: DeferredValues | None = None,
+    deferred: DeferredValues | None = None,
 ) -> None:
-    """Apply every pass to a part of the model, in place, and put its values on this rank's device or in files.
+    """Apply the techniques to a part of the model, in place, and put its values on this rank's device or in files.
 
-    Parameters that are split over ranks are split before they are moved, so no device ever holds all of them: a model
-    with values gives them up first, and each rank takes the part it holds.
+    part: the model itself, or one stage of it. Parameters are split over ranks before they are moved, so no device ever
+    holds all of them: a model with values gives them up first, and each rank takes its own part back.
     """
-    values: ParameterValues = {}
+    values = _take_values(part, model, config, world, deferred)
+    for line in apply_techniques(part, config, world):
+        if line is not None:
+            say(line)
+    if not _offloads_parameters(config):
+        materialise_parameters(part, values, config.train.seed, world.device)
+        return
+    from hpc_train.parallel.memory.parameter_offload import get_parameter_device, place_offloaded_parameters
+
+    materialise_parameters(part, values, config.train.seed, get_parameter_device(config, world.device))
+    say(place_offloaded_parameters(part, config, world, files))
+
+
+def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterator[str | None]:
+    """Apply each technique that is on to `part`, in place; yield what it did and over which mesh axes.
+
+    A technique raises UserError where the model has nothing for it to act on. The order matters: what changes layers
+    comes before what splits them over ranks, that before what wraps whole blocks, and sharding over data last, because
+    fully_shard must find the final parameters and its hooks must run outside every wrapper.
+    """
+    parallel, degrees = config.parallel, resolve_degrees(config.parallel, world.size)
+    if parallel.sync_batchnorm or world.dp_size > 1:  # without sync_batchnorm it warns of layers that would need it
+        from hpc_train.parallel.data_parallel.batch_norm import synchronise_batch_norm
+
+        yield synchronise_batch_norm(part, config, world)
+    yield place_dropout(part, config, world)
+
+    if degrees.tp > 1:
+        from hpc_train.parallel.tensor.tensor_parallel import apply_tensor_parallel
+
+        yield apply_tensor_parallel(part, config, world)
+    if degrees.cp > 1:
+        from hpc_train.parallel.context.context_parallel import apply_context_parallel
+
+        yield apply_context_parallel(part, config, world)
+
+    if parallel.recompute.mode != "none":
+        from hpc_train.parallel.memory.recompute import recompute_activations
+
+        yield recompute_activations(part, config)
+    if parallel.compile:
+        from hpc_train.parallel.memory.compilation import compile_blocks
+
+        yield compile_blocks(part, config, world)
+    if parallel.recompute.offload:
+        from hpc_train.parallel.memory.activation_offload import offload_activations
+
+        yield offload_activations(part, world)
+
+    if uses_fully_shard(config, degrees):
+        from hpc_train.parallel.data_parallel.fully_shard import shard_parameters
+
+        yield shard_parameters(part, config, world)
+
+
+def _take_values(
+    part: nn.Module, model: nn.Module, config: RunConfig, world: World, deferred: DeferredValues | None
+) -> ParameterValues:
+    """Take the values that `part` is to have out of the model; empty where they are to be drawn, or stay in place."""
     if part is not model:
-        values = {} if is_rehearsal() else select_stage_values(part, model, made)
-        if not is_rehearsal():
-            adopt_buffers(part, model)
-    elif made is not None:
-        values = made.subset(name for name, _ in part.named_parameters())
-    elif not is_on_meta(part):
-        if splits_parameters(config, resolve_degrees(config.parallel, world.size)):
-            values = detach_values(part)
-        else:
-            part.to(world.device)
-    for change in PASSES:
-        if (said := change(part, config, world)) is not None:
-            say(said)
-    materialise_parameters(part, values, config.train.seed, parameter_offload.get_parameter_home(config, world))
-    if (said := parameter_offload.settle_parameters(part, config, world, files)) is not None:
-        say(said)
+        if is_rehearsal():
+            return {}
+        values = select_stage_values(part, model, deferred)
+        adopt_buffers(part, model)
+        return values
+    if deferred is not None:
+        return deferred.subset(name for name, _ in part.named_parameters())
+    if is_on_meta(part):
+        return {}
+    if splits_parameters(config, resolve_degrees(config.parallel, world.size)):
+        return detach_values(part)
+    part.to(world.device)
+    return {}
+
+
+def _build_plain_engine(
+    part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World, degrees: Degrees, say: Report
+) -> PlainEngine:
+    if uses_fully_shard(config, degrees):
+        from hpc_train.parallel.data_parallel.fully_shard import ShardedModel
+
+        sharded = ShardedModel(part, config.parallel)
+        return PlainEngine(part, sharded, _make_updates(part, make_optimizer, config, world), config, world)
+    if world.size == 1:
+        say(f"{type(part).__name__}: dp_replicate=1")
+        return PlainEngine(
+            part, UnwrappedModel(part), _make_updates(part, make_optimizer, config, world), config, world
+        )
+    from hpc_train.parallel.data_parallel.ddp import ReplicatedModel, describe_options
+
+    replicated = ReplicatedModel(part, config.parallel, world)
+    axes = [f"dp_replicate={degrees.dp_replicate}", *([f"cp={degrees.cp}"] if degrees.cp > 1 else [])]
+    say(f"DistributedDataParallel: {', '.join([*axes, *describe_options(config.parallel)])}")
+    return PlainEngine(part, replicated, _make_updates(part, make_optimizer, config, world), config, world)
+
+
+def _make_updates(
+    part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World
+) -> OptimizerUpdates:
+    return OptimizerUpdates([part], make_optimizer(part), world, scaling=make_loss_scale(config.precision))
+
+
+def _offloads_parameters(config: RunConfig) -> bool:
+    return config.parallel.offload.parameters != "none"
 
 
 def splits_parameters(config: RunConfig, degrees: Degrees) -> bool:
-    """Whether ranks hold only parts of parameters."""
+    """Whether each rank keeps only a part of the parameters."""
     return uses_fully_shard(config, degrees) or degrees.tp > 1 or degrees.pp > 1
 
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
-    """Raise UserError for what the backends would refuse in words that do not help a user."""
+    """Raise UserError, in words that help a user, for a model that the backends would refuse later."""
     check_interface(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter requires a gradient; there is nothing to train")

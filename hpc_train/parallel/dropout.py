@@ -14,19 +14,19 @@ from hpc_train.interfaces import Model, StepBatch, World
 from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, make_layer_key, make_step_key
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_axis_index, get_sequence_share
-from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
 
 _TORCH = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 """torch's dropout layers, which draw from the rank's own generator in the order the rank computes."""
 
 
 def place_dropout(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """Run before any other pass: tell every dropout layer its name, and which part of its input this rank has.
+    """Tell every dropout layer its name and which part of its input this rank has.
 
-    Raises UserError if torch's own layers would draw the same mask for different tokens.
+    This must run before a technique renames or replaces layers. Raises UserError if torch's own layers would draw the
+    same mask for different tokens.
     """
     if get_axis_degree(world, "tp") > 1 or get_axis_degree(world, "cp") > 1:
-        _refuse_torch(part)
+        _refuse_torch_dropout(part)
     layers = {
         name: module
         for name, module in part.named_modules()
@@ -34,36 +34,37 @@ def place_dropout(part: nn.Module, config: RunConfig, world: World) -> str | Non
     }
     if not layers:
         return None
-    counter, heads = SampleCounter(), _heads_split(part, config, world)
+    counter, head_parts = SampleCounter(), _find_head_parts(part, config, world)
     for name, module in layers.items():
-        places = _places(part, config, world, split=isinstance(module, Dropout))
-        layer = torch.tensor(make_layer_key(name), device=world.device)
-        module.site = DropoutSite(counter, layer, places, heads.get(name, 0))
+        positions = _make_positions(part, config, world, split=isinstance(module, Dropout))
+        key = torch.tensor(make_layer_key(name), device=world.device)
+        module.site = DropoutSite(counter, key, positions, head_parts.get(name, 0))
     return f"dropout: {len(layers)} layers, masks by sample and position"
 
 
 @dataclass(frozen=True)
 class DropoutPositions:
-    """models.dropout.Positions for a rank that holds a share of a sequence and, over tp, a part of that share."""
+    """Positions of a rank that has a share of a sequence (cp) and a part of that share (tp); see models.dropout."""
 
     share: SequenceShare
     part: int
     parts: int
 
     def __call__(self, length: int, device: torch.device) -> Tensor:
-        """See models.dropout.Positions."""
-        mine = torch.arange(self.part * length, (self.part + 1) * length, device=device)
-        whole, rank, ranks = length * self.parts, self.share.rank, self.share.ranks
+        """Return the global positions (length,) of this rank's `length` tokens."""
+        in_share = torch.arange(self.part * length, (self.part + 1) * length, device=device)
+        share_length, rank, ranks = length * self.parts, self.share.rank, self.share.ranks
         if not self.share.balanced:
-            return mine + rank * whole
-        half = whole // 2
-        return torch.where(mine < half, mine + rank * half, mine + (2 * ranks - 2 - rank) * half)
+            return in_share + rank * share_length
+        # Balanced: chunk `rank` of 2 x ranks chunks, then chunk 2 x ranks - 1 - rank; see mesh_axes.SequenceShare.
+        half = share_length // 2
+        return torch.where(in_share < half, in_share + rank * half, in_share + (2 * ranks - 2 - rank) * half)
 
 
-def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> DropoutPositions:
-    """Return the positions this rank holds.
+def _make_positions(part: nn.Module, config: RunConfig, world: World, *, split: bool) -> DropoutPositions:
+    """Make the positions that a layer of this rank sees.
 
-    split: for activations between layers, whose positions tp may split; otherwise for what attention sees.
+    split: the layer sees activations between layers, whose positions tp may split; else it is an attention.
     """
     tp = get_axis_degree(world, "tp")
     if not split or tp == 1 or not config.parallel.tensor.sequence or "seq" not in getattr(part, "plan", {}).values():
@@ -71,21 +72,25 @@ def _places(part: nn.Module, config: RunConfig, world: World, *, split: bool) ->
     return DropoutPositions(get_sequence_share(config, world), get_axis_index(world, "tp"), tp)
 
 
-def _heads_split(part: nn.Module, config: RunConfig, world: World) -> dict[str, int]:
-    """Map the name of each attention to the index of the equal part of its heads that this rank computes."""
+def _find_head_parts(part: nn.Module, config: RunConfig, world: World) -> dict[str, int]:
+    """Map the name of each attention to the index of this rank's part of its heads, all parts being equal."""
     tp, cp = get_axis_degree(world, "tp"), get_axis_degree(world, "cp")
     over_cp = cp if config.parallel.context.method == "ulysses" else 1
-    plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1) if tp > 1 and isinstance(part, Model) else {}
-    parents = {name.rpartition(".")[0] for name, how in plan.items() if how == "col"}
-    found = {}
+    plan: dict[str, str] = {}
+    if tp > 1 and isinstance(part, Model):
+        from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
+
+        plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1)
+    parents = {name.rpartition(".")[0] for name, split in plan.items() if split == "col"}
+    head_parts = {}
     for name, module in part.named_modules():
         if isinstance(module, ScaledDotProduct):
-            mine = get_axis_index(world, "tp") if name.rpartition(".")[0] in parents else 0
-            found[name] = mine * over_cp + (get_axis_index(world, "cp") if over_cp > 1 else 0)
-    return found
+            tp_part = get_axis_index(world, "tp") if name.rpartition(".")[0] in parents else 0
+            head_parts[name] = tp_part * over_cp + (get_axis_index(world, "cp") if over_cp > 1 else 0)
+    return head_parts
 
 
-def _refuse_torch(part: nn.Module) -> None:
+def _refuse_torch_dropout(part: nn.Module) -> None:
     for name, module in part.named_modules():
         draws = module.p if isinstance(module, _TORCH) else getattr(module, "dropout", 0)
         if isinstance(module, (*_TORCH, nn.MultiheadAttention, nn.RNNBase)) and draws > 0:
@@ -97,7 +102,7 @@ def _refuse_torch(part: nn.Module) -> None:
 
 
 class StepMasks:
-    """State of a step's dropout for the layers of some parts; does nothing if there are no such layers."""
+    """Tells the dropout layers of some parts which samples of which step they see; does nothing without such layers."""
 
     def __init__(self, parts: Iterable[nn.Module], config: RunConfig, world: World) -> None:
         sites = [module.site for part in parts for module in part.modules() if hasattr(module, "site")]
@@ -110,7 +115,7 @@ class StepMasks:
         self._counts: list[int] = []
 
     def begin_step(self, batch: StepBatch, *, filled: bool = False) -> None:
-        """Start a step on this rank's share of its samples. filled: short micro-batches are padded at their ends."""
+        """Begin a step on this rank's samples. filled: short micro-batches are padded at their ends."""
         if not self._counters:
             return
         rows = [len(micro.targets) for micro in batch.micro]
@@ -120,6 +125,6 @@ class StepMasks:
         self._counts = [max(rows)] * len(rows) if filled else rows
 
     def select(self, micro: int) -> None:
-        """Select a micro-batch; call before computing, or recomputing, anything of it."""
+        """Select a micro-batch; call this before any forward, or recomputation, of it."""
         for counter in self._counters:
             counter.begin(self._key, self._starts[micro], self._counts[micro], self._world.device)

@@ -26,7 +26,7 @@ from hpc_train.parallel.user_model import check_loss, check_output
 
 
 def compute_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
-    """Sum of the loss over the targets that count. A bare module's output is taken as logits (..., classes).
+    """Sum the loss over the targets that count. A bare module's output is taken as logits (..., classes).
 
     A DTensor is taken as logits that are split over their last dimension.
     """
@@ -51,7 +51,7 @@ def compute_first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Ten
 
 
 def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
-    """Cross entropy in nats, summed over the targets that count: a scalar in at least float32, the same on each rank.
+    """Sum the cross entropy (nats) of split logits over the targets that count; a scalar, the same on each rank.
 
     logits: (..., vocab), split over its last dimension on a mesh of one axis. target: (...), int64, whole.
     Each rank adds up what its part of the vocabulary contributes to the normaliser and to the logit of the target

@@ -129,7 +129,7 @@ def _named_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def find_local_region(parameter: Tensor) -> Region:
-    """What this rank holds of a parameter."""
+    """Return the rectangle of a parameter that this rank has."""
     if not isinstance(parameter, DTensor):
         return whole_region(parameter)
     return Region(tuple(parameter.shape), shard_offset(parameter), parameter.to_local().detach())

@@ -1,4 +1,4 @@
-"""Where this rank stands on the mesh, and which part of a tensor and of a sequence it holds.
+"""Answer where this rank is on the mesh, and which part of a tensor and of a sequence it has.
 
 First the axes: the size of an axis, this rank's index on it, over which axes a tensor is split, and which copy of a
 shard is this rank's. Then the positions of a sequence: with context parallelism each rank of cp holds some of them, and
@@ -17,24 +17,24 @@ from torch.distributed.tensor import DTensor, Replicate
 from hpc_train.config.parallel import AXES
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
+from hpc_train.interfaces import MicroBatch, World
 
 SHARD_CP_AXIS = "dp_shard_cp"
 """dp_shard and cp as one axis: ranks of one sequence hold gradients of different tokens, so they reduce together."""
 
 
 def get_axis_degree(world: World, axis: str) -> int:
-    """Size of a mesh axis."""
+    """Return the degree of a mesh axis."""
     return world.mesh.size(AXES.index(axis))  # slicing the mesh takes half a millisecond, and this is asked often
 
 
 def get_axis_index(world: World, axis: str) -> int:
-    """Where this rank is on a mesh axis."""
+    """Return this rank's index on a mesh axis."""
     return world.mesh.get_local_rank(axis)
 
 
 def find_split_axes(tensor: Tensor) -> set[str]:
-    """The mesh axes over which ranks hold different parts of a tensor."""
+    """Find the mesh axes over which a tensor is split."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -43,7 +43,7 @@ def find_split_axes(tensor: Tensor) -> set[str]:
 
 
 def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:
-    """(which copy of what this rank holds of a parameter it is, of how many); stages are not copies of one another."""
+    """Return (index of this rank's copy of its shard, number of copies); pipeline stages are never copies."""
     split, mine, count = find_split_axes(tensor), 0, 1
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
         if axis not in split:
@@ -54,7 +54,7 @@ def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """How the positions of a sequence lie on the ranks of the cp axis, and which of those ranks this is."""
+    """The part of every sequence that a rank of the cp axis has."""
 
     rank: int
     ranks: int
@@ -62,7 +62,7 @@ class SequenceShare:
     """Cut into 2 x ranks chunks, of which rank r takes chunks r and 2 x ranks - 1 - r; else a chunk a rank."""
 
     def positions(self, length: int) -> Tensor:
-        """Those of this rank, (length / ranks,), int64, ascending. UserError where `length` does not divide."""
+        """Return this rank's positions, (length / ranks,), int64, ascending; UserError if `length` does not divide."""
         chunks = self.ranks * (2 if self.balanced else 1)
         if length % chunks:
             raise UserError(
@@ -75,11 +75,19 @@ class SequenceShare:
 
 
 def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
-    """This rank's share of every sequence."""
+    """Return this rank's share of every sequence."""
     context, ranks = config.parallel.context, get_axis_degree(world, "cp")
     return SequenceShare(
         get_axis_index(world, "cp"), ranks, context.method == "ring" and context.balanced and ranks > 1
     )
+
+
+def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
+    """Select this rank's positions of a micro-batch: inputs and targets (B, T) -> (B, T / cp)."""
+    if get_axis_degree(world, "cp") == 1:
+        return micro
+    mine = get_sequence_share(config, world).positions(micro.inputs.shape[1])
+    return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])
 
 
 def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:

@@ -1,4 +1,4 @@
-"""What follows backward, the same for every engine: norm, clipping, the optimizer, and the shards that it updates.
+"""Everything after backward, shared by the engines: gradient norm, clipping, the optimizer, and the list of shards.
 
 The norm of the gradient is over all axes; of several copies of a shard only the first counts. What a rank holds of the
 model and of the optimizer is listed as rectangles of logical tensors (TensorShard), which is all that a checkpoint
@@ -7,7 +7,7 @@ sees. The order of the list is the same on every call and on every rank that hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from typing import Protocol
@@ -22,9 +22,12 @@ from hpc_train.interfaces import TensorShard, World
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale
 
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes an optimizer over the parameters that a rank keeps of a model after it has been split."""
+
 
 def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
-    """Norm of the whole model's gradient, a scalar on the device, the same on every rank.
+    """Compute the norm of the whole model's gradient, a scalar on the device, the same on every rank.
 
     parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings). Of several
     copies of a shard only the first counts.
@@ -32,7 +35,7 @@ def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowe
     gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     local = not any(find_split_axes(p) for p in parameters) and get_axis_degree(world, "pp") == 1
     counted = [g for p, g in gradients if local or (p not in borrowed and find_replica(p, world)[0] == 0)]
-    norm = nn.utils.get_total_norm([_local_gradient(gradient) for gradient in counted]).to(world.device)
+    norm = nn.utils.get_total_norm([get_local(gradient) for gradient in counted]).to(world.device)
     if local or world.size == 1:
         return norm
     square = norm.double().square()
@@ -40,8 +43,9 @@ def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowe
     return square.sqrt()
 
 
-def _local_gradient(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def get_local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -52,7 +56,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in (_local_gradient(p.grad) for p in parameters if p.grad is not None):
+    for gradient in (get_local(p.grad) for p in parameters if p.grad is not None):
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), gradients in alike.items():
         multiply_tensors(gradients, factor.to(device))
@@ -60,13 +64,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`, in place."""
-    gradients = [_local_gradient(p.grad) for p in parameters if p.grad is not None]
+    gradients = [get_local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         multiply_tensors(gradients, factor)
 
 
 class GradientUpdate(Protocol):
-    """What an engine needs once its gradients are there."""
+    """The steps an engine makes after backward."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -77,13 +81,13 @@ class GradientUpdate(Protocol):
 
     def update(self, lr: float) -> bool: ...
 
-    def forget(self) -> None: ...
+    def clear_gradients(self) -> None: ...
 
-    def pieces(self) -> Iterator[TensorShard]: ...
+    def shards(self) -> Iterator[TensorShard]: ...
 
 
 class OptimizerUpdates:
-    """Gradients in, new parameters out, for all stages that this rank holds."""
+    """Applies gradients to the parameters of all stages of this rank."""
 
     def __init__(
         self,
@@ -98,21 +102,21 @@ class OptimizerUpdates:
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaling = scaling
         self._norm: Tensor | None = None
-        """Of the gradient, once it is freed of the loss scale."""
+        """Norm of the gradient after unscaling."""
         initialise_optimizer_state(optimizer)
 
     @property
     def loss_scale(self) -> float:
-        """What an engine multiplies the loss by before backward; 1 but for fp16."""
+        """The factor to multiply the loss by before backward; 1 except for fp16."""
         return 1.0 if self._scaling is None else self._scaling.factor
 
     def norm(self) -> Tensor:
-        """Norm of the gradient as it is now, over all axes, without the loss scale."""
+        """Compute the norm of the current gradient over all axes, without the loss scale."""
         norm = compute_total_norm(self._trained, self._world, self._borrowed)
         return norm if self._scaling is None else norm / self.loss_scale
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         norm = self.norm()
         if self._scaling is not None:
             scale_gradients(self._trained, 1.0 / self.loss_scale)
@@ -122,34 +126,34 @@ class OptimizerUpdates:
         return norm
 
     def update(self, lr: float) -> bool:
-        """See api.Engine. Waits for the device where the loss is scaled, to know whether the gradient is finite."""
+        """See interfaces.Engine. With a loss scale it waits for the device, to know whether the gradient is finite."""
         if self._scaling is not None and not self._usable():
-            self.forget()
+            self.clear_gradients()
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self.forget()
+        self.clear_gradients()
         return True
 
     def _usable(self) -> bool:
-        """Whether the scaled gradient is finite, the same on every rank; the scale learns of it."""
+        """Whether the scaled gradient is finite, the same on every rank; adjusts the loss scale."""
         assert self._scaling is not None
         norm = self.clip(None) if self._norm is None else self._norm
         self._norm = None
         finite = bool(norm.isfinite())
-        self._scaling.learn(finite)
+        self._scaling.adjust(finite)
         return finite
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+    def shards(self) -> Iterator[TensorShard]:
+        """See interfaces.Engine."""
         yield from list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed)
         if self._scaling is not None:
-            yield from self._scaling.pieces(self._world)
+            yield from self._scaling.shards(self._world)
 
 
 def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -176,7 +180,7 @@ def list_tensor_shards(
     world: World,
     borrowed: frozenset[nn.Parameter] = frozenset(),
 ) -> Iterator[TensorShard]:
-    """Parameters, persistent buffers and optimizer state of this rank's stages.
+    """List parameters, persistent buffers and optimizer state of this rank's stages.
 
     In the same order on every call, and on every rank that holds the same stages. What belongs to a `borrowed`
     parameter is loaded here and written by the stage that owns it. What is trained, and its optimizer state, is still:
@@ -201,7 +205,7 @@ def _list_tensors(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tup
 
 
 class _WriterChoice:
-    """Which of several holders of a copy writes it: the one that has least to write so far, the same on every rank."""
+    """Chooses which rank writes a shard with copies: the one with least to write so far; the same on all ranks."""
 
     def __init__(self) -> None:
         self._loads: dict[int, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Number formats: what parameters are kept in, computed in and reduced in, and the loss scale of fp16.
+"""Number formats in which parameters are stored, computed and reduced, and the loss scale of fp16.
 
 Dynamic loss scaling is that of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. The scale is the same on every
 rank and is saved with the model.
@@ -23,7 +23,7 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 def cast_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
-    """Keep parameters in float64 for fp64, else in float32: low precision is for computing only.
+    """Cast parameters to float64 for fp64, else to float32: low precision is for computing only.
 
     Complex buffers, such as rotary tables, stay as they are: Module.to would drop their imaginary part.
     """
@@ -38,14 +38,14 @@ def check_precision_device(config: PrecisionConfig, device: torch.device) -> Non
 
 
 def autocast_forward(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward over parameters that are kept whole: autocast for low precision."""
+    """Return the context of a forward over unsharded parameters: autocast for low precision."""
     if config.name in ("fp64", "fp32"):
         return nullcontext()
     return torch.autocast(device.type, _DTYPES[config.name])
 
 
 def make_mixed_precision_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
-    """The same for fully_shard, which casts the gathered parameters and the reduced gradients itself."""
+    """Make fully_shard's policy; it casts the gathered parameters and the reduced gradients itself."""
     compute = None if config.name in ("fp64", "fp32") else _DTYPES[config.name]
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[config.reduce], output_dtype=None)
 
@@ -53,7 +53,7 @@ def make_mixed_precision_policy(config: PrecisionConfig) -> MixedPrecisionPolicy
 log = logging.getLogger(__name__)
 
 INITIAL_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
-"""Those of torch.amp.GradScaler."""
+"""The defaults of torch.amp.GradScaler."""
 _SMALLEST, _LARGEST = 2.0**-24, 2.0**126
 """Below the one not even the smallest number of fp16 would be left of a 1; twice the other is too much for float32."""
 
@@ -64,33 +64,33 @@ def _scalar(value: float) -> Tensor:
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by, so that small gradients do not vanish in fp16. The same on every rank."""
+    """Factor on the loss that keeps small gradients from vanishing in fp16; the same on every rank."""
 
     scale: Tensor = field(default_factory=lambda: _scalar(INITIAL_SCALE))
-    good: Tensor = field(default_factory=lambda: _scalar(0))
+    finite_steps: Tensor = field(default_factory=lambda: _scalar(0))
     """Updates since the scale last changed."""
 
     @property
     def factor(self) -> float:
-        """The scale as it is now."""
+        """The current scale."""
         return float(self.scale)
 
-    def learn(self, finite: bool) -> None:
-        """Halve the scale after a gradient that was not finite, double it after INTERVAL in a row that were.
+    def adjust(self, finite: bool) -> None:
+        """Halve the scale after a gradient that was not finite; double it after GROWTH_INTERVAL finite ones in a row.
 
         Raises UserError where halving has not helped for so long that it cannot.
         """
         if not finite:
             self._back_off()
             return
-        self.good.add_(1)
-        if float(self.good) >= GROWTH_INTERVAL:
+        self.finite_steps.add_(1)
+        if float(self.finite_steps) >= GROWTH_INTERVAL:
             self.scale.mul_(GROWTH_FACTOR).clamp_(max=_LARGEST)
-            self.good.zero_()
+            self.finite_steps.zero_()
 
     def _back_off(self) -> None:
         self.scale.mul_(BACKOFF_FACTOR)
-        self.good.zero_()
+        self.finite_steps.zero_()
         log.warning("the gradient is not finite in fp16: step skipped, loss scale %g from here", self.factor)
         if self.factor < _SMALLEST:
             raise UserError(
@@ -98,12 +98,12 @@ class LossScale:
                 "use precision=bf16 or fp32"
             )
 
-    def pieces(self, world: World) -> Iterator[TensorShard]:
-        """To save and to load; every rank holds a copy."""
-        for name, value in (("scaler.scale", self.scale), ("scaler.good", self.good)):
+    def shards(self, world: World) -> Iterator[TensorShard]:
+        """List the scale and its counter, to save and load; every rank has a copy."""
+        for name, value in (("scaler.scale", self.scale), ("scaler.good", self.finite_steps)):
             yield TensorShard(name, (), value.dtype, (), value, replica=world.rank)
 
 
 def make_loss_scale(config: PrecisionConfig) -> LossScale | None:
-    """Scaling where the format needs it: bfloat16 has the range of float32."""
+    """Make a loss scale for fp16; bfloat16 has the range of float32 and needs none."""
     return LossScale() if config.name == "fp16" else None

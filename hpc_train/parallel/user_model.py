@@ -1,4 +1,4 @@
-"""What the passes ask of a user's own model, and the one-line errors if it does not fit.
+"""Check a user's own model against what the techniques need, with one-line errors.
 
 First the checks before and in the first micro-batch: its interface, its output, its loss, and exceptions from the
 user's own code. Then its blocks, which several passes wrap one by one. Last the tensors that share memory: a pass that
@@ -141,7 +141,7 @@ Forward = Callable[..., Any]
 
 
 def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
-    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of api.Model.
+    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of interfaces.Model.
 
     An attribute of that name that is not a method, such as a list of layers, does not count. Raises UserError for
     anything but a dict of names to modules of the model, none of them inside another.

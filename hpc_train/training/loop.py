@@ -406,7 +406,7 @@ def _save_if_due(run: TrainingRun, stopping: bool) -> None:
     every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
     full = every and (stopping or run.step % every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
-    pieces = list(run.engine.pieces()) if full or weights else []  # once for both: a collective in some engines
+    pieces = list(run.engine.shards()) if full or weights else []  # once for both: a collective in some engines
     if full:
         save_checkpoint(run, pieces)
     if weights:

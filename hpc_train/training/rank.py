@@ -82,7 +82,7 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
         )
         engine = make_engine(config, world, model, notes.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
-        if frozen and (advice := advise_incremental_saves(frozen, engine.pieces())):
+        if frozen and (advice := advise_incremental_saves(frozen, engine.shards())):
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
@@ -173,7 +173,7 @@ def assemble_run(
     steps = count_total_steps(config, len(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
-    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.pieces(), world)
+    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == directory.checkpoints else None
         run.resumed_from = run.saved_at

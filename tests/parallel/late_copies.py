@@ -53,7 +53,7 @@ def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Pat
             beside.wait_for_copy()
             engine.clip(MAX_NORM)
             engine.update(RATE)
-            pieces = list(engine.pieces())
+            pieces = list(engine.shards())
             at_once.save(step, pieces, {})
             beside.save(step, pieces, {})
         ended = at_once.wait() + beside.wait()

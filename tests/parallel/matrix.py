@@ -188,7 +188,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
         outcome.gradients.append([rectangle for part in engine.parts for rectangle in gradients(part)])
         outcome.norms.append(float(engine.clip(MAX_NORM)))
         assert engine.update(RATES[step])
-    outcome.state = held(engine.pieces())
+    outcome.state = held(engine.shards())
     return outcome
 
 
@@ -196,9 +196,9 @@ def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[
     """The three steps, saved into `own`; then a new engine that goes on from what another layout has saved."""
     engine = fresh(case, world)
     trained = steps(engine, case, world, STEPS)
-    save_step(own, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(own, len(STEPS), engine.shards(), {}, world).wait()
     again = fresh(case, world)
-    load_step(other, len(STEPS), again.pieces(), world)
+    load_step(other, len(STEPS), again.shards(), world)
     return trained, steps(again, case, world, (len(STEPS),))
 
 
@@ -206,11 +206,11 @@ def train_and_save(world: World, case: Case, own: Path) -> None:
     """The three steps, saved for others."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
-    save_step(own, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(own, len(STEPS), engine.shards(), {}, world).wait()
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
     """The step after the third, from what another layout has saved."""
     engine = fresh(case, world)
-    load_step(other, len(STEPS), engine.pieces(), world)
+    load_step(other, len(STEPS), engine.shards(), world)
     return steps(engine, case, world, (len(STEPS),))

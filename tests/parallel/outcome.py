@@ -86,7 +86,7 @@ def engine_steps(
         outcome.gradients.append(gradients(engine.parts[0]))
         outcome.norms.append(float(engine.clip(config.optim.max_norm)))
         assert engine.update(RATES[step % len(RATES)])
-    outcome.state = held(engine.pieces())
+    outcome.state = held(engine.shards())
     return outcome
 
 

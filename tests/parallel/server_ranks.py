@@ -71,10 +71,10 @@ def resumed(world: World, folder: Path) -> float:
     config = config_of("parallel.server.mode=synchronous", "parallel.server.servers=2")
     engine = engine_of("tied", config, world)
     engine_steps(engine, world, config, "tied", "one", STEPS)
-    save_step(folder, 3, engine.pieces(), {}, world).wait()
+    save_step(folder, 3, engine.shards(), {}, world).wait()
     other = config_of("parallel.server.mode=synchronous", "parallel.server.servers=1")
     again = engine_of("tied", other, world)
-    load_step(folder, 3, again.pieces(), world)
+    load_step(folder, 3, again.shards(), world)
     states = []
     for continued in (engine, again):
         outcome = engine_steps(continued, world, config, "tied", "one", (3,))
@@ -108,7 +108,7 @@ def asynchronous(world: World, *options: str) -> dict[str, Any]:
             break
     seconds = time.monotonic() - began
     evaluated = engine.evaluate(share(global_batch("untied", 0), world, "one"))
-    whole(everybody(world, held(engine.pieces())))  # copies agree, nothing is missing
+    whole(everybody(world, held(engine.shards())))  # copies agree, nothing is missing
     return {
         "first": losses[0],
         "evaluated": float(evaluated.loss) / evaluated.tokens,
@@ -129,7 +129,7 @@ def peers(world: World) -> dict[str, Any]:
         engine.clip(1.0)
         engine.update(3e-3)
     apart = _apart(engine, world)
-    list(engine.pieces())
+    list(engine.shards())
     return {"first": losses[0], "last": losses[-1], "apart": apart, "apart_after": _apart(engine, world)}
 
 

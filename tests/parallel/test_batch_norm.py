@@ -99,7 +99,7 @@ def _train(world: World, config: RunConfig, shares: tuple[int, ...] | None) -> S
         engine.clip(config.optim.max_norm)
         engine.update(1e-2)
     seen.evaluated = float(engine.evaluate(_mine(STEPS, world, shares)).loss) / ROWS
-    seen.state = held(engine.pieces())
+    seen.state = held(engine.shards())
     return seen
 
 

@@ -26,6 +26,7 @@ from hpc_train.interfaces import MicroBatch, World
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.registry import build_model as build_model
+from hpc_train.parallel import mesh_axes
 from hpc_train.parallel.context import context_parallel
 from hpc_train.parallel.context.ring_attention import find_visible_block
 from hpc_train.parallel.mesh_axes import SequenceShare
@@ -199,7 +200,7 @@ def _training_memory(world: World, method: str) -> int:
     initialise_parameters(model, 0)
     context_parallel.apply_context_parallel(model, config, world)
     tokens = torch.zeros(1, LONG, dtype=torch.int64)
-    mine = context_parallel.select_own_tokens(MicroBatch(tokens, tokens), config, world)
+    mine = mesh_axes.select_own_tokens(MicroBatch(tokens, tokens), config, world)
     peaks = []
     for _ in range(5):
         model.zero_grad()

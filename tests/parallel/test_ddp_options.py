@@ -103,7 +103,7 @@ def _branching(world: World, config: RunConfig, micro: int) -> tuple[list[list[H
         seen.append(gradients(engine.parts[0]))
         engine.clip(config.optim.max_norm)
         engine.update(1e-2)
-    return seen, [piece for piece in held(engine.pieces()) if not piece.name.startswith("optim.")]
+    return seen, [piece for piece in held(engine.shards()) if not piece.name.startswith("optim.")]
 
 
 def _truth(config: RunConfig) -> tuple[list[Arrays], Arrays]:

@@ -26,7 +26,7 @@ LAYOUTS_HERE = ("ddp-2", "zero3-2", "hsdp-2x2")
 
 
 def _piece(engine: Engine, name: str) -> TensorShard:
-    return next(piece for piece in engine.pieces() if piece.name == name)
+    return next(piece for piece in engine.shards() if piece.name == name)
 
 
 @dataclass
@@ -49,8 +49,8 @@ def _train(world: World, config: RunConfig, scale: float, steps: int) -> Trainin
     outcome = engine_steps(first, world, config, "untied", "two", (0,))
     engine = engine_of("untied", config, world)
     _piece(engine, "scaler.scale").local.fill_(scale)
-    found = Training(outcome, {str(piece.dtype) for piece in engine.pieces()}, [], [], [], [], [])
-    weight = next(engine.pieces()).local
+    found = Training(outcome, {str(piece.dtype) for piece in engine.shards()}, [], [], [], [], [])
+    weight = next(engine.shards()).local
     for _ in range(steps):
         before = weight.clone()
         sums = engine.forward_backward(share(global_batch("untied", 0), world, "two"))
@@ -117,24 +117,24 @@ def test_the_loss_falls_after_the_overflow(trained: list[Training]) -> None:
 def test_the_scale_doubles_after_enough_good_updates() -> None:
     scaling = LossScale()
     for _ in range(GROWTH_INTERVAL - 1):
-        scaling.learn(finite=True)
+        scaling.adjust(finite=True)
     assert scaling.factor == INITIAL_SCALE
-    scaling.learn(finite=True)
+    scaling.adjust(finite=True)
     assert scaling.factor == 2 * INITIAL_SCALE
-    scaling.learn(finite=False)
+    scaling.adjust(finite=False)
     assert scaling.factor == INITIAL_SCALE
     for _ in range(GROWTH_INTERVAL - 1):
-        scaling.learn(finite=True)
+        scaling.adjust(finite=True)
     assert scaling.factor == INITIAL_SCALE, "a skipped update begins the count anew"
 
 
 def test_a_gradient_that_no_scale_saves_ends_the_run_in_a_line() -> None:
     scaling = LossScale()
     for _ in range(40):
-        scaling.learn(finite=False)
+        scaling.adjust(finite=False)
     assert scaling.factor == INITIAL_SCALE / 2**40
     with pytest.raises(UserError, match=r"precision=fp16: the gradient is not finite even at a loss scale of .*bf16"):
-        scaling.learn(finite=False)
+        scaling.adjust(finite=False)
 
 
 def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[list[float], Outcome, Outcome]:
@@ -146,9 +146,9 @@ def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[list[fl
     assert not first.update(1e-2)
     _piece(first, "scaler.scale").local.fill_(2.0**9)
     train(first, steps=(0, 1))
-    save_step(folder, 2, first.pieces(), {}, world).wait()
+    save_step(folder, 2, first.shards(), {}, world).wait()
     second = engine_of("gpt2", config, world)
-    load_step(folder, 2, second.pieces(), world)
+    load_step(folder, 2, second.shards(), world)
     state = [float(_piece(second, f"scaler.{name}").local) for name in ("scale", "good")]
     return state, train(first, steps=(2, 3)), train(second, steps=(2, 3))
 

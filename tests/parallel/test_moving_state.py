@@ -23,10 +23,10 @@ def _continue(world: World, config: RunConfig, folder: Path, step: int) -> Outco
     """Load what is there, train one step, evaluate, save."""
     engine = engine_of("tied", config, world)
     if step:
-        assert load_step(folder, step, engine.pieces(), world) == {"consumed": step}
+        assert load_step(folder, step, engine.shards(), world) == {"consumed": step}
     outcome = engine_steps(engine, world, config, "tied", "two", (step,))
     engine.evaluate(share(global_batch("tied", 100), world))  # a forward without a backward, as before most saves
-    save_step(folder, step + 1, engine.pieces(), {"consumed": step + 1}, world).wait()
+    save_step(folder, step + 1, engine.shards(), {"consumed": step + 1}, world).wait()
     return outcome
 
 
@@ -43,9 +43,9 @@ def _stop_and_go(world: World, config: RunConfig, folder: Path) -> tuple[Outcome
     train = partial(engine_steps, world=world, config=config, kind="gpt2", accumulation="short_last")
     first = engine_of("gpt2", config, world)
     train(first, steps=(0, 1))
-    save_step(folder, 2, first.pieces(), {}, world).wait()
+    save_step(folder, 2, first.shards(), {}, world).wait()
     second = engine_of("gpt2", config, world)
-    load_step(folder, 2, second.pieces(), world)
+    load_step(folder, 2, second.shards(), world)
     return train(first, steps=(2, 3)), train(second, steps=(2, 3))
 
 
@@ -62,12 +62,12 @@ def test_a_resume_at_the_same_layout_is_bit_exact(name: str, tmp_path: Path) -> 
 def _piece_counts(world: World, config: RunConfig) -> list[int]:
     """Number of pieces when new, after an evaluation, after a step."""
     engine = engine_of("untied", config, world)
-    counts = [len(list(engine.pieces()))]
+    counts = [len(list(engine.shards()))]
     engine.evaluate(share(global_batch("untied", 0), world))
-    counts.append(len(list(engine.pieces())))
+    counts.append(len(list(engine.shards())))
     engine.forward_backward(share(global_batch("untied", 0), world))
     engine.update(1e-3)
-    return [*counts, len(list(engine.pieces()))]
+    return [*counts, len(list(engine.shards()))]
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "zero3-2", "zero3-2-kept"])

@@ -94,20 +94,20 @@ def test_offload_changes_no_bit(name: str, tmp_path: Path) -> None:
 def _saved(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
     engine_steps(engine, world, config, "untied", "one", (0,))
-    save_step(folder, 1, engine.pieces(), {}, world).wait()
+    save_step(folder, 1, engine.shards(), {}, world).wait()
     return _next_step(engine, world)
 
 
 def _resumed(world: World, config: RunConfig, folder: Path) -> list[Held]:
     engine = engine_of("untied", config, world)
-    load_step(folder, 1, engine.pieces(), world)
+    load_step(folder, 1, engine.shards(), world)
     return _next_step(engine, world)
 
 
 def _next_step(engine: Engine, world: World) -> list[Held]:
     engine.forward_backward(share(global_batch("untied", 1), world))
     engine.update(RATES[1])
-    return held(engine.pieces())
+    return held(engine.shards())
 
 
 def test_a_checkpoint_moves_into_files_and_out_of_them(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def _memory(world: World, config: RunConfig) -> tuple[int, int, dict[str, int]]:
     for _ in range(2):
         engine.forward_backward(StepBatch([MicroBatch(tokens, tokens)]))
         assert engine.update(1e-3)
-    parameters = sum(piece.local.nbytes for piece in engine.pieces() if not piece.name.startswith("optim."))
+    parameters = sum(piece.local.nbytes for piece in engine.shards() if not piece.name.startswith("optim."))
     return parameters, grown, _now()
 
 
@@ -241,8 +241,7 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_file_system_in_memory_is_known(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n")
+    mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n"
     assert is_memory_file_system(tmp_path / "a" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "a" / "b" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "ab", mounts)
@@ -290,7 +289,7 @@ def test_a_gpu_holds_nothing_of_what_is_offloaded(parameters: str, optimizer: st
 
     world = cast(World, SimpleNamespace(device=GPU))
     with MemorylessMode(see):
-        home = parameter_offload.get_parameter_home(config, world)
+        home = parameter_offload.get_parameter_device(config, GPU)
         part = nn.Module()
         part.weight = nn.Parameter(torch.zeros(256, 64, device=home))
         made_optimizer = parameter_offload.offload_optimizer(

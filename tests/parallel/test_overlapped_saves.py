@@ -134,7 +134,7 @@ def test_a_forward_that_writes_what_is_trained_is_seen_and_not_trusted(tmp_path:
         saver = Saver(tmp_path, world, overlap=True)
         told = []
         for step in (1, 2):
-            saver.save(step, list(engine.pieces()), {})
+            saver.save(step, list(engine.shards()), {})
             engine.forward_backward(share(global_batch("bare", step), world))
             told += [str(it.error) if it.error else None for it in saver.wait()]
             engine.update(RATE)

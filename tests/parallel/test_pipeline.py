@@ -175,7 +175,7 @@ def _save_and_resume(world: World, case: Case, other: Case, folder: Path) -> Out
     """Three steps in one layout, and one more in another."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
-    save_step(folder, len(STEPS), engine.pieces(), {}, world).wait()
+    save_step(folder, len(STEPS), engine.shards(), {}, world).wait()
     return resume(world, other, folder)
 
 

@@ -18,7 +18,7 @@ RELATIVE = 2**-8
 def _one_step(world: World, config: RunConfig) -> tuple[Outcome, set[str]]:
     engine = engine_of("untied", config, world)
     outcome = engine_steps(engine, world, config, "untied", "two", (0,))
-    return outcome, {str(piece.dtype) for piece in engine.pieces()}
+    return outcome, {str(piece.dtype) for piece in engine.shards()}
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "zero3-2", "hsdp-2x2"])

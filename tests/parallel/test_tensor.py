@@ -95,7 +95,7 @@ def _from_values(world: World, case: Case, drop: float) -> tuple[list[Held], lis
         if isinstance(module, nn.Dropout):
             module.p = drop
     engine = build(source, lambda part: make_optimizer(part, config.optim), config, world)
-    start = held(engine.pieces())
+    start = held(engine.shards())
     batch = StepBatch([global_batch(case.kind, 0)])
     evaluated = float(engine.evaluate(batch).loss)
     states = []
@@ -103,7 +103,7 @@ def _from_values(world: World, case: Case, drop: float) -> tuple[list[Held], lis
         seed_step(0, step, world.dp_index)
         trained = float(engine.forward_backward(batch).loss)
         engine.update(1e-2)
-        states.append(held(engine.pieces()))
+        states.append(held(engine.shards()))
     return start, states, evaluated, trained
 
 

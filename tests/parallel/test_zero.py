@@ -79,9 +79,9 @@ ROAD = (LAYOUTS["zero1-2"], LAYOUTS["zero2-3-groups"], LAYOUTS["zero3-2x2-prefet
 def _go_on(world: World, config: RunConfig, folder: Path, step: int) -> Outcome:
     engine = engine_of("tied", config, world)
     if step:
-        load_step(folder, step, engine.pieces(), world)
+        load_step(folder, step, engine.shards(), world)
     outcome = engine_steps(engine, world, config, "tied", "two", (step,))
-    save_step(folder, step + 1, engine.pieces(), {}, world).wait()
+    save_step(folder, step + 1, engine.shards(), {}, world).wait()
     return outcome
 
 

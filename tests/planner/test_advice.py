@@ -89,7 +89,7 @@ CASES = {
     "check_vocabulary": Case(
         "model.vocab_size", [*GPU, "model.vocab_size=50257"], "no multiple of 128", ["model.vocab_size=50304"]
     ),
-    "check_precision": Case("check_precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
+    "check_precision": Case("precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
     "check_tensor_divides": Case(
         "parallel.tp",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.hidden=1536", "model.heads=12", "model.kv_heads=12"],

@@ -64,7 +64,7 @@ def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[HeldSh
             model = build_model(config.model)
         at = make_another_mesh(world, degrees)
         engine = build(model, lambda split: make_optimizer(split, config.optim), config, at)  # noqa: B023
-        found.append(tuple(one_rank._held(piece) for piece in engine.pieces()))
+        found.append(tuple(one_rank._held(piece) for piece in engine.shards()))
     return found
 
 
@@ -106,7 +106,7 @@ def real_step(world: World, config: RunConfig) -> CountedMemory:
     ledger, batch = MemoryLedger(), one_rank._batch(config, degrees, 2)
     with watching(ledger):
         parameters = ledger.label(one_rank._parameters(engine), "parameters")
-        state = [piece.local for piece in engine.pieces() if piece.name.startswith("optim.")]
+        state = [piece.local for piece in engine.shards() if piece.name.startswith("optim.")]
         counted, unknown = one_rank._step(
             engine, batch, ledger, CountedMemory(parameters, ledger.label(state, "optimizer"))
         )

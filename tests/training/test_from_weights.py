@@ -52,7 +52,7 @@ def begin(config: RunConfig, ranks: int = 1) -> Begun:
     def rank(world: World) -> Begun:
         engine = make_engine(config, world, make_model(config))
         ready = assemble_run(config, world, folder, attempt, StopRequest(), open_data(config, world), engine)
-        state = {piece.name: piece.local.numpy().copy() for piece in engine.pieces()}
+        state = {piece.name: piece.local.numpy().copy() for piece in engine.shards()}
         ready.close()
         return Begun(ready.step, state)
 

@@ -47,7 +47,7 @@ def tune(config: RunConfig, ranks: int = 2, frozen: bool = True) -> list[str | N
             parameter.requires_grad_(not frozen or name.startswith(TRAINED))
         names = list_frozen_parameters(model)
         engine = make_engine(config, world, model)
-        advice = advise_incremental_saves(names, engine.pieces())
+        advice = advise_incremental_saves(names, engine.shards())
         run = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
         run_training(run)
         run.close()

@@ -98,7 +98,7 @@ def test_parameters_that_are_nan_are_never_gone_on_from(store: Path, tmp_path: P
 
     def poison(it: TrainingRun) -> int:
         with torch.no_grad():
-            next(iter(it.engine.pieces())).local.fill_(math.nan)
+            next(iter(it.engine.shards())).local.fill_(math.nan)
         return run_training(it)
 
     assert with_run(config, poison) == [0, 0]
@@ -125,7 +125,7 @@ def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store:
 
     def poison(it: TrainingRun) -> int:
         with torch.no_grad():
-            next(iter(it.engine.pieces())).local.fill_(math.nan)
+            next(iter(it.engine.shards())).local.fill_(math.nan)
         return run_training(it)
 
     lost = ("checkpoint.every=1", "checkpoint.keep=3", "train.steps=9")

@@ -86,7 +86,7 @@ def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, a
         if loader is not None:
             loader.close()
     run.reporter.close()
-    return Ended(code, run.step, {piece.name: piece.local.numpy().copy() for piece in engine.pieces()})
+    return Ended(code, run.step, {piece.name: piece.local.numpy().copy() for piece in engine.shards()})
 
 
 def metrics(config: RunConfig, *keys: str) -> list[tuple[Any, ...]]:

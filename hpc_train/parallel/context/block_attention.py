@@ -20,7 +20,7 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the format that autocast would compute attention in, if it is on: it does not see into what is called here."""
+    """Cast to the format in which autocast computes attention, if it is on; it does not reach custom operators."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -18,18 +18,15 @@ from torch.autograd.function import once_differentiable
 from hpc_train._torch import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import MicroBatch, World
+from hpc_train.interfaces import World
 from hpc_train.models.dropout import attend_with_dropout
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.context.block_attention import cast_to_autocast
-from hpc_train.parallel.context.ulysses import UlyssesAttention
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
 
 
-def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: exchange what attention needs over cp, and tell the model which positions it sees."""
-    if get_axis_degree(world, "cp") == 1:
-        return None
+def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Distribute every attention of `part` over cp, and tell the model which positions it sees."""
     found = [
         (owner, name, core)
         for owner in part.modules()
@@ -66,10 +63,12 @@ def _check_attentions(part: nn.Module, cores: list[ScaledDotProduct], cp: int) -
 
 
 def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World) -> nn.Module:
-    """What takes the place of `core` where each rank of cp has its share of the positions."""
+    """Make the attention that replaces `core` where each rank of cp has its share of the positions."""
     group, context = world.mesh["cp"].get_group(), config.parallel.context
     new: nn.Module
     if context.method == "ulysses":
+        from hpc_train.parallel.context.ulysses import UlyssesAttention
+
         new = UlyssesAttention(core, group)
     elif core.dropout > 0:
         new = GatheredAttention(core, group, get_sequence_share(config, world))
@@ -81,14 +80,6 @@ def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World
 
         new = RingAttention(KeyValueRing(group), causal=core.causal, balanced=context.balanced)
     return new.train(core.training)
-
-
-def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
-    """This rank's positions of a micro-batch (B, T): (B, T / cp) of each."""
-    if get_axis_degree(world, "cp") == 1:
-        return micro
-    mine = get_sequence_share(config, world).positions(micro.inputs.shape[1])
-    return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])
 
 
 class _Gather(torch.autograd.Function):

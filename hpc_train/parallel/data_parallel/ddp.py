@@ -1,8 +1,13 @@
-"""ddp: every rank holds the whole model; gradients are averaged in buckets while backward goes on."""
+"""ddp: every rank holds the whole model; gradients are averaged in buckets while backward runs.
 
-# No `from __future__ import annotations`: torch checks the annotations of a communication hook by identity.
+torch's DistributedDataParallel does the work. Its communication hook adds three things: the norm of this rank's own
+gradient (for the gradient noise scale), other ways to reduce (gradient_reduction.py), and a check that every gradient
+arrived.
+"""
 
-from collections.abc import Iterator
+# No `from __future__ import annotations`: torch compares the annotations of a communication hook by identity.
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -14,14 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.parallel.data_parallel.gradient_reduction import (
-    ERROR_FEEDBACK,
-    GradientBucket,
-    ReductionMethod,
-    ReductionQueue,
-    make_compression,
-    make_mpi_reduction,
-)
+from hpc_train.parallel.rules.data_parallel import ERROR_FEEDBACK_METHODS
+
+ReduceBucket = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
+"""Starts to average a bucket over all ranks, in place; the future holds its buffer."""
 
 
 @dataclass
@@ -29,149 +30,148 @@ class LocalNorm:
     """Squared norm of this rank's own gradient, taken from the buckets before they are reduced."""
 
     active: bool = False
-    parts: list[Tensor] = field(default_factory=list)
+    bucket_squares: list[Tensor] = field(default_factory=list)
 
-    def see(self, buffer: Tensor) -> None:
-        """Take account of a bucket."""
+    def add_bucket(self, buffer: Tensor) -> None:
+        """Add the squared norm of one bucket, if this backward is measured."""
         if self.active:
-            self.parts.append(torch.linalg.vector_norm(buffer, dtype=torch.float64).square())
+            self.bucket_squares.append(torch.linalg.vector_norm(buffer, dtype=torch.float64).square())
 
     def take(self) -> Tensor:
-        """The squared norm of the backward that just ended; ready for the next one."""
-        total = torch.stack(self.parts).sum()
-        self.parts = []
+        """Return the squared norm of the backward that just ended, and start over."""
+        total = torch.stack(self.bucket_squares).sum()
+        self.bucket_squares = []
         return total
 
 
 @dataclass
 class GradientHook:
-    """What happens to each bucket on its way: it is measured, then reduced."""
+    """State of the communication hook, through which each bucket of gradients passes."""
 
+    reduce: ReduceBucket
     norm: LocalNorm = field(default_factory=LocalNorm)
-    method: ReductionMethod | None = None
-    """None: torch's own all-reduce."""
-    background: ReductionQueue | None = None
-    """Where `method` works."""
-    remembers: bool = False
-    """The method carries something from step to step."""
-    settling: bool = False
-    """This backward is thrown away."""
+    discard: bool = False
+    """The running backward only warms up: reduce it plainly, so that no error feedback remembers it."""
     complete: bool = False
-    """All buckets of the newest backward have come."""
+    """Every bucket of the newest backward has arrived."""
 
 
-def wrap_ddp(model: nn.Module, config: ParallelConfig, world: World) -> tuple[nn.Module, GradientHook]:
-    """The model wrapped for data parallelism, and what its gradients go through.
+class ReplicatedModel:
+    """A model wrapped in DistributedDataParallel; implements engines.plain_engine.WrappedModel."""
 
-    Raises UserError where parallel.reduce_with=mpi and the ranks are not MPI's.
-    """
-    if world.size == 1:
-        return model, GradientHook()
-    method = make_mpi_reduction(world) if config.reduce_with == "mpi" else make_compression(config.compression)
-    remembers = config.compression.method in ERROR_FEEDBACK
-    hook = GradientHook(LocalNorm(), method, ReductionQueue(world.device) if method else None, remembers)
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_mib,
-        gradient_as_bucket_view=True,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.unused_parameters,
+    is_sharded = False
+
+    def __init__(self, model: nn.Module, config: ParallelConfig, world: World) -> None:
+        """Raises UserError where parallel.reduce_with=mpi and the ranks are not MPI's. A collective."""
+        self._hook = GradientHook(_choose_reduction(config, world))
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            bucket_cap_mb=config.bucket_mib,
+            gradient_as_bucket_view=True,
+            static_graph=config.static_graph,
+            find_unused_parameters=config.unused_parameters,
+        )
+        self.module.register_comm_hook(self._hook, _reduce_bucket)
+        self.warmup_backwards = _count_warmup_backwards(config, world)
+
+    @contextmanager
+    def accumulate(self, *, last: bool, measure: bool) -> Iterator[None]:
+        """Run one micro-batch; only the last one of a step communicates.
+
+        Raises UserError if gradients are missing after it, which torch would notice one step too late.
+        """
+        self._hook.norm.active = measure and last
+        self._hook.complete = False
+        try:
+            with nullcontext() if last else self.module.no_sync():
+                yield
+        except RuntimeError as error:
+            explained = _explain_error(error, self.module.module)
+            if explained is None:
+                raise
+            raise explained from error
+        if last and not self._hook.complete:
+            static = self.module.static_graph
+            raise _make_changed_graph_error() if static else _make_missing_gradient_error(self.module.module)
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Run a backward whose gradients are thrown away."""
+        self._hook.discard = True
+        try:
+            with self.accumulate(last=True, measure=False):
+                yield
+        finally:
+            self._hook.discard = False
+
+    def free_gathered_parameters(self) -> None:
+        """Do nothing: every rank keeps all parameters."""
+
+    def take_local_square(self) -> Tensor:
+        """Return the squared norm of this rank's own gradient in the backward that was measured."""
+        return self._hook.norm.take()
+
+
+def _choose_reduction(config: ParallelConfig, world: World) -> ReduceBucket:
+    if config.reduce_with == "torch" and config.compression.method == "none":
+        return _average_bucket
+    from hpc_train.parallel.data_parallel.gradient_reduction import (
+        make_background_reduction,
+        make_compression,
+        make_mpi_reduction,
     )
-    wrapped.register_comm_hook(hook, _reduce_bucket)
-    return wrapped, hook
+
+    method = make_mpi_reduction(world) if config.reduce_with == "mpi" else make_compression(config.compression)
+    return make_background_reduction(method, world.device)
+
+
+def _count_warmup_backwards(config: ParallelConfig, world: World) -> int:
+    """Count the backwards to throw away before the first step.
+
+    DistributedDataParallel reorders its buckets after its first backward, and with a static graph after the second,
+    whose first one must moreover be one that reduces. A gradient's place in its bucket decides in which order more than
+    two ranks add it, and what error feedback remembers of it: without the warm-up a resumed run would round differently
+    from one that was never stopped.
+    """
+    if config.static_graph:
+        return 2
+    return int(world.size > 2 or config.compression.method in ERROR_FEEDBACK_METHODS)
 
 
 def describe_options(config: ParallelConfig) -> list[str]:
-    """What ddp was asked to do in another way than its usual one, for the log."""
-    flags = [name.replace("_", " ") for name in ("static_graph", "unused_parameters") if getattr(config, name)]
+    """Describe the options of ddp that are not at their defaults, for the log."""
+    options = [name.replace("_", " ") for name in ("static_graph", "unused_parameters") if getattr(config, name)]
     if config.reduce_with != "torch":
-        flags.append(f"gradients reduced by {config.reduce_with}")
+        options.append(f"gradients reduced by {config.reduce_with}")
     if config.compression.method != "none":
-        flags.append(f"gradients compressed by {config.compression.method}")
-    return flags
+        options.append(f"gradients compressed by {config.compression.method}")
+    return options
 
 
 def _reduce_bucket(hook: GradientHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    hook.norm.see(bucket.buffer())
+    hook.norm.add_bucket(bucket.buffer())
     hook.complete = bucket.is_last()
-    if hook.method is None or hook.background is None or hook.settling:
-        return _average_bucket(bucket.buffer())
-    method, kept = hook.method, GradientBucket.of(bucket)
-
-    def job() -> Tensor:
-        method.reduce(kept)
-        return kept.buffer
-
-    return hook.background.submit(job)
+    return _average_bucket(bucket) if hook.discard else hook.reduce(bucket)
 
 
-def _average_bucket(buffer: Tensor) -> torch.futures.Future[Tensor]:
+def _average_bucket(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket by torch's all-reduce."""
+    buffer = bucket.buffer()
     buffer.div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
 
     def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        future.value()  # raises what went wrong; what it holds is the backend's choice
+        future.value()  # raises the collective's error; which tensors it holds depends on the backend
         return buffer
 
     reduced: torch.futures.Future[Tensor] = work.get_future().then(done)
     return reduced
 
 
-def count_settling_backwards(wrapped: nn.Module, hook: GradientHook | None, world: World) -> int:
-    """How many backwards have to be thrown away before the first step.
-
-    DistributedDataParallel reorders its buckets after its first backward, and after the second one of a static graph,
-    whose first one must moreover be one that reduces. Where a gradient lies in a bucket decides in which order more
-    than two ranks add it, and where a method remembers something of it.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        return 0
-    if wrapped.static_graph:
-        return 2
-    return int(world.size > 2 or (hook is not None and hook.remembers))
-
-
-@contextmanager
-def discard_backward(wrapped: nn.Module, hook: GradientHook | None) -> Iterator[None]:
-    """The context of a backward that is thrown away: it is reduced plainly and nothing is remembered of it."""
-    if hook is None:
-        yield
-        return
-    hook.settling = True
-    try:
-        with accumulate_micro_batch(wrapped, True, hook):
-            yield
-    finally:
-        hook.settling = False
-
-
-@contextmanager
-def accumulate_micro_batch(wrapped: nn.Module, last: bool, hook: GradientHook | None = None) -> Iterator[None]:
-    """The context of one micro-batch: only the last one of a step communicates.
-
-    Raises UserError if gradients are missing after it, which torch would notice a step too late.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        yield
-        return
-    if hook is not None:
-        hook.complete = False
-    try:
-        with nullcontext() if last else wrapped.no_sync():
-            yield
-    except RuntimeError as error:
-        explained = _explain_error(error, wrapped.module)
-        if explained is None:
-            raise
-        raise explained from error
-    if last and hook is not None and not hook.complete:
-        raise _make_changed_graph_error() if wrapped.static_graph else _make_missing_gradient_error(wrapped.module)
-
-
 def _explain_error(error: RuntimeError, model: nn.Module) -> UserError | None:
-    """One line where torch's many are about what a user can set."""
+    """Put torch's long message into one line if it is about an option the user can set; else return None."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         return _make_missing_gradient_error(model)
     if "Your training graph has changed in this iteration" in str(error):

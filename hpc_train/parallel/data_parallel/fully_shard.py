@@ -1,29 +1,30 @@
-"""zero1, zero2, zero3: what a rank keeps of the model between its uses, over dp_shard; copied over dp_replicate (HSDP).
+"""zero1, zero2, zero3: shard what a rank keeps of the model over dp_shard, with copies over dp_replicate (HSDP).
 
-All three are fully_shard (FSDP2) and differ in when it gathers and when it reduces (Rajbhandari et al. 2020,
-arXiv:1910.02054); parallel.support.sharding is the rule. Of a model of P bytes, in a step of M micro-batches, each rank
-exchanges:
+All three are fully_shard (FSDP2). They differ in when parameters are gathered and when gradients are reduced
+(Rajbhandari et al. 2020, arXiv:1910.02054); traffic/sharding.py has the rule. For a model of P bytes and a step of M
+micro-batches, each rank exchanges:
 
               parameters are gathered       gradients are reduced     volume
     zero1     once a step                   once a step               2 P
     zero2     once a step                   in every micro-batch      (1 + M) P
     zero3     in forward and in backward    in every micro-batch      3 M P, or 2 M P without reshard_after_forward
 
-The same in the stages of a pipeline, but that zero3 without reshard_after_forward gathers once a step, as more than
-one micro-batch is in flight: (1 + M) P. torch's pipelines would keep whole gradients for the whole step, which zero1 is
-for: who needs the memory pays with M reductions, each beside the backward of the next block.
+Pipeline stages do the same, except that zero3 without reshard_after_forward gathers once a step, because more than one
+micro-batch is in flight: (1 + M) P. torch's own pipelines keep whole gradients for the whole step, which is what zero1
+is for; zero2 and zero3 save that memory for M reductions, each overlapped with the backward of the next block.
 
-What is in no block (embedding, head) is at the end of forward and the beginning of backward: zero3 gathers it once.
-Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
+Modules outside all blocks (embedding, head) are used at the end of forward and at the beginning of backward, so zero3
+gathers them once. Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import concatenate_meshes, flatten_mesh
@@ -31,45 +32,51 @@ from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.parallel.memory.parameter_offload import make_offload_policy
 from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS, get_axis_degree
 from hpc_train.parallel.precision import make_mixed_precision_policy
 from hpc_train.parallel.user_model import get_named_blocks
-from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients, keeps_parameters, uses_fully_shard
+from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients, keeps_parameters
 
 _GROUP_MIB = 25.0
-"""zero1, zero2: bytes that are gathered and reduced together where bucket_mib does not say; what ddp's buckets have."""
+"""zero1, zero2: size of a group that is gathered and reduced together, if bucket_mib is unset; as ddp's buckets."""
 
 
-def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: shard groups of blocks (zero3: each by itself), then what is left as one group."""
+def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Shard groups of blocks (zero3: each block alone), then everything else as one group."""
     parallel, degrees = config.parallel, resolve_degrees(config.parallel, world.size)
-    if not uses_fully_shard(config, degrees):
-        return None
     keeps = _keeps_parameters(parallel, degrees.pp)
     groups = _group_blocks(part, parallel)
     if parallel.prefetch != 1 and not groups:
         what = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
         raise UserError(f"{what} is one group, nothing can be gathered ahead; leave it out")
     reshard = not keeps and parallel.reshard_after_forward
-    for modules, again in [*((group, reshard) for group in groups), ([part], not groups and reshard)]:
-        # What is left for the last one (embedding, head) is needed again as soon as backward begins.
+    # The last group (embedding, head) stays gathered after forward: backward begins with it.
+    for modules, reshards in [*((group, reshard) for group in groups), ([part], not groups and reshard)]:
         fully_shard(
-            modules if len(modules) > 1 else modules[0],  # a list of one would be another kind of group
+            modules if len(modules) > 1 else modules[0],  # torch treats a list of one as another kind of group
             mesh=make_data_mesh(world),
             mp_policy=make_mixed_precision_policy(config.precision),
-            offload_policy=make_offload_policy(config, world.device),
-            reshard_after_forward=again,
+            offload_policy=_make_offload_policy(config, world),
+            reshard_after_forward=reshards,
         )
-    # Without targets fully_shard prefetches the previous group in forward order, of whichever micro-batch it was.
+    # A pipeline names its prefetch targets: by default fully_shard takes the previous group in forward order, which may
+    # belong to another micro-batch.
     _set_prefetch(part, [group[0] for group in groups], parallel.prefetch, named=degrees.pp > 1 and not keeps)
     where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
     where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
     return f"fully_shard: {parallel.strategy}, {where}, groups={len(groups) + 1}"
 
 
+def _make_offload_policy(config: RunConfig, world: World) -> OffloadPolicy:
+    if config.parallel.offload.parameters == "none":
+        return OffloadPolicy()
+    from hpc_train.parallel.memory.parameter_offload import make_offload_policy
+
+    return make_offload_policy(config, world.device)
+
+
 def make_data_mesh(world: World) -> DeviceMesh:
-    """The axes that gradients are reduced over: dp_replicate if there is more than one copy, and dp_shard with cp."""
+    """Return the mesh that gradients are reduced over: dp_shard (with cp), and dp_replicate if it is over 1."""
     replicated = get_axis_degree(world, "dp_replicate") > 1
     if get_axis_degree(world, "cp") == 1:
         return world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"]
@@ -78,9 +85,9 @@ def make_data_mesh(world: World) -> DeviceMesh:
 
 
 def set_gradient_sync(model: nn.Module, config: ParallelConfig, pp: int, last: bool, measured: bool = False) -> None:
-    """Before a micro-batch's backward, set what it reduces and whether parameters stay gathered after it.
+    """Set, before a micro-batch, whether its backward reduces gradients and frees gathered parameters.
 
-    last: of the step. measured: its gradient must be reduced whatever the strategy, because it is looked at.
+    last: the last one of the step. measured: reduce whatever the strategy, because the gradient's norm is needed.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or measured or not keeps_gradients(ZERO_STAGE[config.strategy]))
@@ -89,10 +96,39 @@ def set_gradient_sync(model: nn.Module, config: ParallelConfig, pp: int, last: b
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
-    """Free what a forward without a backward has gathered and would keep: `model` shows its shards again."""
+    """Reshard every group of `model`: a forward without a backward leaves its parameters gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class ShardedModel:
+    """A model held by fully_shard; implements engines.plain_engine.WrappedModel."""
+
+    is_sharded = True
+    warmup_backwards = 0
+
+    def __init__(self, module: nn.Module, config: ParallelConfig) -> None:
+        self.module, self._config = module, config
+
+    @contextmanager
+    def accumulate(self, *, last: bool, measure: bool) -> Iterator[None]:
+        """Run one micro-batch, reducing its gradient if the strategy says so."""
+        set_gradient_sync(self.module, self._config, 1, last, measured=measure)
+        yield
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Never called: fully_shard rounds the same from its first step."""
+        yield
+
+    def free_gathered_parameters(self) -> None:
+        """Reshard every group."""
+        free_gathered_parameters(self.module)
+
+    def take_local_square(self) -> Tensor:
+        """Never called: a rank's own gradient is gone when the reduction ends."""
+        raise NotImplementedError
 
 
 def _keeps_parameters(config: ParallelConfig, pp: int) -> bool:
@@ -100,9 +136,9 @@ def _keeps_parameters(config: ParallelConfig, pp: int) -> bool:
 
 
 def _group_blocks(part: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
-    """Blocks that are gathered and reduced together; none where the whole part is one group.
+    """Group the blocks that are gathered and reduced together; an empty list makes the whole part one group.
 
-    Where parameters stay gathered, larger groups cost no memory but that of a bucket, and every collective has a price.
+    zero1 and zero2 keep parameters gathered, so larger groups cost only a bucket's memory and save collectives.
     """
     units = group_tied_blocks(part, list(dict.fromkeys(get_named_blocks(part).values())))
     if config.strategy == "zero3":
@@ -123,23 +159,23 @@ def _group_blocks(part: nn.Module, config: ParallelConfig) -> list[list[nn.Modul
 
 
 def group_tied_blocks(part: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the blocks in order, as lists; blocks that share a parameter are in one list.
+    """Group the blocks, in order, so that blocks sharing a parameter are in one list.
 
-    fully_shard supports a shared parameter only within a group, and would otherwise make two of it. So a block that
-    shares one with a module outside all blocks is left out: it belongs to the last group.
+    fully_shard supports a shared parameter only within a group; across groups it would split it into two. A block that
+    shares one with a module outside all blocks is left out here, so that both end in the last group.
     """
-    unit = list(range(len(blocks)))
-    first: dict[int, int] = {}
+    group_of = list(range(len(blocks)))
+    first_user: dict[int, int] = {}
     for index, block in enumerate(blocks):
         for parameter in block.parameters():
-            joined = unit[first.setdefault(id(parameter), index)]
-            unit = [joined if number == unit[index] else number for number in unit]
+            shared = group_of[first_user.setdefault(id(parameter), index)]
+            group_of = [shared if number == group_of[index] else number for number in group_of]
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in part.modules() if id(module) not in inside]
-    rest = {first.get(id(parameter)) for module in outside for parameter in module.parameters(recurse=False)}
-    left_out = {unit[index] for index in rest if index is not None}
+    users = {first_user.get(id(parameter)) for module in outside for parameter in module.parameters(recurse=False)}
+    left_out = {group_of[index] for index in users if index is not None}
     members: dict[int, list[nn.Module]] = {}
-    for number, block in zip(unit, blocks, strict=True):
+    for number, block in zip(group_of, blocks, strict=True):
         if number not in left_out:
             members.setdefault(number, []).append(block)
     return list(members.values())
@@ -151,9 +187,9 @@ def _count_bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def _set_prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int, named: bool) -> None:
-    """Prefetch `ahead` groups before the one that computes. fully_shard prefetches 1 by itself.
+    """Gather `ahead` groups before the one that computes; fully_shard gathers 1 by itself.
 
-    named: set these targets explicitly even if `ahead` is 1.
+    named: set the targets even if `ahead` is 1.
     """
     if ahead == 1 and not named:
         return
@@ -163,5 +199,5 @@ def _set_prefetch(part: nn.Module, groups: Sequence[nn.Module], ahead: int, name
         before = list(groups[max(0, end - ahead) : end])
         assert isinstance(module, FSDPModule)
         module.set_modules_to_forward_prefetch(following)  # type: ignore[arg-type]
-        # Without a target fully_shard takes its own; the module itself is there already, so nothing is gathered.
+        # An empty list would mean torch's default target; the module itself is gathered already, so it costs nothing.
         module.set_modules_to_backward_prefetch(before[::-1] or [module])  # type: ignore[arg-type]

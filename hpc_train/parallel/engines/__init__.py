@@ -1,1 +1,1 @@
-"""Engines: what owns accumulation, scaling, clipping and the optimizer (api.Engine)."""
+"""Engines own accumulation, loss scaling, clipping and the optimizer step (interfaces.Engine)."""

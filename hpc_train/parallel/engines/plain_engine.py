@@ -1,60 +1,94 @@
-"""The engine of models that every rank runs whole: plain, ddp, and sharded (FSDP2)."""
+"""The engine of a model that every rank runs whole: on one rank, with ddp, or sharded by fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, TensorShard, World
-from hpc_train.parallel.context.context_parallel import select_own_tokens
-from hpc_train.parallel.data_parallel.ddp import (
-    GradientHook,
-    accumulate_micro_batch,
-    count_settling_backwards,
-    discard_backward,
-)
-from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters, set_gradient_sync
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum, start_sum
-from hpc_train.parallel.mesh_axes import get_axis_degree
+from hpc_train.parallel.mesh_axes import get_axis_degree, select_own_tokens
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
 from hpc_train.parallel.user_model import explain_first_call, name_model
 
 
-class PlainEngine:
-    """api.Engine for data parallelism.
+class WrappedModel(Protocol):
+    """A model as data parallelism wraps it, and what that does around each micro-batch."""
 
-    In the order of time, a step is: start the reduction of the token count; forward; wait for it, so that the loss can
-    be divided once, by the global token count; start the reduction of the loss; backward, which reduces the gradients.
+    is_sharded: bool
+    """Ranks hold shards: a gradient is visible only after its reduction, and gathering casts the parameters."""
+    warmup_backwards: int
+    """Backwards whose gradients are thrown away before the first step."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module to call."""
+
+    def accumulate(self, *, last: bool, measure: bool) -> AbstractContextManager[None]:
+        """Run one micro-batch inside. last: of the step. measure: the norm of its gradient is needed."""
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Run one of the `warmup_backwards` inside."""
+
+    def free_gathered_parameters(self) -> None:
+        """Free what a forward without a backward has gathered."""
+
+    def take_local_square(self) -> Tensor:
+        """Return the squared norm of this rank's own gradient in the backward that was measured."""
+
+
+class UnwrappedModel:
+    """A model whose gradients no collective touches: one rank, or a worker of a parameter server."""
+
+    is_sharded = False
+    warmup_backwards = 0
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def accumulate(self, *, last: bool, measure: bool) -> AbstractContextManager[None]:
+        """Run one micro-batch; there is nothing to reduce."""
+        return nullcontext()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Never called: no buckets are reordered."""
+        return nullcontext()
+
+    def free_gathered_parameters(self) -> None:
+        """Do nothing: parameters are never sharded."""
+
+    def take_local_square(self) -> Tensor:
+        """Never called: the gradient of one rank is that of the global batch."""
+        raise NotImplementedError
+
+
+class PlainEngine:
+    """interfaces.Engine for data parallelism.
+
+    A step, in order of time: start the reduction of the token count; forward; wait for the count, so that the loss is
+    divided once, by the global number of tokens; start the reduction of the loss; backward, which reduces gradients.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        wrapped: nn.Module,
-        updates: GradientUpdate,
-        config: RunConfig,
-        world: World,
-        hook: GradientHook | None = None,
+        self, model: nn.Module, wrapped: WrappedModel, updates: GradientUpdate, config: RunConfig, world: World
     ) -> None:
         self.parts = [model]
-        self._model, self._wrapped = model, wrapped
-        self._config, self._world, self._hook = config, world, hook
-        self._to_settle = count_settling_backwards(wrapped, hook, world)
-        self._updates = updates
+        self._model, self._wrapped, self._updates = model, wrapped, updates
+        self._config, self._world = config, world
+        self._warmup_backwards = wrapped.warmup_backwards
         self._masks = StepMasks([model], config, world)
-        self._called = False
-        """Whether the model has been called once and its output checked."""
+        self._output_checked = False
 
     def forward_backward(self, batch: StepBatch) -> Sums:
-        """See api.Engine."""
-        self._settle(batch.micro[0])
+        """Accumulate the gradient of one step; see interfaces.Engine."""
+        self._warm_up(batch.micro[0])
         totals = StepTotals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         scale, reduction, sample = 0.0, None, None
@@ -64,124 +98,111 @@ class PlainEngine:
         for index, micro in enumerate(batch.micro):
             self._masks.select(index)
             last = index == len(batch.micro) - 1
-            with self._synchronising(last, early=measure and index == 0):
-                loss = self._loss(micro)
+            with self._wrapped.accumulate(last=last, measure=measure and index == 0):
+                loss = self._compute_loss(micro)
                 if index == 0:
                     tokens, stop = totals.wait()
-                    scale = self._updates.loss_scale * self._reducing / max(tokens, 1)
+                    # Collectives average gradients; the mean over tokens needs their sum.
+                    scale = self._updates.loss_scale * self._count_averaged_ranks() / max(tokens, 1)
                 local += loss.detach()
                 if last:
                     reduction = start_loss_sum(local, self._world)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:
-                sample = self._sample(batch, scale)
+                sample = self._sample_gradient(batch)
         if reduction is not None:
             reduction.wait()
         return Sums(local, tokens, stop, sample)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:
-        """See api.Engine."""
+        """Compute the sums of a step without a gradient."""
         totals = StepTotals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        with self._evaluating():
+        with self._evaluation_mode():
             for micro in batch.micro:
-                local += self._loss(micro)
+                local += self._compute_loss(micro)
         if (reduction := start_loss_sum(local, self._world)) is not None:
             reduction.wait()
         return Sums(local, *totals.wait())
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """Clip the gradient and return its norm before that."""
         return self._updates.clip(max_norm)
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """Step the optimizer and clear the gradients; False if the step was skipped."""
         return self._updates.update(lr)
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
-        return self._updates.pieces()
+    def shards(self) -> Iterator[TensorShard]:
+        """List what this rank saves and loads."""
+        return self._updates.shards()
 
-    def _settle(self, micro: MicroBatch) -> None:
-        """Backwards that are thrown away, once, so that a resumed run rounds as one that was never stopped."""
+    def _warm_up(self, micro: MicroBatch) -> None:
+        """Run the backwards that are thrown away, once, so that a resumed run rounds as one that never stopped."""
         devices = [self._world.device] if self._world.device.type == "cuda" else []
-        while self._to_settle:
-            with torch.random.fork_rng(devices), self._evaluating(), discard_backward(self._wrapped, self._hook):
-                (self._loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
-            self._updates.forget()
-            self._to_settle -= 1
+        while self._warmup_backwards:
+            with torch.random.fork_rng(devices), self._evaluation_mode(), self._wrapped.warm_up():
+                (self._compute_loss(micro) * 0.0).backward()  # type: ignore[no-untyped-call]
+            self._updates.clear_gradients()
+            self._warmup_backwards -= 1
 
-    def _loss(self, micro: MicroBatch) -> Tensor:
-        if self._called:
-            return self._computed(micro, compute_loss_sum)
+    def _compute_loss(self, micro: MicroBatch) -> Tensor:
+        if self._output_checked:
+            return self._run_forward(micro, compute_loss_sum)
         with explain_first_call(f"in the first call of {name_model(self._model)}"):
-            loss = self._computed(micro, compute_first_loss_sum)
-        self._called = True
+            loss = self._run_forward(micro, compute_first_loss_sum)
+        self._output_checked = True
         return loss
 
-    def _computed(self, micro: MicroBatch, sum_up: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Tensor:
+    def _run_forward(self, micro: MicroBatch, sum_loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Tensor:
         device = self._world.device
-        mine = select_own_tokens(micro, self._config, self._world)
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in mine)
+        own = select_own_tokens(micro, self._config, self._world)
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in own)
         inputs = inputs.to(next(self._model.parameters()).dtype) if inputs.is_floating_point() else inputs
-        with self._cast():
-            out = self._wrapped(inputs)
-        return sum_up(self._model, out, targets)
+        with self._autocast():
+            out = self._wrapped.module(inputs)
+        return sum_loss(self._model, out, targets)
 
-    def _cast(self) -> AbstractContextManager[object]:
-        if isinstance(self._wrapped, FSDPModule):
-            return nullcontext()
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._wrapped.is_sharded:
+            return nullcontext()  # fully_shard casts the parameters that it gathers
         return autocast_forward(self._config.precision, self._world.device)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Leaves the model as it was: what a user has put into evaluation mode for good stays there."""
-        training = [module for module in self._wrapped.modules() if module.training]
-        self._wrapped.eval()
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Put the model into evaluation mode; afterwards only the modules that were training train again."""
+        training = [module for module in self._wrapped.module.modules() if module.training]
+        self._wrapped.module.eval()
         try:
             yield
         finally:
             for module in training:
                 module.training = True
-            free_gathered_parameters(self._wrapped)
+            self._wrapped.free_gathered_parameters()
 
-    @contextmanager
-    def _synchronising(self, last: bool, early: bool) -> Iterator[None]:
-        """Only the last micro-batch of a step reduces gradients (and a sharded first one that is being measured)."""
-        if isinstance(self._wrapped, FSDPModule):
-            set_gradient_sync(self._wrapped, self._config.parallel, 1, last, measured=early)
-            yield
-            return
-        if self._hook is not None:
-            self._hook.norm.active = early and last
-        with accumulate_micro_batch(self._wrapped, last, self._hook):
-            yield
-
-    @property
-    def _reducing(self) -> int:
-        """Ranks whose gradients are averaged, where they are to be added up."""
+    def _count_averaged_ranks(self) -> int:
+        """Count the ranks over which collectives average gradients, where the step needs their sum."""
         return self._world.dp_size * get_axis_degree(self._world, "cp")
 
     def _can_measure(self, batch: StepBatch) -> bool:
-        """A gradient of less than the global batch must be visible: a rank's own, or that of the first micro-batch."""
-        sharded = isinstance(self._wrapped, FSDPModule)
+        """Whether a gradient of less than the global batch is visible: this rank's own, or the first micro-batch's."""
+        sharded = self._wrapped.is_sharded
         if get_axis_degree(self._world, "cp") > 1 and not sharded:
-            return False  # a rank's own gradient is that of parts of sequences
+            return False  # a rank's own gradient covers only parts of sequences
         return len(batch.micro) > 1 or (self._world.size > 1 and not sharded)
 
-    def _sample(self, batch: StepBatch, scale: float) -> GradientSample:
-        """Squared norm of the mean gradient over part of the batch, averaged over ranks that see different parts."""
-        share = [len(micro.targets) for micro in batch.micro]
-        fraction = share[0] / sum(share)
-        sharded = isinstance(self._wrapped, FSDPModule)
-        if len(share) == 1:
-            assert self._hook is not None
-            square = self._hook.norm.take() / self._updates.loss_scale**2
+    def _sample_gradient(self, batch: StepBatch) -> GradientSample:
+        """Average the squared norm of the mean gradient of part of the batch over ranks that see different parts."""
+        rows = [len(micro.targets) for micro in batch.micro]
+        fraction = rows[0] / sum(rows)
+        sharded = self._wrapped.is_sharded
+        if len(rows) == 1:
+            square = self._wrapped.take_local_square() / self._updates.loss_scale**2
         else:
             square = self._updates.norm().double().square() / fraction**2
         if not sharded and (work := start_sum(square, self._world)) is not None:
             work.wait()
             square = square / self._world.size
         ranks = self._world.dp_size if sharded else 1
-        return GradientSample(square, sequences=share[0] * ranks)
+        return GradientSample(square, sequences=rows[0] * ranks)

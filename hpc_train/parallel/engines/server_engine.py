@@ -1,94 +1,118 @@
-"""The engines of parameter servers and of neighbour averaging: plain gradients, and updates by one-sided messages."""
+"""The engines of parameter servers and of neighbour averaging: plain gradients, updates by one-sided messages.
+
+A synchronous server engine is a plain engine whose updates go through servers. An asynchronous worker computes the sums
+of its own tokens only, so it also has a plain engine over a world of one rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
-from hpc_train.parallel.engines.plain_engine import PlainEngine
-from hpc_train.parallel.optimizer_step import OptimizerUpdates
-from hpc_train.parallel.parameter_server.asynchronous import AsynchronousUpdates, StalenessClock
+from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
+from hpc_train.parallel.optimizer_step import GradientUpdate, OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks, connect_ranks
-from hpc_train.parallel.parameter_server.neighbour_averaging import NeighbourUpdates
-from hpc_train.parallel.parameter_server.shared_parameters import (
-    OptimizerFactory,
-    ShareWindow,
-    deal_parameters,
-    find_hosts,
-)
-from hpc_train.parallel.parameter_server.synchronous import SynchronousUpdates
 
-_Served = SynchronousUpdates | AsynchronousUpdates
+
+class ServerUpdate(GradientUpdate, Protocol):
+    """A GradientUpdate whose parameters live on servers."""
+
+    def refresh(self) -> None:
+        """Pull the parameters once all workers have come here."""
+
+
+class AsynchronousUpdate(ServerUpdate, Protocol):
+    """A ServerUpdate that workers make at different times."""
+
+    def restart(self) -> None: ...
+
+    def begin(self, stop: bool) -> bool: ...
 
 
 class ServerEngine:
-    """api.Engine over parameters that live on servers."""
+    """interfaces.Engine over parameters that live on servers, updated by all workers together."""
 
-    def __init__(self, model: nn.Module, updates: _Served, config: RunConfig, world: World) -> None:
+    def __init__(self, model: nn.Module, updates: ServerUpdate, config: RunConfig, world: World) -> None:
         self.parts = [model]
         self._updates = updates
-        self._together = PlainEngine(model, model, updates, config, world)
-        self._alone = PlainEngine(model, model, updates, config, replace(world, size=1, rank=0, dp_index=0, dp_size=1))
+        self._engine = PlainEngine(model, UnwrappedModel(model), updates, config, world)
         self._stale = True
-        """The servers' memory may have been loaded from a checkpoint since the parameters were pulled."""
+        """A checkpoint may have been loaded into the servers' memory since the parameters were pulled."""
 
     def forward_backward(self, batch: StepBatch) -> Sums:
-        """See api.Engine. Asynchronous: the sums of this rank's own tokens, because nobody waits for the others."""
-        batch = replace(batch, measure=False)
-        if isinstance(self._updates, SynchronousUpdates):
-            self._refresh()
-            return self._together.forward_backward(batch)
-        if self._stale:
-            self._refresh()
-            self._updates.restart()
-        stop = self._updates.begin(batch.stop)
-        return replace(self._alone.forward_backward(replace(batch, stop=False)), stop=stop)
+        """Pull the parameters if a checkpoint was loaded, then accumulate this worker's gradient."""
+        self._refresh_if_stale()
+        return self._engine.forward_backward(replace(batch, measure=False))
 
     def evaluate(self, batch: StepBatch) -> Sums:
-        """See api.Engine: of the parameters on the servers when all workers have come here."""
+        """Evaluate the parameters that are on the servers when all workers have come here."""
         self._updates.refresh()
-        return self._together.evaluate(batch)
+        return self._engine.evaluate(batch)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine; asynchronous: of this worker's own gradient."""
+        """Clip the gradient (asynchronous: this worker's own) and return its norm before that."""
         return self._updates.clip(max_norm)
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """Send the gradient to the servers, and clear it."""
         return self._updates.update(lr)
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+    def shards(self) -> Iterator[TensorShard]:
+        """List what this rank saves and loads; a load writes into the servers' memory."""
         self._stale = True
-        return self._updates.pieces()
+        return self._updates.shards()
 
-    def _refresh(self) -> None:
-        if self._stale:
+    def _refresh_if_stale(self) -> bool:
+        was_stale, self._stale = self._stale, False
+        if was_stale:
             self._updates.refresh()
-        self._stale = False
+        return was_stale
+
+
+class AsynchronousServerEngine(ServerEngine):
+    """A worker that updates the servers' parameters by itself."""
+
+    def __init__(self, model: nn.Module, updates: AsynchronousUpdate, config: RunConfig, world: World) -> None:
+        super().__init__(model, updates, config, world)
+        alone = replace(world, size=1, rank=0, dp_index=0, dp_size=1)
+        self._own_updates = updates
+        self._own_engine = PlainEngine(model, UnwrappedModel(model), updates, config, alone)
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """Accumulate this rank's gradient; the sums are of its own tokens, because no worker waits for the others."""
+        if self._refresh_if_stale():
+            self._own_updates.restart()
+        stop = self._own_updates.begin(batch.stop)
+        return replace(self._own_engine.forward_backward(replace(batch, measure=False, stop=False)), stop=stop)
+
+
+class NeighbourAveragingEngine(PlainEngine):
+    """A plain engine whose gradients only their own rank sees, so a part of the batch cannot be measured."""
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """Accumulate the gradient of one step, without a gradient sample."""
+        return super().forward_backward(replace(batch, measure=False))
 
 
 def build_server_engine(
     model: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World
 ) -> tuple[Engine, str]:
-    """The engine for parallel.server.mode, and what was done. A collective.
+    """Return the engine for parallel.server.mode and a line for the log. A collective.
 
     Raises UserError where MPI did not start the ranks.
     """
+    ranks = connect_ranks(world, config.parallel.server.hybrid)
+    if config.parallel.server.mode == "peer":
+        return _build_neighbour_engine(model, make_optimizer, ranks, config, world)
+    from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, deal_parameters, find_hosts
+
     server = config.parallel.server
-    ranks = connect_ranks(world, server.hybrid)
-    if server.mode == "peer":
-        optimizer = make_optimizer(model)
-        updates = NeighbourUpdates(OptimizerUpdates([model], optimizer, world), model, optimizer, ranks)
-        return _Unmeasured(
-            PlainEngine(model, model, updates, config, world)
-        ), f"neighbour averaging: {world.size} ranks"
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if server.servers > len(trained):
         raise UserError(
@@ -99,34 +123,25 @@ def build_server_engine(
         for index, share in enumerate(deal_parameters(trained, server.servers))
     ]
     ranks.barrier()
-    held = f"{server.servers} servers of {server.replicas} copies each, {ranks.groups} workers"
-    return ServerEngine(model, _updates(model, windows, make_optimizer, config, ranks, world), config, world), (
-        f"{server.mode} parameter servers over MPI windows: {held}"
-    )
+    counts = f"{server.servers} servers of {server.replicas} copies each, {ranks.groups} workers"
+    line = f"{server.mode} parameter servers over MPI windows: {counts}"
+    if server.mode == "synchronous":
+        from hpc_train.parallel.parameter_server.synchronous import SynchronousUpdates
+
+        return ServerEngine(model, SynchronousUpdates(model, windows, ranks, world), config, world), line
+    from hpc_train.parallel.parameter_server.asynchronous import AsynchronousUpdates, StalenessClock
+
+    clock = StalenessClock(ranks, server.staleness, config.launch.timeout_seconds)
+    updates = AsynchronousUpdates(model, windows, make_optimizer, clock, ranks, world)
+    return AsynchronousServerEngine(model, updates, config, world), line
 
 
-def _updates(
-    model: nn.Module,
-    windows: list[ShareWindow],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    config: RunConfig,
-    ranks: MpiRanks,
-    world: World,
-) -> _Served:
-    if config.parallel.server.mode == "synchronous":
-        return SynchronousUpdates(model, windows, ranks, world)
-    clock = StalenessClock(ranks, config.parallel.server.staleness, config.launch.timeout_seconds)
-    return AsynchronousUpdates(model, windows, make_optimizer, clock, ranks, world)
+def _build_neighbour_engine(
+    model: nn.Module, make_optimizer: OptimizerFactory, ranks: MpiRanks, config: RunConfig, world: World
+) -> tuple[Engine, str]:
+    from hpc_train.parallel.parameter_server.neighbour_averaging import NeighbourUpdates
 
-
-class _Unmeasured:
-    """A plain engine whose gradients nobody sees but their rank: there is no sample of a part of the batch."""
-
-    def __init__(self, engine: PlainEngine) -> None:
-        self.parts = engine.parts
-        self.evaluate, self.clip, self.update, self.pieces = engine.evaluate, engine.clip, engine.update, engine.pieces
-        self._engine = engine
-
-    def forward_backward(self, batch: StepBatch) -> Sums:
-        """See api.Engine."""
-        return self._engine.forward_backward(replace(batch, measure=False))
+    optimizer = make_optimizer(model)
+    updates = NeighbourUpdates(OptimizerUpdates([model], optimizer, world), model, optimizer, ranks)
+    engine = NeighbourAveragingEngine(model, UnwrappedModel(model), updates, config, world)
+    return engine, f"neighbour averaging: {world.size} ranks"

@@ -1,1 +1,1 @@
-"""What a block keeps for backward, and how it is compiled."""
+"""Memory: recomputation, offload of activations and parameters, and compilation of blocks."""

@@ -1,4 +1,4 @@
-"""What a block keeps for backward waits in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
+"""Keep the tensors that a block saves for backward in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train._torch import tensor_version
-from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
@@ -27,10 +26,8 @@ CopyBack = Callable[[], Tensor]
 StorageKey = tuple[Any, ...]
 
 
-def offload_activations(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: move what blocks keep for backward to pinned CPU memory until then; their parameters stay."""
-    if not config.parallel.recompute.offload:
-        return None
+def offload_activations(part: nn.Module, world: World) -> str:
+    """Move what blocks save for backward to pinned CPU memory until then; their parameters stay."""
     if world.device.type == "cpu":
         raise UserError(
             "parallel.recompute.offload=true: this rank computes on a CPU, whose memory is where activations are; "

@@ -1,4 +1,7 @@
-"""torch.compile of each block by itself: the same code for all of them, compiled once."""
+"""torch.compile each block by itself: blocks share one code, so it is compiled once.
+
+A graph break would silently run uncompiled, so each new one is reported as a warning.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,30 @@ from hpc_train._torch import graph_breaks
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.parallel.tensor.local_parameters import read_parameters_first
+from hpc_train.parallel.mesh_axes import get_axis_degree
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 log = logging.getLogger(__name__)
 
 
-def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: compile what each block does. Collectives that hooks start, such as fully_shard's, stay outside."""
-    if not config.parallel.compile:
-        return None
+def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Compile the forward of each block. Collectives that hooks start, such as fully_shard's, stay outside."""
     blocks = get_blocks(part, "parallel.compile=true")
     check_compiler(world.device)
     check_precision(config, world.device)
     reported: set[str] = set()
+    split = get_axis_degree(world, "tp") > 1
+    if split:
+        from hpc_train.parallel.tensor.local_parameters import read_parameters_first
     for block in blocks:
-        replace_forward(block, _compiled)
+        replace_forward(block, _compile)
         replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
-        replace_forward(block, partial(read_parameters_first, block))
+        if split:
+            replace_forward(block, partial(read_parameters_first, block))
     return f"compile: {len(blocks)} blocks"
 
 
-def _compiled(forward: Forward) -> Forward:
+def _compile(forward: Forward) -> Forward:
     compiled: Forward = torch.compile(forward)
     return compiled
 
@@ -69,7 +74,7 @@ def _shorten(reason: str) -> str:
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
-    """Raise UserError where the code that torch makes is known to fail in the first backward."""
+    """Raise UserError where the code that torch generates is known to be wrong."""
     if (
         config.precision.name == "fp64"
         and device.type == "cpu"
@@ -82,7 +87,7 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError where torch would find out in its first step, in many lines, that it cannot compile."""
+    """Raise UserError where torch would fail to compile in the first step, with a long message."""
     compiler = os.environ.get("CXX", "g++")  # torch's own rule
     if shutil.which(compiler) is None:
         raise UserError(

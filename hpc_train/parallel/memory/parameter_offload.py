@@ -25,9 +25,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import move_shards, set_local
+from hpc_train.cluster.filesystems import find_filesystem
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.parallel.optimizer_step import OptimizerFactory, get_local
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2**20, 2**30
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies."""
+    """The memory of one tensor in a mapped file."""
 
     mapped: mmap.mmap
     offset: int
@@ -109,16 +111,10 @@ class FileMemory:
             ) from error
 
 
-def is_memory_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether a folder lies on a file system without a disk."""
-    best, kind = "", ""
-    place = str(folder.resolve())
-    for line in mounts.read_text().splitlines() if mounts.exists() else []:
-        _, point, name, *_ = line.split(" ")
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, name
-    return kind in ("tmpfs", "ramfs")
+def is_memory_file_system(folder: Path, mounts: str | None = None) -> bool:
+    """Whether a folder is on a file system without a disk. mounts: see cluster.filesystems.find_filesystem."""
+    found = find_filesystem(folder, mounts)
+    return found is not None and found.kind in ("tmpfs", "ramfs")
 
 
 PART_MIB = 64.0
@@ -142,7 +138,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """inner: over sharded parameters, before its first step. files: where parameters or its state are, if any."""
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._twins = {p: p if _local(p).device == place else _copy_parameter(p, place) for p in parameters}
+        self._twins = {p: p if get_local(p).device == place else _copy_parameter(p, place) for p in parameters}
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         for group in inner.param_groups:
             group["params"] = [self._twins[parameter] for parameter in group["params"]]
@@ -152,7 +148,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the gradients are gone afterwards."""
+        """Update every parameter that has a gradient, and free the gradients."""
         assert closure is None
         for outer, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update({name: value for name, value in outer.items() if name != "params"})
@@ -166,14 +162,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for parameter, gradient in gradients.items():
             twin = self._twins[parameter]
             if twin is not parameter:
-                _local(twin).copy_(_local(parameter))
+                get_local(twin).copy_(get_local(parameter))
             twin.grad = None if gradient is None else gradient.to(self._place)
         self._inner.step()
         for parameter in gradients:
             twin = self._twins[parameter]
             twin.grad = None
             if twin is not parameter:
-                _local(parameter).copy_(_local(twin))
+                get_local(parameter).copy_(get_local(twin))
             self._keep(parameter, self._inner.state[twin])
 
     def _keep(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
@@ -182,25 +178,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return
         tensors = [value for value in state.values() if isinstance(value, DTensor)]
         for value in tensors if self._state_in_files else []:
-            if not self._files.holds(_local(value)):
-                set_local(value, self._files.take(_local(value)))
+            if not self._files.holds(get_local(value)):
+                set_local(value, self._files.take(get_local(value)))
         for used in [parameter, *tensors]:
-            self._files.drop(_local(used))
+            self._files.drop(get_local(used))
 
 
 def _copy_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(place))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _split_parameters(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     parts: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
-        size = _local(parameter).nbytes  # none, where other ranks have all rows
+        size = get_local(parameter).nbytes  # none, where other ranks have all rows
         if not parts or filled + size > limit:
             parts.append([])
             filled = 0
@@ -209,21 +201,15 @@ def _split_parameters(parameters: list[nn.Parameter], limit: float) -> list[list
     return parts
 
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 CPU = torch.device("cpu")
 
 
 def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolicy:
-    """What fully_shard is told: parameters in CPU memory, pinned where a GPU copies from it."""
+    """Make fully_shard's policy: parameters in CPU memory, pinned where a GPU copies from it."""
     where = config.parallel.offload.parameters
     if where == "none":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=where == "cpu" and device.type == "cuda")
-
-
-def get_parameter_home(config: RunConfig, world: World) -> torch.device:
-    """Where the sharded parameters live."""
-    return get_parameter_device(config, world.device)
 
 
 def get_parameter_device(config: RunConfig, device: torch.device) -> torch.device:
@@ -247,15 +233,15 @@ def open_offload_files(config: RunConfig) -> FileMemory | None:
     return FileMemory(offload.dir) if "file" in (offload.parameters, offload.optimizer) else None
 
 
-def settle_parameters(part: nn.Module, config: RunConfig, world: World, files: FileMemory | None) -> str | None:
-    """After materialising in `home`: buffers go to the device, parameters into `files`. Returns what was done."""
-    offload = config.parallel.offload
-    if offload.parameters == "none":
-        return None
+def place_offloaded_parameters(part: nn.Module, config: RunConfig, world: World, files: FileMemory | None) -> str:
+    """Move the buffers of `part` to this rank's device and its sharded parameters, if so configured, into `files`.
+
+    part: with values on get_parameter_device(). Returns a line for the log.
+    """
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
-    if offload.parameters == "file":
+    if config.parallel.offload.parameters == "file":
         assert files is not None
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -268,16 +254,15 @@ def settle_parameters(part: nn.Module, config: RunConfig, world: World, files: F
 def offload_optimizer(
     make: OptimizerFactory, config: RunConfig, world: World, files: FileMemory | None
 ) -> OptimizerFactory:
-    """Wrap an optimizer factory so that its state and updates are on `optimizer_device`."""
-    offload = config.parallel.offload
-    if offload.optimizer == "none" and offload.parameters == "none":
+    """Wrap an optimizer factory so that state and updates are on get_optimizer_device()."""
+    if config.parallel.offload.optimizer == "none" and config.parallel.offload.parameters == "none":
         return make
     place = get_optimizer_device(config, world.device)
-    keeps_state = offload.optimizer == "file"
+    keeps_state = config.parallel.offload.optimizer == "file"
 
-    def placed(split: nn.Module) -> torch.optim.Optimizer:
+    def make_offloaded(split: nn.Module) -> torch.optim.Optimizer:
         where = f"in files in {files.folder}" if files is not None and keeps_state else f"in {place} memory"
         log.info("offload: optimizer state %s, updated on %s", where, place)
         return OffloadedOptimizer(make(split), place, files, keeps_state)
 
-    return placed
+    return make_offloaded

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 GROUPS = {
@@ -36,11 +35,9 @@ GROUPS = {
 """Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""
 
 
-def recompute_activations(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: of every k-th block keep the inputs only (full), or also the results of some operators (selective)."""
+def recompute_activations(part: nn.Module, config: RunConfig) -> str:
+    """Recompute every k-th block in backward: keep its inputs (full), or results of some operators too (selective)."""
     recompute = config.parallel.recompute
-    if recompute.mode == "none":
-        return None
     blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
     chosen = blocks[:: recompute.every]
     keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None
@@ -57,13 +54,13 @@ class KeepPolicy:
     """A policy of torch's selective checkpointing: the results of these operators are kept, all else is recomputed."""
 
     names: dict[Any, str]
-    """What the user calls each operator (torch.ops.aten.*)."""
+    """The user's name for each operator (torch.ops.aten.*)."""
     ran: set[Any] = field(default_factory=set)
     """Operators of the blocks so far."""
 
     @classmethod
     def named(cls, names: Iterable[str]) -> KeepPolicy:
-        """From the names of parallel.recompute.keep. Raises UserError for one that is no operator of torch."""
+        """Make the policy for the names in parallel.recompute.keep. Raises UserError for an unknown operator."""
         return cls({operator: name for name in names for operator in _operators(name)})
 
     def __call__(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.parallel.optimizer_step import OptimizerFactory
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks
 from hpc_train.parallel.parameter_server.shared_parameters import (
-    OptimizerFactory,
     ParameterShare,
     ShareWindow,
     list_server_shards,
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.0005
 
 
 class StalenessClock:
-    """How many updates each group of ranks has made, in a window of rank 0; nobody waits but who is too far ahead."""
+    """Counts the updates of each group of ranks, in a window of rank 0; only a group too far ahead waits."""
 
     def __init__(self, ranks: MpiRanks, staleness: int, timeout: float) -> None:
         """A collective. timeout: seconds to wait for the slowest group."""
@@ -46,7 +46,7 @@ class StalenessClock:
             values[:-1], values[-1] = 0, _NEVER
         ranks.barrier()
         self.updates = 0
-        """Of this group."""
+        """Updates of this group."""
 
     def wait(self) -> None:
         """Until the slowest group is at most `staleness` updates behind this one."""
@@ -98,7 +98,7 @@ class StalenessClock:
 
 
 class AsynchronousUpdates:
-    """updates.Updating of one worker (or of one group of them, with `hybrid`): its own gradient, applied at once.
+    """GradientUpdate of one worker (with `hybrid`, of one group): applies its own gradient at once.
 
     A server does nothing: the worker fetches a share under its lock, updates it and puts it back.
     """
@@ -134,7 +134,7 @@ class AsynchronousUpdates:
         return last
 
     def _agree(self, mine: bool) -> bool:
-        """Whether it is so on any rank of the group."""
+        """Whether `mine` is true on any rank of the group."""
         with self._ranks.calling:
             return bool(self._ranks.group.allreduce(int(mine)))
 
@@ -149,13 +149,13 @@ class AsynchronousUpdates:
         self._clock.restart()
 
     def norm(self) -> Tensor:
-        """See updates.Updating: of this worker's (or group's) own gradient."""
+        """See optimizer_step.GradientUpdate: of this worker's (or group's) own gradient."""
         if self._gradients is None:
             self._gradients = [window.gradient().clone() for window in self._windows]
         return nn.utils.get_total_norm(self._gradients)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         norm = self.norm()
         assert self._gradients is not None
         if max_norm is not None:
@@ -164,22 +164,22 @@ class AsynchronousUpdates:
         return norm
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         self.norm()
         assert self._gradients is not None
         if self._ranks.leads:
             for window, share, gradient in zip(self._windows, self._shares, self._gradients, strict=True):
                 window.update_from_afar(share, self._scratch, gradient, lr)
             self._clock.tick()
-        self.forget()
+        self.clear_gradients()
         return True
 
-    def forget(self) -> None:
-        """See updates.Updating."""
+    def clear_gradients(self) -> None:
+        """See optimizer_step.GradientUpdate."""
         self._gradients = None
         self._model.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+    def shards(self) -> Iterator[TensorShard]:
+        """See interfaces.Engine."""
         self._ranks.barrier()
         return list_server_shards(self._model, self._windows, self._world)

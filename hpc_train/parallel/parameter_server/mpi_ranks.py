@@ -26,7 +26,7 @@ class MpiRanks:
     """Communicators of a job, in the order of its ranks."""
 
     calling: threading.Lock
-    """To be held around every call of MPI, which is for one thread at a time."""
+    """Lock around every MPI call: only one thread may be inside the library."""
     every: MPI.Intracomm
     group: MPI.Intracomm
     """Ranks that reduce their gradients among themselves before one of them, rank 0 of it, pushes."""

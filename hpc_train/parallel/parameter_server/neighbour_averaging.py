@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NeighbourUpdates:
-    """updates.Updating: this rank's own step, then the mean with the ranks before and after it on a ring."""
+    """GradientUpdate of a rank that steps by itself, then averages with the ranks before and after it on a ring."""
 
     loss_scale = 1.0
 
@@ -33,37 +33,37 @@ class NeighbourUpdates:
         self._type = MPI.DOUBLE if flat.dtype == torch.float64 else MPI.FLOAT
         self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.every)
         self._shown = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
-        """What the neighbours read."""
+        """Parameters that the neighbours read."""
         self._read = torch.empty_like(flat)
         me, count = ranks.every.rank, ranks.every.size
         self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})
 
     def norm(self) -> Tensor:
-        """See updates.Updating: of this rank's own gradient."""
+        """See optimizer_step.GradientUpdate: of this rank's own gradient."""
         return self._own.norm()
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         return self._own.clip(max_norm)
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         self._own.update(lr)
         self._average()
         return True
 
-    def forget(self) -> None:
-        """See updates.Updating."""
-        self._own.forget()
+    def clear_gradients(self) -> None:
+        """See optimizer_step.GradientUpdate."""
+        self._own.clear_gradients()
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine. A collective: all ranks first become equal, so that there is one model to save."""
+    def shards(self) -> Iterator[TensorShard]:
+        """See interfaces.Engine. A collective: all ranks first become equal, so that there is one model to save."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
             with self._ranks.calling:
                 self._ranks.every.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
             tensor /= self._ranks.every.size
-        return self._own.pieces()
+        return self._own.shards()
 
     def _average(self) -> None:
         torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._shown)

@@ -6,7 +6,7 @@ The buffer lies in an MPI window on each server of the share: the first one upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.parallel.optimizer_step import initialise_optimizer_state
+from hpc_train.parallel.optimizer_step import OptimizerFactory, initialise_optimizer_state
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks, spread_evenly
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 _ALIGNMENT = 64
 
 
@@ -53,14 +52,14 @@ class ParameterShare:
             offset += _align_size(_count_bytes(value))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything to save, by the names of api.Piece."""
+        """Everything to save, by the names of interfaces.TensorShard."""
         yield from zip(self.names, self.parameters, strict=True)
         names = dict(zip(self.parameters, self.names, strict=True))
         for parameter, key, value in self._state():
             yield f"optim.{key}.{names[parameter]}", value
 
     def step(self, gradient: Tensor, lr: float) -> None:
-        """One update of the share; gradient: flat, of all parameters in turn."""
+        """Update the share. gradient: flat, of all parameters in order."""
         parts = torch.split(gradient, [p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -184,7 +183,7 @@ class ShareWindow:
             self._copy_to_replicas(_view_window(self._window))
 
     def update_from_afar(self, share: ParameterShare, scratch: Tensor, gradient: Tensor, lr: float) -> None:
-        """One step of a share that another rank holds: fetch it into `scratch`, update it there, put it back."""
+        """Update a share on another rank: fetch it into `scratch`, step, put it back."""
         share.bind(scratch[: self.bytes], keep=True)
         mine = scratch[: self.bytes]
         with self._held(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):

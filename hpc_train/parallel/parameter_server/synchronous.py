@@ -13,14 +13,14 @@ from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, l
 
 
 class SynchronousUpdates:
-    """updates.Updating: the numbers of an all-reduce, by another way."""
+    """optimizer_step.GradientUpdate: the numbers of an all-reduce, by another way."""
 
     loss_scale = 1.0
 
     def __init__(self, model: nn.Module, windows: list[ShareWindow], ranks: MpiRanks, world: World) -> None:
         self._model, self._windows, self._ranks, self._world = model, windows, ranks, world
         self._factor: float | None = None
-        """What the pushed gradients are to be multiplied by; None: nothing is pushed yet."""
+        """Factor for the pushed gradients; None: nothing is pushed yet."""
 
     def refresh(self) -> None:
         """Pull the parameters as all ranks have them now. A collective."""
@@ -29,7 +29,7 @@ class SynchronousUpdates:
             window.pull()
 
     def norm(self) -> Tensor:
-        """See updates.Updating: of the mean of what all ranks push."""
+        """See optimizer_step.GradientUpdate: of the mean of what all ranks push."""
         if self._factor is None:
             self._push()
         mine = [window.pushed() for window in self._windows]
@@ -39,14 +39,14 @@ class SynchronousUpdates:
         return torch.tensor(total, dtype=torch.float64).sqrt() / self._ranks.groups
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         norm = self.norm()
         if max_norm is not None:
             self._factor = min(1.0, max_norm / (float(norm) + 1e-6)) / self._ranks.groups
         return norm
 
     def update(self, lr: float) -> bool:
-        """See api.Engine."""
+        """See interfaces.Engine."""
         if self._factor is None:
             self._push()
         assert self._factor is not None
@@ -55,17 +55,17 @@ class SynchronousUpdates:
             if gradient is not None:
                 window.apply(gradient * self._factor, lr)
                 gradient.zero_()
-        self.forget()
+        self.clear_gradients()
         self.refresh()
         return True
 
-    def forget(self) -> None:
-        """See updates.Updating."""
+    def clear_gradients(self) -> None:
+        """See optimizer_step.GradientUpdate."""
         self._factor = None
         self._model.zero_grad(set_to_none=True)
 
-    def pieces(self) -> Iterator[TensorShard]:
-        """See api.Engine."""
+    def shards(self) -> Iterator[TensorShard]:
+        """See interfaces.Engine."""
         return list_server_shards(self._model, self._windows, self._world)
 
     def _push(self) -> None:

@@ -16,7 +16,7 @@ from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine
 from hpc_train.parallel.mesh_axes import get_axis_index
-from hpc_train.parallel.optimizer_step import OptimizerUpdates
+from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.pipeline.measurement import BlockTimes, Timeline, get_times_path, read_block_times
 from hpc_train.parallel.pipeline.schedule import Pipeline
 from hpc_train.parallel.precision import make_loss_scale, make_mixed_precision_policy
@@ -31,7 +31,6 @@ from hpc_train.traffic.stages import (
     stage_placement,
 )
 
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Report = Callable[[str], None]
 PreparePart = Callable[[nn.Module, nn.Module, RunConfig, World, Report], None]
 """(part on the meta device, whole model, config, world, what takes a line a pass): every pass, then the values."""
@@ -91,7 +90,7 @@ def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> 
 
 
 def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:
-    """What the run has measured, what the user says, or FLOPs."""
+    """Choose block costs: measured by this run, else the user's, else FLOPs."""
     options = config.parallel.pipeline
     measured = read_block_times(get_times_path(config.run_dir), blocks) if options.resplit and config.run_dir else None
     if measured is not None:
@@ -104,19 +103,21 @@ def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:
 
 
 def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, degrees: Degrees) -> BetweenStages:
-    """What the stages exchange, found out by a stage that is never given values."""
+    """Infer the tensor that stages exchange from a stage on the meta device."""
     compute = make_mixed_precision_policy(config.precision).param_dtype
     probe = _make_stage(model, first[:1]).to(compute).eval()
     tensor = config.parallel.tensor
     assert isinstance(model, Model)
-    pieces = degrees.tp if tensor.sequence and "seq" in model.plan.values() else 1
+    sequence_parts = degrees.tp if tensor.sequence and "seq" in model.plan.values() else 1
 
     def hidden(inputs: Tensor) -> Tensor:
         like = inputs.to(next(probe.parameters()).dtype) if inputs.is_floating_point() else inputs
         with torch.no_grad():
             out: Tensor = probe(like)
         batch, positions, *rest = out.shape
-        return torch.empty(batch, positions // pieces, *rest, dtype=out.dtype, device="meta", requires_grad=True)
+        return torch.empty(
+            batch, positions // sequence_parts, *rest, dtype=out.dtype, device="meta", requires_grad=True
+        )
 
     return hidden
 

@@ -30,7 +30,7 @@ from hpc_train.traffic.stages import BlockCosts
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One computation of one stage."""
+    """A computation of one stage."""
 
     start: float
     """Seconds of a clock that the ranks of a node share."""
@@ -49,14 +49,14 @@ class Timeline:
     device: torch.device
     on: bool = False
     file: Path | None = None
-    """Where they are written when the last step that is recorded has ended."""
+    """File to write the events to after the last recorded step."""
     rank: int = 0
     events: list[TimelineEvent] = field(default_factory=list)
     step: int = 0
 
     @contextmanager
     def record(self, kind: str, stage: int, micro: int) -> Iterator[None]:
-        """Of what is done inside."""
+        """Record the time of the code inside."""
         if not self.on or not torch.is_grad_enabled():
             yield
             return
@@ -65,7 +65,7 @@ class Timeline:
         self.events.append(TimelineEvent(start, self._now(), kind, stage, micro, self.step))
 
     def end_step(self) -> None:
-        """What follows belongs to the next step."""
+        """End a step; after the last recorded one, write the file."""
         self.step += 1
         if not self.on or self.step < TIMELINE_STEPS:
             return
@@ -121,12 +121,12 @@ _BEFORE, _AFTER = "before", "after"
 
 
 def get_times_path(run_dir: str) -> Path:
-    """Where the times of a run are kept."""
+    """Return the file with the block times of a run."""
     return Path(run_dir) / "stage_times.json"
 
 
 def read_block_times(path: Path, blocks: list[str]) -> BlockCosts | None:
-    """What an earlier attempt has measured; None if there was none. Raises UserError for a damaged file."""
+    """Read the block times of an earlier attempt; None if there are none. Raises UserError for a damaged file."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""From a schedule's name to what runs it: torch's pipeline stages and schedules over this rank's parts."""
+"""Make torch's pipeline stages and schedules for this rank's parts."""
 
 from __future__ import annotations
 
@@ -154,10 +154,10 @@ class Stage(PipelineStage):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What stays the same from step to step."""
+    """A pipeline of stages, from which each number of micro-batches gets its schedule."""
 
     name: str
-    """Of the schedule, or its file."""
+    """Name of the schedule, or its file."""
     file: Order | None
     """The order in that file."""
     ranks: tuple[int, ...]
@@ -190,7 +190,7 @@ class Pipeline:
         return self._gathering(run_pipeline_order(stages, self.ranks, table.order_rows(order), micro_batches, loss))
 
     def evaluation(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
-        """The same for forward alone, whatever the schedule: it runs by `eval`."""
+        """Make a schedule of forwards only, whatever the training schedule; run it by `eval`."""
         rows = table.order_rows(make_forward_order(self.ranks, micro_batches))
         return self._gathering(run_pipeline_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss))
 
@@ -229,7 +229,7 @@ def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
 
 
 def read_torch_order(schedule: PipelineScheduleMulti, ranks: tuple[int, ...]) -> Order:
-    """What a schedule of torch's is going to compute."""
+    """Read the order of computations from one of torch's schedules."""
     order = schedule.pipeline_order
     cells = [
         [table.parse_action(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)

@@ -1,4 +1,4 @@
-"""check_support: the rules of every technique, in the order in which a user would read them."""
+"""Check a config against the rules of every technique, in the order in which a user would read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = (
 
 
 def check_support(config: RunConfig, world: int) -> Degrees:
-    """The degrees of this run on `world` ranks. Raises UserError, saying what would work, if nothing here can do it.
+    """Return the degrees of this run on `world` ranks. Raises UserError, naming what would work, if it cannot run.
 
     An option that would have no effect, such as parallel.tensor.asynchronous without tp, is refused too.
     """

@@ -41,15 +41,15 @@ def _check_unused(context: ContextConfig) -> None:
 def _check_model(model: TransformerConfig, config: RunConfig, degrees: Degrees) -> None:
     heads = model.heads // degrees.tp
     if config.parallel.context.method == "ulysses" and heads % degrees.cp:
-        held = f" / parallel.tp={degrees.tp}" if degrees.tp > 1 else ""
+        per_tp = f" / parallel.tp={degrees.tp}" if degrees.tp > 1 else ""
         raise UserError(
-            f"parallel.context.method=ulysses: model.heads={model.heads}{held} do not divide over "
+            f"parallel.context.method=ulysses: model.heads={model.heads}{per_tp} do not divide over "
             f"parallel.cp={degrees.cp} ranks; use parallel.context.method=ring"
         )
 
 
 def _check_length(config: RunConfig, degrees: Degrees) -> None:
-    """The tokens of a rank must be as many on each; where tp splits them again, that is tensor parallelism's rule."""
+    """Check that every rank of cp gets as many tokens; rules/tensor.py checks how tp splits them again."""
     length, context, cp = config.train.sequence_length, config.parallel.context, degrees.cp
     balanced = context.method == "ring" and context.balanced
     parts = 2 * cp if balanced else cp

@@ -6,10 +6,10 @@ library, models that use not all parameters) and of SyncBatchNorm.
 
 from __future__ import annotations
 
+from hpc_train.config.overrides import format_override_value
 from hpc_train.config.parallel import CompressionConfig, Degrees, ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.rules import format_value
 from hpc_train.traffic.sharding import uses_fully_shard
 
 
@@ -33,7 +33,7 @@ def _check_strategy(strategy: str, degrees: Degrees) -> None:
 
 
 def _check_gathering(parallel: ParallelConfig) -> None:
-    """Options of when parameters are gathered and freed, which not every strategy does."""
+    """Check the options of gathering and freeing parameters, which not every strategy does."""
     strategy = parallel.strategy
     if strategy == "zero3" and parallel.bucket_mib is not None:
         raise UserError(
@@ -56,7 +56,7 @@ def _check_gathering(parallel: ParallelConfig) -> None:
 
 
 def _check_alone(parallel: ParallelConfig, degrees: Degrees) -> None:
-    """Options of an exchange over data-parallel ranks, where there is nobody to exchange with; cp shards too."""
+    """Refuse options of the exchange over data-parallel ranks where there is one rank; cp shards too."""
     alone = "leave it out, or use more ranks"
     if degrees.dp_shard * degrees.cp == 1:
         if not parallel.reshard_after_forward:
@@ -93,7 +93,7 @@ def _check_precision(config: RunConfig, degrees: Degrees) -> None:
 
 
 ERROR_FEEDBACK_METHODS = ("powersgd", "topk")
-"""Methods that add to a step's gradients what an earlier step did not send."""
+"""Methods that add to a step's gradients the part that earlier steps did not send."""
 _METHODS_OF_OPTION = {
     "rank": ("powersgd",),
     "ratio": ("topk",),
@@ -117,7 +117,7 @@ def check_gradient_rules(config: RunConfig, degrees: Degrees) -> None:
 
 
 def _list_ddp_options(config: RunConfig) -> list[str]:
-    """The options of this room that are ddp's and are not at their default."""
+    """List the options that only ddp has and that are not at their defaults."""
     parallel = config.parallel
     flags = [name for name in ("static_graph", "unused_parameters") if getattr(parallel, name)]
     asked = [f"parallel.{name}=true" for name in flags]
@@ -151,7 +151,7 @@ def _check_compression(config: RunConfig) -> None:
         value = getattr(compression, name)
         if value != getattr(CompressionConfig(), name) and method not in methods:
             raise UserError(
-                f"parallel.compression.{name}={format_value(value)}: without effect at method={method}; "
+                f"parallel.compression.{name}={format_override_value(value)}: without effect at method={method}; "
                 f"use {' or '.join(methods)}"
             )
     if method in ("fp16", "bf16") and precision == "fp64":

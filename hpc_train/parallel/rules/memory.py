@@ -9,7 +9,7 @@ from hpc_train.traffic.stages import splits_backward
 
 
 def check_memory_rules(config: RunConfig, degrees: Degrees) -> None:
-    """Raise UserError for what cannot be saved."""
+    """Raise UserError for recomputation that cannot be done or has no effect."""
     _check_recompute(config.parallel.recompute)
     _check_schedule(config, degrees)
 
@@ -29,7 +29,7 @@ def _check_recompute(recompute: RecomputeConfig) -> None:
 
 
 def _check_schedule(config: RunConfig, degrees: Degrees) -> None:
-    """torch would recompute a block once for each of its matrices in a split backward, and fail at mode=selective."""
+    """Refuse recomputation in a split backward: torch would recompute a block once per matrix, or fail (selective)."""
     pipeline, mode = config.parallel.pipeline, config.parallel.recompute.mode
     if degrees.pp > 1 and mode != "none" and splits_backward(pipeline):
         raise UserError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hpc_train.config.overrides import format_changed_setting
 from hpc_train.config.parallel import Degrees, ServerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.rules import format_changed
 
 
 def check_server_rules(config: RunConfig, degrees: Degrees) -> None:
@@ -13,8 +13,9 @@ def check_server_rules(config: RunConfig, degrees: Degrees) -> None:
     server = config.parallel.server
     if server.mode == "none":
         if server != ServerConfig():
+            changed = format_changed_setting(server)
             raise UserError(
-                f"parallel.server.{format_changed(server)}: has no effect with parallel.server.mode=none; set it to "
+                f"parallel.server.{changed}: has no effect with parallel.server.mode=none; set it to "
                 "synchronous, asynchronous or peer"
             )
         return
@@ -58,7 +59,7 @@ def _check_counts(server: ServerConfig, degrees: Degrees, mode: str) -> None:
 
 
 def needs_mpi(config: RunConfig) -> str | None:
-    """The setting for which MPI must have started the ranks; None where there is none."""
+    """Return the setting that needs ranks started by MPI, or None."""
     if config.parallel.server.mode != "none":
         return f"parallel.server.mode={config.parallel.server.mode}"
     return "parallel.reduce_with=mpi" if config.parallel.reduce_with == "mpi" else None

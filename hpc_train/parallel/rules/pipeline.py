@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
-from hpc_train.config.overrides import suggest_names
+from hpc_train.config.overrides import format_changed_setting, suggest_names
 from hpc_train.config.parallel import Degrees, PipelineConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.rules import format_changed
 from hpc_train.schedules import generate
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.schedules.validate import find_problem, find_runtime_problem
@@ -32,9 +31,9 @@ def check_pipeline_rules(config: RunConfig, degrees: Degrees) -> None:
     pipeline = config.parallel.pipeline
     if degrees.pp == 1:
         if pipeline != PipelineConfig():
+            changed = format_changed_setting(pipeline)
             raise UserError(
-                f"parallel.pipeline.{format_changed(pipeline)}: has no effect with parallel.pp=1; set parallel.pp, or "
-                "leave it out"
+                f"parallel.pipeline.{changed}: has no effect with parallel.pp=1; set parallel.pp, or leave it out"
             )
         return
     if is_schedule_file(pipeline):

@@ -1,4 +1,4 @@
-"""The one table of what can be done: each technique, what does it, and whether its numbers are one device's."""
+"""The table of techniques: what implements each, and whether its numbers equal those of one device."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 EXACT = "equal to one device"
 """Design law 1: 1e-10 of the norm in float64, for loss, gradients, clipped norm, parameters and optimizer state."""
 INEXACT = "not equal: "
-"""How the numbers of every other technique begin."""
+"""Prefix of `numbers` for every other technique."""
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One line of the table; docs/parallelism.md shows it."""
+    """One line of the table in docs/parallelism.md."""
 
     name: str
     option: str
     """Overrides that turn it on."""
     backend: str
-    """What does the work."""
+    """The library or code that does the work."""
     numbers: str
     """EXACT, or INEXACT and why."""
     needs: str
-    """What it must have, or does not go with; empty: nothing."""
+    """What it requires or excludes; empty: nothing."""
     proof: str
-    """The test that shows it."""
+    """The test that proves it."""
 
 
 def format_support_table() -> str:
-    """The table as docs/parallelism.md has it."""
+    """Format the table as Markdown, for docs/parallelism.md."""
     lines = [_format_row(("technique", "options", "done by", "numbers", "needs", "proof")), _format_row(["---"] * 6)]
     for row in SUPPORT_TABLE:
         proof = f"[{row.proof.rpartition('/')[2]}](../{row.proof})"

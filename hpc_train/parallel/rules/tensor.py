@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism, and of its asynchronous form."""
+"""Rules of tensor parallelism, with and without overlapped communication."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _check_images(options: TensorConfig) -> None:
 
 
 def _check_widths(model: TransformerConfig | VisionTransformerConfig, tp: int) -> None:
-    """Key and value heads need not divide: a rank computes those that its query heads attend to."""
+    """Check what tp must divide; not key and value heads, as a rank computes those that its query heads attend to."""
     for key in ("heads", "feed_forward"):
         width = getattr(model, key)
         if width % tp:
@@ -79,7 +79,7 @@ _OPTION = "parallel.tensor.asynchronous=true"
 
 
 def check_async_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
-    """Raise UserError for what does not go with it."""
+    """Raise UserError for what asynchronous tensor parallelism cannot be combined with."""
     parallel = config.parallel
     if not parallel.tensor.asynchronous:
         return

@@ -1,7 +1,7 @@
-"""The layers of tensor parallelism: what each line of a tensor plan makes of a module's forward and parameters.
+"""The layers of tensor parallelism: how each line of a tensor plan changes a module's forward and parameters.
 
 First what the ranks of the tp axis exchange between layers: activations (B, T, features), whole on each rank or split
-over positions. Then column- and row-parallel layers, and embedding and head split by vocabulary.
+over positions. Then column-parallel and row-parallel layers, and embedding and head split by vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpc_train._torch import all_gather, check_on_device, reduce_scatter
 from hpc_train.errors import UserError
 from hpc_train.models.layers import LinearGroup
-from hpc_train.parallel.tensor.local_parameters import ParameterHolding, ParameterHoldings
+from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.axes import assign_kv_heads
 
 ExchangeOperation = Callable[[Tensor], Tensor]
@@ -37,62 +37,62 @@ class TensorAxis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of the tp axis."""
+        """The process group of the tp axis."""
         return self.mesh.get_group()
 
     @property
     def rank(self) -> int:
-        """Of this process on the axis."""
+        """This process's index on the axis."""
         return self.mesh.get_local_rank()
 
     @property
     def size(self) -> int:
-        """Its degree."""
+        """The degree of tp."""
         return self.mesh.size()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of column-parallel layers: what lies between layers -> all positions; backward adds over ranks.
+        """Prepare the input of column-parallel layers: all positions on each rank; backward sums over ranks.
 
         Megatron's f (Shoeybi et al. 2019, arXiv:1909.08053), or g of the paper above where positions are split.
         """
-        return _exchange(x, self.gather, self.scatter) if self.sequence else _exchange(x, _keep, self.total)
+        return _exchange(x, self.gather, self.scatter) if self.sequence else _exchange(x, _identity, self.sum)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The output of row-parallel layers, a summand on each rank -> their sum, as it lies between layers."""
-        return _exchange(x, self.scatter, self.gather) if self.sequence else _exchange(x, self.total, _keep)
+        """Sum the output of row-parallel layers over ranks, and split it as activations lie between layers."""
+        return _exchange(x, self.scatter, self.gather) if self.sequence else _exchange(x, self.sum, _identity)
 
     def split(self, x: Tensor) -> Tensor:
-        """What is whole and the same on each rank -> as activations lie between layers."""
-        return _exchange(x, self.own, self.gather) if self.sequence else x
+        """Split a tensor that is whole on each rank as activations lie between layers."""
+        return _exchange(x, self.select_own, self.gather) if self.sequence else x
 
     def join(self, x: Tensor) -> Tensor:
-        """The input of a layer that every rank runs whole: what lies between layers -> all positions."""
-        return _exchange(x, self.gather, self.own) if self.sequence else x
+        """Gather all positions for a layer that every rank runs whole."""
+        return _exchange(x, self.gather, self.select_own) if self.sequence else x
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, T / size, ...) of each rank -> (B, T, ...)."""
+        """Gather (B, T / size, ...) of each rank into (B, T, ...)."""
         parts = x.new_empty(self.size, *x.shape)
         all_gather(parts, x.contiguous(), self.group)
         return parts.transpose(0, 1).flatten(1, 2)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(B, T, ...), a summand on each rank -> this rank's positions of the sum, (B, T / size, ...)."""
-        parts = self._parts(x).transpose(0, 1).contiguous()
-        mine = torch.empty_like(parts[0])
-        reduce_scatter(mine, parts, self.group)
-        return mine
+        """Sum (B, T, ...) over ranks and return this rank's positions of it, (B, T / size, ...)."""
+        parts = self._split_positions(x).transpose(0, 1).contiguous()
+        own = torch.empty_like(parts[0])
+        reduce_scatter(own, parts, self.group)
+        return own
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=self.group)
         return out
 
-    def own(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> this rank's positions, (B, T / size, ...)."""
-        return self._parts(x)[:, self.rank].clone()
+    def select_own(self, x: Tensor) -> Tensor:
+        """Select this rank's positions of (B, T, ...): (B, T / size, ...)."""
+        return self._split_positions(x)[:, self.rank].clone()
 
-    def _parts(self, x: Tensor) -> Tensor:
+    def _split_positions(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (B, size, T / size, ...)."""
         if x.shape[1] % self.size:
             raise UserError(
@@ -102,40 +102,41 @@ class TensorAxis:
         return x.view(len(x), self.size, -1, *x.shape[2:])
 
 
-def _keep(x: Tensor) -> Tensor:
-    return x.view_as(x)
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)  # an autograd function must not return its input itself
 
 
-def _exchange(x: Tensor, there: ExchangeOperation, back: ExchangeOperation) -> Tensor:
-    out: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
+def _exchange(x: Tensor, forward: ExchangeOperation, backward: ExchangeOperation) -> Tensor:
+    out: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Exchange(torch.autograd.Function):
-    """A linear operation and its transpose."""
+    """A linear exchange between ranks, whose backward is its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: ExchangeOperation, back: ExchangeOperation) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, exchange: ExchangeOperation, transpose: ExchangeOperation) -> Tensor:
+        ctx.transpose = transpose
+        return exchange(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
+        return ctx.transpose(gradient), None, None
 
 
 ColumnProducts = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
-"""x as it lies between layers, times each weight (N_i, K) of this rank: all positions (B, T, N_i)."""
+"""Multiplies x, as it lies between layers, by each weight (N_i, K) of this rank: (B, T, N_i), all positions."""
 RowProduct = Callable[[Tensor, Tensor], Tensor]
-"""x (B, T, K) times a weight (N, K) of this rank's columns, summed over ranks, as it lies between layers."""
+"""Multiplies x (B, T, K) by a weight (N, K) of this rank's columns and sums over ranks, as it lies between layers."""
 
 
 def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts:
-    """How the column-parallel layers that share an input compute: it is gathered once, and its gradient summed once.
+    """Make the products of column-parallel layers that share an input, so that it is gathered once.
 
-    The gathered input is kept for backward; keeping a rank's own positions only, as Megatron does, would save
-    B T h (1 - 1 / size) numbers for each such group of layers and cost one more all-gather each.
+    Backward sums the input's gradient once, too. The gathered input is kept for backward; to keep only a rank's own
+    positions, as Megatron does, would save B T h (1 - 1 / size) numbers for each group of layers and cost one more
+    all-gather each.
     """
     if asynchronous:
         from hpc_train.parallel.tensor.ring_matmul import (
@@ -154,7 +155,7 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
 
 
 def make_row_product(axis: TensorAxis, asynchronous: bool) -> RowProduct:
-    """How a row-parallel layer computes, without its bias."""
+    """Make the product of a row-parallel layer, without its bias."""
     if asynchronous:
         from hpc_train.parallel.tensor.ring_matmul import MatmulRing, matmul_scatter
 
@@ -168,7 +169,7 @@ def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def split_columns(
-    parent: nn.Module, layers: dict[str, nn.Linear], axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings
+    parent: nn.Module, layers: dict[str, nn.Linear], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
 ) -> None:
     """Make the layers of `parent` that a plan calls col column-parallel.
 
@@ -179,14 +180,14 @@ def split_columns(
     unit = int(getattr(parent, "head_dim", 1))
     heads = max(layer.out_features for layer in layers.values()) // unit
     for name, layer in layers.items():
-        units = layer.out_features // unit
-        holding = ParameterHolding(Shard(0))
+        units = layer.out_features // unit  # heads, or single columns
+        layout = ParameterLayout(Shard(0))
         if units % axis.size:
             _check_columns(name, units, heads, axis, unit)
-            holding = ParameterHolding(
-                partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit=unit
+            layout = ParameterLayout(
+                partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit
             )
-        holdings.update({(layer, key): holding for key in ("weight", "bias")})
+        layouts.update({(layer, key): layout for key in ("weight", "bias")})
     _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
 
 
@@ -201,19 +202,20 @@ def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Colu
         layer.forward = _single_output(compute, layer)  # type: ignore[method-assign, assignment]
     for group in parent.children():
         if isinstance(group, LinearGroup):
-            group.forward = _check_group(compute, layers)  # type: ignore[method-assign]
+            group.forward = _make_group_forward(compute, layers)  # type: ignore[method-assign]
 
 
 def _single_output(compute: Callable[..., tuple[Tensor, ...]], layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return lambda x: compute(x, layer)[0]
 
 
-def _check_group(
+def _make_group_forward(
     compute: Callable[..., tuple[Tensor, ...]], columns: list[nn.Linear]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Use `compute` if all layers of a LinearGroup are column-parallel; otherwise call them one by one."""
+    """Make a LinearGroup's forward: one `compute` if all its layers are column-parallel, else a call for each."""
 
     def forward(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
+        # `is`, not a set: torch.compile traces this comparison, and cannot hash modules.
         if all(any(layer is column for column in columns) for layer in called):
             return compute(x, *called)
         return tuple(layer(x) for layer in called)
@@ -229,31 +231,31 @@ def _check_columns(name: str, units: int, heads: int, axis: TensorAxis, unit: in
         )
 
 
-def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings) -> None:
+def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts) -> None:
     """Make a layer row-parallel. Raises UserError where its inputs do not divide."""
     if layer.in_features % axis.size:
         raise UserError(
             f"parallel.tp={axis.size}: {name} has {layer.in_features} inputs, which do not divide; "
             f"use a divisor of {layer.in_features}"
         )
-    holdings[layer, "weight"] = ParameterHolding(Shard(1))
-    holdings[layer, "bias"] = ParameterHolding(partial=axis.sequence)
+    layouts[layer, "weight"] = ParameterLayout(Shard(1))
+    layouts[layer, "bias"] = ParameterLayout(partial=axis.sequence)
     product = make_row_product(axis, asynchronous)
     layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
 
 
-def split_positions(module: nn.Module, axis: TensorAxis, holdings: ParameterHoldings) -> None:
-    """Make a module work on this rank's positions; one that embeds positions is given all of them and takes its own."""
+def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+    """Make a module work on this rank's positions; an embedding of positions is given all and selects its own."""
     for owner in module.modules():
-        holdings.update(
-            {(owner, key): ParameterHolding(partial=True) for key, _ in owner.named_parameters(recurse=False)}
+        layouts.update(
+            {(owner, key): ParameterLayout(partial=True) for key, _ in owner.named_parameters(recurse=False)}
         )
     if isinstance(module, nn.Embedding):
-        module.register_forward_pre_hook(lambda _, args: (axis.own(args[0]), *args[1:]))
+        module.register_forward_pre_hook(lambda _, args: (axis.select_own(args[0]), *args[1:]))
 
 
-def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, holdings: ParameterHoldings) -> None:
-    """Split an embedding by vocabulary: each rank looks up what it has, and what it has not is zero in the sum.
+def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+    """Split an embedding by vocabulary: each rank looks up its own rows, and adds zero for all others.
 
     Raises UserError for options of nn.Embedding that need the whole table.
     """
@@ -262,21 +264,21 @@ def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, holdings: 
             f"{name}: an embedding with padding_idx, max_norm, scale_grad_by_freq or sparse is not split; "
             "use parallel.tensor.vocabulary=false"
         )
-    holdings[layer, "weight"] = ParameterHolding(Shard(0))
+    layouts[layer, "weight"] = ParameterLayout(Shard(0))
     first, rows = find_first_row(layer.num_embeddings, axis), layer.num_embeddings
 
     def lookup(tokens: Tensor) -> Tensor:
         check_on_device(((tokens >= 0) & (tokens < rows)).all(), "a token is not in the vocabulary")
         weight = layer.weight
-        mine = (tokens >= first) & (tokens < first + len(weight))
-        found = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
-        return axis.leave(found * mine.unsqueeze(-1))
+        is_local = (tokens >= first) & (tokens < first + len(weight))
+        rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
+        return axis.leave(rows_of_tokens * is_local.unsqueeze(-1))
 
     layer.forward = lookup  # type: ignore[method-assign, assignment]
 
 
 def find_first_row(rows: int, axis: TensorAxis) -> int:
-    """Where this rank's part of the vocabulary begins. UserError where a rank would have none."""
+    """Return the first row of this rank's part of the vocabulary. Raises UserError if a rank would have none."""
     chunk = -(-rows // axis.size)
     if chunk * (axis.size - 1) >= rows:
         raise UserError(
@@ -286,26 +288,26 @@ def find_first_row(rows: int, axis: TensorAxis) -> int:
     return chunk * axis.rank
 
 
-def split_head(head: nn.Module, rows: int, axis: TensorAxis, holdings: ParameterHoldings) -> None:
-    """Split an output layer by vocabulary: its logits are a DTensor, of which each rank computes and keeps its part.
+def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+    """Split an output layer by vocabulary; its logits are a DTensor of which each rank keeps its own part.
 
     rows: size of the vocabulary. A head without parameters is one that gets the embedding's weight at every call.
     """
     find_first_row(rows, axis)
-    holdings.update({(head, key): ParameterHolding(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
+    layouts.update({(head, key): ParameterLayout(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
 
     def logits(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         shape = torch.Size((*out.shape[:-1], rows))
         stride = torch.empty(shape, device="meta").stride()
-        where = (Shard(out.ndim - 1),)
-        return DTensor.from_local(out, axis.mesh, where, run_check=False, shape=shape, stride=stride)
+        placements = (Shard(out.ndim - 1),)
+        return DTensor.from_local(out, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     head.register_forward_pre_hook(lambda _, args: (axis.enter(args[0]), *args[1:]))
     head.register_forward_hook(logits)
 
 
 def keep_vocabulary(module: nn.Module, axis: TensorAxis) -> None:
-    """An embedding or an output layer that every rank computes in whole."""
+    """Let every rank compute a whole embedding or output layer."""
     if isinstance(module, nn.Embedding):
         module.register_forward_hook(lambda _, args, out: axis.split(out))
     else:

@@ -1,8 +1,16 @@
-"""Parameters that are DTensors at rest, while the model's own code computes with plain local tensors."""
+"""Parameters that are DTensors at rest, while the model's own code computes with plain local tensors.
+
+The optimizer, checkpoints and fully_shard need the DTensor; a user's forward says `F.linear(x, self.weight)` and must
+get this rank's part, differentiably. So the module's class is replaced by a subclass in which `weight` is a property
+that returns `DTensor.to_local()`, as torch.nn.utils.parametrize does it, but without renaming the parameter.
+
+Compiled blocks read their parameters before the graph starts (read_parameters_first), because a graph must not contain
+a DTensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,64 +24,64 @@ from hpc_train.errors import UserError
 
 
 @dataclass(frozen=True)
-class ParameterHolding:
-    """How a parameter lies on the ranks of a mesh axis, and what of it a forward sees."""
+class ParameterLayout:
+    """Where a parameter lies on the ranks of the tp axis, and which part of it a forward computes with."""
 
     placement: Placement = field(default_factory=Replicate)
     partial: bool = False
     """The ranks' gradients of a replicated parameter are summands, not copies."""
     units: tuple[int, ...] | None = None
-    """Of a replicated parameter, the equal parts of its rows that this rank computes with; None: all rows."""
-    unit: int = 1
-    """Rows of such a part."""
+    """Of a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
+    unit_rows: int = 1
+    """Rows of a unit."""
 
-    def view(self, parameter: Tensor) -> Tensor:
-        """What a forward computes with, differentiable. What fully_shard has not gathered passes as it is."""
+    def get_local(self, parameter: Tensor) -> Tensor:
+        """Return what a forward computes with, differentiably.
+
+        A parameter that fully_shard has not gathered is returned as it is: its mesh has more axes than tp.
+        """
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
             return parameter
         local = parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
         if self.units is None:
             return local
         index = torch.tensor(self.units, device=local.device)
-        return local.view(-1, self.unit, *local.shape[1:]).index_select(0, index).flatten(0, 1)
+        return local.view(-1, self.unit_rows, *local.shape[1:]).index_select(0, index).flatten(0, 1)
 
 
-ParameterHoldings = dict[tuple[nn.Module, str], ParameterHolding]
-"""By module and the name of its own parameter."""
+ParameterLayouts = dict[tuple[nn.Module, str], ParameterLayout]
+"""By module and the name of the module's own parameter."""
 
 
-def distribute_parameters(part: nn.Module, mesh: DeviceMesh, holdings: ParameterHoldings) -> None:
+def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterLayouts) -> None:
     """Turn every parameter of `part` into a DTensor on `mesh`, in place and without communication.
 
-    One that has no holding is replicated, with the same gradient on each rank. In a forward `module.weight` is from
-    then on what this rank computes with, while named_parameters() and the optimizer see the DTensor.
-    Raises UserError where two modules share a parameter and would hold it differently.
+    A parameter without a layout is replicated, with the same gradient on each rank. From then on `module.weight` is
+    what this rank computes with, while named_parameters() and the optimizer see the DTensor.
+    Raises UserError where two modules share a parameter but split it differently.
     """
-    placed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
+    distributed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
     for module in part.modules():
-        views = {}
-        for name, parameter in _list_own_parameters(module):
-            views[name] = holdings.get((module, name), ParameterHolding())
-            placement = views[name].placement
-            if parameter not in placed:
-                placed[parameter] = (placement, _distribute_parameter(parameter, mesh, placement))
-            if placed[parameter][0] != placement:
+        own_layouts = {}
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            own_layouts[name] = layouts.get((module, name), ParameterLayout())
+            placement = own_layouts[name].placement
+            if parameter not in distributed:
+                distributed[parameter] = (placement, _distribute_parameter(parameter, mesh, placement))
+            if distributed[parameter][0] != placement:
                 kind = type(part).__name__
                 raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
-            module.register_parameter(name, placed[parameter][1])
-        if views:
-            module._local_views = views  # type: ignore[assignment]
-            module._local_tensors = {}  # type: ignore[assignment]
-            module.__class__ = _make_viewing_class(type(module), tuple(views))  # type: ignore[arg-type]  # torch: __hash__(object)
-
-
-def _list_own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(list(module.named_parameters(recurse=False, remove_duplicate=False)))
+            module.register_parameter(name, distributed[parameter][1])
+        if own_layouts:
+            module._layouts = own_layouts  # type: ignore[assignment]
+            module._tensors_of_call = {}  # type: ignore[assignment]
+            module.__class__ = _make_local_class(type(module), tuple(own_layouts))  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
 def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     local = parameter.detach()
     if isinstance(placement, Shard):
+        # DTensor's own rule: every rank has `chunk` rows (or columns), the last ones fewer, perhaps none.
         chunk = -(-local.shape[placement.dim] // mesh.size())
         begin = min(chunk * mesh.get_local_rank(), local.shape[placement.dim])
         length = min(chunk, local.shape[placement.dim] - begin)
@@ -84,44 +92,42 @@ def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: 
 
 
 @cache
-def _make_viewing_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A class like `kind` whose parameters `names`, read as attributes, are this rank's."""
-    return type(kind.__name__, (kind,), {name: _make_view(name) for name in names})
+def _make_local_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Make a class like `kind` whose parameters `names`, read as attributes, are this rank's local tensors.
+
+    One class for all modules alike, so that torch.compile sees one type and compiles once.
+    """
+    return type(kind.__name__, (kind,), {name: _make_property(name) for name in names})
 
 
-def _make_view(name: str) -> property:
+def _make_property(name: str) -> property:
     def get(module: Any) -> Tensor | None:
-        if name in module._local_tensors:
-            local: Tensor = module._local_tensors[name]
+        if name in module._tensors_of_call:
+            local: Tensor = module._tensors_of_call[name]
             return local
         parameter = module._parameters[name]
-        return None if parameter is None else module._local_views[name].view(parameter)
+        return None if parameter is None else module._layouts[name].get_local(parameter)
 
     return property(get)
 
 
 def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` of `block` so that the local tensors of all its parameters are read before the call.
+    """Wrap the compiled `forward` of `block` so that all its local tensors are read before the call, and kept for it.
 
-    For a compiled forward: DTensors read inside a graph make its guards slow, and torch 2.13 cannot save their mesh for
-    a backward that recomputes. Do not use this for eager code: a forward that runs again in backward outside a graph
-    must read its parameters again, because fully_shard may have gathered them again.
+    DTensors read inside a graph make its guards slow, and torch 2.13 cannot save their mesh for a backward that
+    recomputes. Do not use this for eager code: a forward that runs again in backward must read its parameters again,
+    because fully_shard may have gathered them again.
     """
-    owners: list[Any] = [module for module in block.modules() if hasattr(module, "_local_views")]
+    owners: list[Any] = [module for module in block.modules() if hasattr(module, "_layouts")]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for owner in owners:
-            owner._local_tensors = {
-                name: getattr(owner, name) for name in owner._local_views if _has_parameter(owner, name)
-            }
+            names = [name for name in owner._layouts if owner._parameters[name] is not None]
+            owner._tensors_of_call = {name: getattr(owner, name) for name in names}
         try:
             return forward(*args, **kwargs)
         finally:
             for owner in owners:
-                owner._local_tensors = {}
+                owner._tensors_of_call = {}
 
     return call if owners else forward
-
-
-def _has_parameter(module: nn.Module, name: str) -> bool:
-    return module._parameters[name] is not None

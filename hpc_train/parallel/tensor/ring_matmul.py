@@ -35,7 +35,7 @@ class MatmulRing:
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Index of this process in the group."""
         return self.group.rank()
 
     @property
@@ -363,7 +363,7 @@ def _join_positions(shards: Tensor, batch: int) -> Tensor:
 
 
 def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: ShardPlace) -> Tensor:
-    """What the outputs' gradients contribute to the input's at one place, over all weights."""
+    """Sum what the outputs' gradients contribute to the input's at one place, over all weights."""
     first, *others = zip(blocks, weights, strict=True)
     total = first[0][place] @ first[1]
     for block, weight in others:
@@ -372,7 +372,7 @@ def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], plac
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where many parts are added up one by one."""
+    """Return the format in which many parts are added up."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

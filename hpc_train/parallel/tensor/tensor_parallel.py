@@ -25,14 +25,12 @@ from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
 from hpc_train.parallel.tensor import layers
 from hpc_train.parallel.tensor.layers import TensorAxis
-from hpc_train.parallel.tensor.local_parameters import ParameterHoldings, distribute_parameters
+from hpc_train.parallel.tensor.local_parameters import ParameterLayouts, distribute_parameters
 from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
 
 
-def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str | None:
-    """A pass: split the modules of the plan over tp."""
-    if get_axis_degree(world, "tp") == 1:
-        return None
+def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
+    """Split the modules that the model's plan names over tp."""
     plan, options = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1), config.parallel.tensor
     axis = TensorAxis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
     if axis.sequence:
@@ -44,10 +42,10 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
             f"parallel.tensor.asynchronous=true: overlaps the exchange of positions, and {type(part).__name__}.plan "
             "has no lines seq; leave it out"
         )
-    holdings: ParameterHoldings = {}
-    _split_layers(part, plan, axis, options.asynchronous, holdings)
-    _split_vocabulary(part, plan, axis, options.vocabulary, holdings)
-    distribute_parameters(part, axis.mesh, holdings)
+    layouts: ParameterLayouts = {}
+    _split_layers(part, plan, axis, options.asynchronous, layouts)
+    _split_vocabulary(part, plan, axis, options.vocabulary, layouts)
+    distribute_parameters(part, axis.mesh, layouts)
     counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
     if not options.vocabulary:
         del counts["vocab"]
@@ -56,25 +54,25 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
 
 
 def _split_layers(
-    part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, holdings: ParameterHoldings
+    part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
 ) -> None:
     groups: dict[str, dict[str, nn.Linear]] = {}
     for name, how in plan.items():
         module = part.get_submodule(name)
         if how == "seq" and axis.sequence:
-            layers.split_positions(module, axis, holdings)
+            layers.split_positions(module, axis, layouts)
         elif how == "col":
             assert isinstance(module, nn.Linear)
             groups.setdefault(name.rpartition(".")[0], {})[name] = module
         elif how == "row":
             assert isinstance(module, nn.Linear)
-            layers.split_rows(name, module, axis, asynchronous, holdings)
+            layers.split_rows(name, module, axis, asynchronous, layouts)
     for parent, group in groups.items():
-        layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, holdings)
+        layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
 
 
 def _split_vocabulary(
-    part: nn.Module, plan: dict[str, str], axis: TensorAxis, split: bool, holdings: ParameterHoldings
+    part: nn.Module, plan: dict[str, str], axis: TensorAxis, split: bool, layouts: ParameterLayouts
 ) -> None:
     modules = {name: part.get_submodule(name) for name, how in plan.items() if how == "vocab"}
     if not split:
@@ -84,10 +82,10 @@ def _split_vocabulary(
     rows = _find_vocabulary_size(part, modules.values())
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
-            layers.split_embedding(name, module, axis, holdings)
+            layers.split_embedding(name, module, axis, layouts)
         else:
             _check_loss(part, rows)
-            layers.split_head(module, rows, axis, holdings)
+            layers.split_head(module, rows, axis, layouts)
 
 
 def _find_vocabulary_size(part: nn.Module, modules: Iterable[nn.Module]) -> int:

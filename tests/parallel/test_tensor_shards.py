@@ -1,4 +1,4 @@
-"""engine.pieces(): rectangles that tile every logical tensor, with the work of writing them shared out."""
+"""engine.shards(): rectangles that tile every logical tensor, with the work of writing them shared out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shapes(nn.Module):
 def _pieces(world: World, config: RunConfig, shapes: list[Shape]) -> list[Held]:
     torch.manual_seed(0)
     engine = build(Shapes(shapes), lambda split: make_optimizer(split, config.optim), config, world)
-    return held(engine.pieces())
+    return held(engine.shards())
 
 
 def _holders(ranks: list[list[Held]], name: str) -> dict[tuple[Shape, Shape], list[int]]:
@@ -66,7 +66,7 @@ def test_the_rectangles_that_are_written_tile_every_tensor_once(name: str, shape
 
 
 def _written(world: World, config: RunConfig) -> int:
-    pieces = engine_of("untied", config, world).pieces()
+    pieces = engine_of("untied", config, world).shards()
     return sum(piece.local.nbytes for piece in pieces if piece.replica == 0)
 
 

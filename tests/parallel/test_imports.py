@@ -1,0 +1,80 @@
+"""A step imports the techniques it uses and no others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpc_train.parallel
+
+ALWAYS = {
+    "apply",
+    "dropout",  # looks for dropout layers in every model
+    "engines.plain_engine",
+    "loss",
+    "materialise",
+    "mesh_axes",
+    "optimizer_step",
+    "precision",
+    "user_model",
+}
+BATCH_NORM = "data_parallel.batch_norm"
+"""On several data-parallel ranks it warns of layers whose statistics depend on the layout."""
+USED = {
+    ("ddp-2", ()): {"data_parallel.ddp", BATCH_NORM},
+    ("zero3-2", ()): {"data_parallel.fully_shard", BATCH_NORM},
+    ("zero3-2", ("parallel.recompute.mode=full", "parallel.offload.optimizer=cpu")): {
+        "data_parallel.fully_shard",
+        "memory.recompute",
+        "memory.parameter_offload",
+        BATCH_NORM,
+    },
+    ("ddp-2", ("parallel.dp_replicate=1", "parallel.cp=2", "parallel.context.method=ulysses")): {
+        "data_parallel.ddp",
+        "context.context_parallel",
+        "context.block_attention",
+        "context.ulysses",
+    },
+}
+
+PROGRAM = """
+import json, sys
+import torch
+from plain_setup import LAYOUTS, engine_of, global_batch, share
+from hpc_train.testing import run_ranks
+
+def train_step(world, config):
+    engine = engine_of("untied", config, world)
+    batch = global_batch("untied", 0)
+    engine.forward_backward(share(type(batch)(*(tensor[:, :6] for tensor in batch)), world, "two"))
+    engine.clip(1.0)
+    engine.update(1e-2)
+    list(engine.shards())
+    return sorted(sys.modules)
+
+torch.set_num_threads(1)
+config = LAYOUTS[sys.argv[1]].config(*sys.argv[2:])
+print(json.dumps(run_ranks(train_step, 2, config, parallel=config.parallel)))
+"""
+
+
+def _list_techniques() -> set[str]:
+    """Every module of hpc_train.parallel but the rules, which need no torch and are asked about every config."""
+    (folder,) = map(Path, hpc_train.parallel.__path__)
+    paths = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py") if path.stem != "__init__"]
+    return {".".join(path.parts) for path in paths if path.parts[0] != "rules"}
+
+
+@pytest.mark.parametrize(("layout", "overrides"), list(USED), ids=["ddp", "zero3", "recompute-offload", "ulysses"])
+def test_a_step_imports_only_the_techniques_that_are_on(layout: str, overrides: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", PROGRAM, layout, *overrides]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=200)
+    assert run.returncode == 0, run.stderr
+    techniques = _list_techniques()
+    for modules in json.loads(run.stdout):
+        imported = {name.removeprefix("hpc_train.parallel.") for name in modules} & techniques
+        assert imported == ALWAYS | USED[layout, overrides]
