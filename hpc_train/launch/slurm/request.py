@@ -67,8 +67,8 @@ class JobRequest:
         """The same, to start only when these jobs (or arrays, or elements of them) have ended well."""
         if not jobs:
             return self
-        wanted = ":".join(["afterok", *dict.fromkeys(jobs)])
-        more = [word for word in (wanted, self.parameters.get("dependency")) if word]
+        condition = ":".join(["afterok", *dict.fromkeys(jobs)])
+        more = [word for word in (condition, self.parameters.get("dependency")) if word]
         extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
         return replace(self, parameters=parameters)
@@ -97,7 +97,7 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
         *batch_script.lines_before_ranks(config, folder, code.python_path if code else ()),
         *container.before,
     ]
-    options["teardown"] = batch_script.lines_after_ranks(config)
+    options["teardown"] = [batch_script.LINE_AFTER_RANKS]
     command, export = batch_script.srun_line(config, container), tuple(config.launch.export)
     return JobRequest(nodes, per_node, command, options, config.launch.chain, export, code)
 
@@ -137,7 +137,7 @@ def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str
 
 def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_node: int) -> dict[str, Any]:
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
-    wanted = {
+    options = {
         "job_name": _job_name(config, folder),
         "time": launch.time_minutes,
         "nodes": nodes,
@@ -160,7 +160,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     if launch.reservation:
         extra["reservation"] = launch.reservation
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
-    return {key: value for key, value in wanted.items() if value is not None} | fixed
+    return {key: value for key, value in options.items() if value is not None} | fixed
 
 
 def _extra_options(launch: LaunchConfig) -> dict[str, Any]:
@@ -210,12 +210,12 @@ class PartitionNodes:
 
 def parse_sinfo(text: str) -> list[PartitionNodes]:
     """What SINFO printed; a line of another form is nobody's."""
-    found = []
+    partitions = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) == 7 and all(fields[index].rstrip("+").isdecimal() for index in (3, 4, 5)):
             name, up, limit, nodes, cpus, memory, gres = fields
-            found.append(
+            partitions.append(
                 PartitionNodes(
                     name.rstrip("*"),
                     name.endswith("*"),
@@ -227,7 +227,7 @@ def parse_sinfo(text: str) -> list[PartitionNodes]:
                     sum(int(count) for count in _GPUS.findall(gres)),
                 )
             )
-    return found
+    return partitions
 
 
 def parse_minutes(limit: str) -> int | None:
@@ -244,44 +244,44 @@ def check_partition(config: RunConfig, request: JobRequest, ask: RunClient) -> N
 
     What sinfo does not say is left to sbatch.
     """
-    said = ask(SINFO_COMMAND)
-    everything = parse_sinfo(said.out) if said.code == 0 else []
+    answer = ask(SINFO_COMMAND)
+    everything = parse_sinfo(answer.out) if answer.code == 0 else []
     names = request.parameters.get("partition")
     if not everything:
         return
-    mine = [it for it in everything if (it.partition in names.split(",") if names else it.default)]
-    if not mine and names:
-        known = ", ".join(dict.fromkeys(it.partition for it in everything))
-        raise UserError(f"launch.partition={names}: invalid partition; this cluster has {known}")
-    if mine:
-        _check_hardware(config, request, mine, everything)
+    chosen = [nodes for nodes in everything if (nodes.partition in names.split(",") if names else nodes.default)]
+    if not chosen and names:
+        existing = ", ".join(dict.fromkeys(nodes.partition for nodes in everything))
+        raise UserError(f"launch.partition={names}: invalid partition; this cluster has {existing}")
+    if chosen:
+        _check_hardware(config, request, chosen, everything)
 
 
 def _check_hardware(
-    config: RunConfig, request: JobRequest, mine: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
+    config: RunConfig, request: JobRequest, chosen: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
 ) -> None:
-    name = "/".join(dict.fromkeys(it.partition for it in mine))
-    others = _elsewhere(config, request, everything, mine)
-    if not any(it.up for it in mine):
+    name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
+    others = _elsewhere(config, request, everything, chosen)
+    if not any(kind.up for kind in chosen):
         raise UserError(f"launch.partition={name}: it is down{others}")
     asked = config.launch.time_minutes
-    if all(it.minutes is not None and it.minutes < asked for it in mine):
-        most = max(it.minutes or 0 for it in mine)
+    if all(kind.minutes is not None and kind.minutes < asked for kind in chosen):
+        longest = max(kind.minutes or 0 for kind in chosen)
         raise UserError(
-            f"launch.time_minutes={asked}: partition {name} allows {most}; use launch.time_minutes={most}, a run that "
-            f"is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
+            f"launch.time_minutes={asked}: partition {name} allows {longest}; use launch.time_minutes={longest}, a run "
+            f"that is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
         )
-    fitting = [it for it in mine if _fits(config, it)]
+    fitting = [kind for kind in chosen if _fits(config, kind)]
     if not fitting:
-        raise UserError(f"{_missing(config, mine)}{others}")
-    nodes = sum(it.nodes for it in fitting) if len({it.partition for it in fitting}) == 1 else _largest(fitting)
+        raise UserError(f"{_missing(config, chosen)}{others}")
+    nodes = sum(kind.nodes for kind in fitting) if len({kind.partition for kind in fitting}) == 1 else _largest(fitting)
     if nodes < request.nodes:
         raise UserError(_too_many(request, name, nodes) + others)
 
 
 def _largest(fitting: Sequence[PartitionNodes]) -> int:
-    names = {it.partition for it in fitting}
-    return max(sum(it.nodes for it in fitting if it.partition == name) for name in names)
+    names = {kind.partition for kind in fitting}
+    return max(sum(kind.nodes for kind in fitting if kind.partition == name) for name in names)
 
 
 def _too_many(request: JobRequest, name: str, nodes: int) -> str:
@@ -299,17 +299,17 @@ def _needs(config: RunConfig) -> tuple[int, int, int]:
     return (cpus_per_rank(config) or 1) * config.cluster.ranks_per_node, memory, gpus
 
 
-def _fits(config: RunConfig, it: PartitionNodes) -> bool:
+def _fits(config: RunConfig, kind: PartitionNodes) -> bool:
     cpus, memory, gpus = _needs(config)
-    return it.cpus >= cpus and it.memory_mib >= memory and it.gpus >= gpus
+    return kind.cpus >= cpus and kind.memory_mib >= memory and kind.gpus >= gpus
 
 
-def _missing(config: RunConfig, mine: Sequence[PartitionNodes]) -> str:
+def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
     """What no node of the partition has enough of."""
     cpus, memory, gpus = _needs(config)
-    name = "/".join(dict.fromkeys(it.partition for it in mine))
-    most_cpus, most_memory = max(it.cpus for it in mine), max(it.memory_mib for it in mine)
-    most_gpus = max(it.gpus for it in mine)
+    name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
+    most_cpus, most_memory = max(kind.cpus for kind in chosen), max(kind.memory_mib for kind in chosen)
+    most_gpus = max(kind.gpus for kind in chosen)
     if gpus > most_gpus:
         use = f"use cluster.node.gpus={most_gpus}" if most_gpus else "it has none"
         return f"cluster.node.gpus={gpus}: the nodes of partition {name} have {most_gpus}; {use}"
@@ -327,14 +327,14 @@ def _missing(config: RunConfig, mine: Sequence[PartitionNodes]) -> str:
 
 
 def _elsewhere(
-    config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], mine: Sequence[PartitionNodes]
+    config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], chosen: Sequence[PartitionNodes]
 ) -> str:
     """The other partitions that this request fits in."""
-    tried = {it.partition for it in mine}
+    tried = {kind.partition for kind in chosen}
     fitting: dict[str, int] = {}
-    for it in everything:
-        long_enough = it.minutes is None or it.minutes >= config.launch.time_minutes
-        if it.partition not in tried and it.up and long_enough and _fits(config, it):
-            fitting[it.partition] = fitting.get(it.partition, 0) + it.nodes
+    for kind in everything:
+        long_enough = kind.minutes is None or kind.minutes >= config.launch.time_minutes
+        if kind.partition not in tried and kind.up and long_enough and _fits(config, kind):
+            fitting[kind.partition] = fitting.get(kind.partition, 0) + kind.nodes
     names = [name for name, nodes in fitting.items() if nodes >= request.nodes]
     return f"; it fits in partition {', '.join(names)}" if names else ""

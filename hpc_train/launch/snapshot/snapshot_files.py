@@ -20,7 +20,7 @@ from pathlib import Path
 from hpc_train.errors import UserError
 
 CACHE_FOLDER = "__pycache__"
-CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed"})
+CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed", ".sh"})
 """What a package is made of."""
 SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
 """What is taken of a folder without git."""
@@ -76,7 +76,7 @@ class SnapshotEntry:
 def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
     """A name for just these contents under these paths: the first 160 bits of a SHA-256."""
     total = hashlib.sha256()
-    for entry in sorted(entries, key=lambda it: it.path):
+    for entry in sorted(entries, key=lambda entry: entry.path):
         path = os.fsencode(entry.path)
         total.update(f"{entry.kind} {len(path)} {len(entry.content)} ".encode())
         total.update(path)
@@ -133,7 +133,7 @@ def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
     """
     seen = 0
     for folder, names, files in os.walk(root):
-        here = os.path.relpath(folder, root)
+        folder_path = os.path.relpath(folder, root)
         links = [name for name in names if (Path(folder) / name).is_symlink()]
         names[:] = sorted(name for name in names if name not in links and not is_no_project(Path(folder) / name))
         seen += len(names) + len(files)
@@ -144,7 +144,7 @@ def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
             )
         for name in sorted([*files, *links]):
             if suffixes is None or os.path.splitext(name)[1] in suffixes or name in links:  # noqa: PTH122
-                yield name if here == "." else f"{here}/{name}"
+                yield name if folder_path == "." else f"{folder_path}/{name}"
 
 
 def is_no_project(folder: Path) -> bool:
@@ -160,12 +160,12 @@ def is_data(path: str) -> bool:
 
 def inside_of_no_project(root: Path) -> Callable[[str], bool]:
     """Whether a path lies in such a folder of the tree; every folder is looked at once."""
-    known: dict[str, bool] = {"": False}
+    decided: dict[str, bool] = {"": False}
 
     def look(folder: str) -> bool:
-        if folder not in known:
-            known[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
-        return known[folder]
+        if folder not in decided:
+            decided[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
+        return decided[folder]
 
     return lambda path: look(os.path.dirname(path))  # noqa: PTH120
 
