@@ -48,8 +48,8 @@ class FirstError:
     @property
     def line(self) -> str:
         """All in one line: of a traceback the exception."""
-        said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
-        return f"{said} ({self.besides})" if self.besides else said
+        text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
+        return f"{text} ({self.besides})" if self.besides else text
 
     def brief(self, log: Path) -> str:
         """Format for a terminal: who and what, the user's own lines, and where to find the whole traceback."""
@@ -129,9 +129,10 @@ def _read_srun_errors(logs: Path) -> str:
 def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
     """The task of this node that left no word; without a rank map, of any."""
     short = host.partition(".")[0]
-    elsewhere = {int(it["process"]) for it in read_rank_entries(logs) if str(it.get("host")).partition(".")[0] != short}
-    there = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
-    silent = sorted(task for task in there if _left_no_report(logs, task))
+    entries = read_rank_entries(logs)
+    elsewhere = {int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] != short}
+    with_log = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
+    silent = sorted(task for task in with_log if _left_no_report(logs, task))
     if not silent:
         return None
     return FirstError(silent[0], f"task {silent[0]} on {host} was ended from outside: Out Of Memory", host)
@@ -159,20 +160,20 @@ def ranks_without_report(logs: Path) -> list[int]:
 
 def describe_timeout(logs: Path, silent: Sequence[int]) -> str:
     """Say in one line who gave up waiting, for whom, and after how long. silent: tasks without an error."""
-    known = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
-    waited = [task for task in sorted(known) if task not in silent]
+    entries = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
+    waited = [task for task in sorted(entries) if task not in silent]
     which = "which reported nothing: it hangs" if len(silent) == 1 else "which reported nothing: one of them hangs"
     return (
-        f"{_name_ranks(waited, known, hosts=False)} stopped waiting{_format_time_limit(logs)} for "
-        f"{_name_ranks(silent, known, hosts=True)}, {which}, or is far slower than the others"
+        f"{_name_ranks(waited, entries, hosts=False)} stopped waiting{_format_time_limit(logs)} for "
+        f"{_name_ranks(silent, entries, hosts=True)}, {which}, or is far slower than the others"
     )
 
 
-def _name_ranks(tasks: Sequence[int], known: dict[int, dict[str, object]], hosts: bool) -> str:
+def _name_ranks(tasks: Sequence[int], entries: dict[int, dict[str, object]], hosts: bool) -> str:
     names = []
     for task in tasks[:_MAX_RANKS_SHOWN]:
-        host = str(known[task].get("host", "")).partition(".")[0]
-        names.append(f"{known[task].get('rank', task)}" + (f" (task {task} on {host})" if hosts else ""))
+        host = str(entries[task].get("host", "")).partition(".")[0]
+        names.append(f"{entries[task].get('rank', task)}" + (f" (task {task} on {host})" if hosts else ""))
     more = f" and {len(tasks) - _MAX_RANKS_SHOWN} more" if len(tasks) > _MAX_RANKS_SHOWN else ""
     return f"rank{'s' if len(tasks) > 1 else ''} {', '.join(names)}{more}"
 

@@ -51,8 +51,8 @@ def freeze_run(
 
     why: of `planned`, where that was asked before. code: the snapshot that the job runs.
     """
-    config, told = decide_auto_layout(config, ranks)
-    why = why or told
+    config, plan_text = decide_auto_layout(config, ranks)
+    why = why or plan_text
     degrees = check_run(config, ranks)
     folder = folder or locate_run_directory(config)
     check_files(config, folder)
@@ -126,15 +126,15 @@ def describe_finished_run(config: RunConfig, folder: RunDirectory) -> str | None
     Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged,
     or has NaN in it, is for the ranks to notice.
     """
-    wanted, saved = config.train.wanted_steps, folder.steps()
-    if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
+    total, saved = config.train.wanted_steps, folder.steps()
+    if config.checkpoint.resume != "auto" or total is None or not saved or saved[-1] < total:
         return None
     from hpc_train.checkpoint import list_committed_steps, verify_step
 
     newest = list_committed_steps(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < wanted or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
+    if newest < total or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
         return None
-    return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
+    return f"already done: {folder.path} has its {total} steps; more of them with train.steps, or use a new run_dir"
 
 
 def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
@@ -148,8 +148,8 @@ def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
         return False
     if not manifest.extra.get("owes_validation", False):
         return True
-    told = read_metrics(folder.metrics)
-    return bool(told) and told[-1]["step"] == step and "validation_loss" in told[-1]
+    rows = read_metrics(folder.metrics)
+    return bool(rows) and rows[-1]["step"] == step and "validation_loss" in rows[-1]
 
 
 _BYTE_VOCAB = 256

@@ -44,16 +44,16 @@ def main(run_dir: str) -> int:
     from hpc_train.launch.rank_stacks import answer_stack_requests
     from hpc_train.runtime.identity import identify_process, make_single_identity
 
-    me = identify_process(os.environ) or make_single_identity()
+    identity = identify_process(os.environ) or make_single_identity()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
-    _redirect_output(logs / f"task-{me.process}.log")
+    _redirect_output(logs / f"task-{identity.process}.log")
     answer_stack_requests()
-    if me.launcher == "submitit":
+    if identity.launcher == "submitit":
         _stop_with_parent()
     try:
-        return _run_rank(Path(run_dir), me.process)
+        return _run_rank(Path(run_dir), identity.process)
     except BaseException as error:
-        return _report_failure(error, logs, me.process, me.host)
+        return _report_failure(error, logs, identity.process, identity.host)
 
 
 def _run_rank(run_dir: Path, process: int) -> int:

@@ -114,11 +114,11 @@ def check_private_file(path: Path, status: os.stat_result) -> None:
 def wait_for_file(path: Callable[[], Path]) -> Path:
     """`path` as soon as it exists: sbatch may be faster than the last rename at submission."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not (found := path()).exists():
+    while not (file := path()).exists():
         if time.monotonic() > deadline:
-            raise UserError(f"{found}: is not there; is it on a file system that this node shares?")
+            raise UserError(f"{file}: is not there; is it on a file system that this node shares?")
         time.sleep(0.1)
-    return found
+    return file
 
 
 def worker_command(python: str, folder: Path) -> str:

@@ -51,15 +51,15 @@ class StateWatcher(SlurmInfoWatcher):
     def update(self) -> None:
         """Ask about every job that is not known to have ended."""
         self._num_calls += 1
-        wanted = sorted(self._registered - self._finished)
-        polled = poll_jobs(wanted, run_client)
-        for job in wanted:
+        unfinished = sorted(self._registered - self._finished)
+        polled = poll_jobs(unfinished, run_client)
+        for job in unfinished:
             record = polled.records.get(job)
             if record is not None:
                 self._info_dict[job] = {"JobID": job, "State": record.state, "NodeList": ",".join(record.nodes)}
             elif polled.silent is None:
                 self._info_dict[job] = {"JobID": job, "State": FORGOTTEN_STATE}
-        self._mark_finished(wanted)
+        self._mark_finished(unfinished)
 
     def _mark_finished(self, jobs: Sequence[str]) -> None:
         self._last_status_check = time.time()
@@ -183,11 +183,11 @@ class SlurmCallExecutor(SlurmExecutor):
         self._taken.files.append(path)
         write_private(self._make_submission_file_text(command, "").encode(), path)
         try:
-            said = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
+            output = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
         except FailedJobError as refused:
             raise explain_refusal(str(refused)) from None
         job = self.job_class(
-            self.folder, self._get_job_id_from_submission_command(said), list(range(self._num_tasks()))
+            self.folder, self._get_job_id_from_submission_command(output), list(range(self._num_tasks()))
         )
         self._taken.jobs.append(job.job_id)
         self._taken.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))

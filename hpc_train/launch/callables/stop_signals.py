@@ -51,7 +51,7 @@ class StopSignalHandler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        if early.signal_name in (name := {it.name: it for it in STOP_SIGNALS}):
+        if early.signal_name in (name := {number.name: number for number in STOP_SIGNALS}):
             self._handle(name[early.signal_name or ""], None)
 
     def too_late(self) -> None:
@@ -71,8 +71,8 @@ class StopSignalHandler:
     def _stop(self) -> None:
         """Leave by SystemExit with the code of a requeue, or by UncompletedJobError."""
         timed_out = self._is_out_of_time()
-        left = self._delayed._timeout_countdown - timed_out
-        if left < 0:
+        timeouts_left = self._delayed._timeout_countdown - timed_out
+        if timeouts_left < 0:
             raise UncompletedJobError("Job not requeued because: timed-out too many times.")
         following: DelayedSubmission | None = self._delayed
         if calls.can_resume(self._delayed.function):
@@ -82,10 +82,10 @@ class StopSignalHandler:
         if following is None:
             raise UncompletedJobError("Job not requeued because: checkpoint function returned None.")
         paths = self._env.paths
-        following._timeout_min, following._timeout_countdown = self._delayed._timeout_min, left
+        following._timeout_min, following._timeout_countdown = self._delayed._timeout_min, timeouts_left
         save_pickle(following, paths.submitted_pickle)
         write_requeue_marker(self._env)
-        print(f"hpc_train: to be run again ({left} remaining timeouts)", flush=True)
+        print(f"hpc_train: to be run again ({timeouts_left} remaining timeouts)", flush=True)
         raise SystemExit(EXIT_REQUEUE)
 
     def _is_out_of_time(self) -> bool:
@@ -93,21 +93,21 @@ class StopSignalHandler:
         if self._env.cluster != "slurm":
             limit = float(os.environ.get("SUBMITIT_LOCAL_TIMEOUT_S") or "0")
             return limit > 0 and time.monotonic() - self._start >= limit - notice - 2
-        left = _seconds_left(self._env.job_id)
-        if left is None:
-            left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
-        return left <= notice + _SLURM_EARLY_SECONDS
+        seconds_left = _seconds_left(self._env.job_id)
+        if seconds_left is None:
+            seconds_left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
+        return seconds_left <= notice + _SLURM_EARLY_SECONDS
 
 
 def _seconds_left(job_id: str) -> float | None:
     """Until the job's time limit, as Slurm has it now; None where there is no squeue, as in a container."""
     try:
-        said: Any = subprocess.run(
+        process: Any = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = _TIME_LEFT.fullmatch(said.stdout.strip())
+    match = _TIME_LEFT.fullmatch(process.stdout.strip())
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())

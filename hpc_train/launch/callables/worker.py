@@ -48,8 +48,8 @@ def main(folder: str) -> int:
         if failed or calls.keeps_result(delayed.function, rank, result):
             save_pickle(("success", result), paths.result_pickle)
         return EXIT_FAILED if failed else 0
-    except SystemExit as left:
-        if left.code == EXIT_REQUEUE:
+    except SystemExit as exit_request:
+        if exit_request.code == EXIT_REQUEUE:
             write_requeue_marker(env)  # of a function that has saved and stopped by itself
             return EXIT_REQUEUE
         return _save_failure(paths.result_pickle)

@@ -65,10 +65,10 @@ class RankController(Controller):
             time.sleep(_POLL_SECONDS)
 
     def _notice_exits(self) -> None:
-        known = {task for task, _ in self._exits}
+        exited = {task for task, _ in self._exits}
         for index, task in enumerate(self.tasks):
             code = task.poll()
-            if code is not None and index not in known:
+            if code is not None and index not in exited:
                 self._exits.append((index, code))
 
 

@@ -29,9 +29,9 @@ def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
     allowed = frozenset(os.sched_getaffinity(0))
     if len(allowed) < len(parse_cpus(together)) or len(allowed) < int(count):
         return frozenset()
-    mine = frozenset(split_cpus(allowed, int(count), read_processors())[int(index)])
-    os.sched_setaffinity(0, mine)
-    return mine
+    cpus = frozenset(split_cpus(allowed, int(count), read_processors())[int(index)])
+    os.sched_setaffinity(0, cpus)
+    return cpus
 
 
 def gpu_share_environment(index: int, ranks: int, env: Mapping[str, str], gpus: int) -> dict[str, str]:
@@ -40,8 +40,8 @@ def gpu_share_environment(index: int, ranks: int, env: Mapping[str, str], gpus: 
     Where more points run than there are GPUs for, some share theirs; {} where one alone has too few of them.
     """
     name = next((name for name in _GPU_VARIABLES if name in env), _GPU_VARIABLES[0])
-    there = env[name].split(",") if env.get(name) else [str(number) for number in range(gpus)]
-    if not gpus or ranks > len(there):
+    visible = env[name].split(",") if env.get(name) else [str(number) for number in range(gpus)]
+    if not gpus or ranks > len(visible):
         return {}
-    first = index % (len(there) // ranks) * ranks
-    return {name: ",".join(there[first : first + ranks])}
+    first = index % (len(visible) // ranks) * ranks
+    return {name: ",".join(visible[first : first + ranks])}

@@ -66,10 +66,10 @@ class BatchExecutor(SlurmExecutor):
 
 def submission_environment(request: JobRequest) -> dict[str, str]:
     """The variables that the job gets; what is in the snapshot of its code is looked for there alone."""
-    found = job_environment(request.export)
-    if request.code and (path := found.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
-        found["PYTHONPATH"] = rest
-    return found
+    variables = job_environment(request.export)
+    if request.code and (path := variables.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
+        variables["PYTHONPATH"] = rest
+    return variables
 
 
 def render_script(folder: RunDirectory, request: JobRequest) -> str:
@@ -86,7 +86,7 @@ def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
     submission_environment(request)  # before anything is written
     jobs: list[str] = []
     make_submitit_directory(folder)
-    there = set(folder.submitit.glob("*"))
+    earlier = set(folder.submitit.glob("*"))
     try:
         for _ in range(request.chain):
             with make_files_private():
@@ -94,8 +94,8 @@ def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
     except UserError:
         if jobs:
             run_client(["scancel", *jobs])
-        for left in set(folder.submitit.glob("*")) - there:
-            left.unlink()
+        for path in set(folder.submitit.glob("*")) - earlier:
+            path.unlink()
         raise
     return jobs
 
@@ -109,10 +109,10 @@ def require_sbatch() -> None:
 
 
 def _run_sbatch(command: list[str], env: dict[str, str]) -> str:
-    said = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    match = _SUBMITTED.search(said.stdout)
-    if said.returncode or match is None:
-        raise explain_refusal(said.stderr or said.stdout)
+    process = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    match = _SUBMITTED.search(process.stdout)
+    if process.returncode or match is None:
+        raise explain_refusal(process.stderr or process.stdout)
     return match[1]
 
 
@@ -163,10 +163,10 @@ def job_environment(export: Sequence[str], env: Mapping[str, str] = os.environ) 
     for pattern in export:
         if not _VARIABLE_PATTERN.fullmatch(pattern):
             raise UserError(f"launch.export: {pattern!r} is not the name of a variable; give names, not values")
-        found = {name: value for name, value in env.items() if fnmatchcase(name, pattern)}
-        if not found and not set("*?") & set(pattern):
+        matching = {name: value for name, value in env.items() if fnmatchcase(name, pattern)}
+        if not matching and not set("*?") & set(pattern):
             raise UserError(f"launch.export: {pattern} is not set here; set it, or leave it out")
-        chosen |= found
+        chosen |= matching
     return chosen
 
 

@@ -83,15 +83,16 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Itera
 
     A handler that was not set by Python cannot be put back, and stays.
     """
-    here = threading.current_thread() is threading.main_thread()
-    before = {it: known for it in numbers if here and (known := signal.getsignal(it)) is not None}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    earlier = {number: signal.getsignal(number) for number in numbers if in_main_thread}
+    replaceable = {number: previous for number, previous in earlier.items() if previous is not None}
     try:
-        for number in before:
+        for number in replaceable:
             signal.signal(number, handler)
         yield
     finally:
-        for number, known in before.items():
-            signal.signal(number, known)
+        for number, previous in replaceable.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
@@ -166,27 +167,27 @@ _SQUEUE_FORMAT = "%i|%A|%T|%N|%r"
 
 def squeue_command(job_ids: Iterable[str]) -> list[str]:
     """The call for all of `job_ids`; the elements of an array come a line each."""
-    wanted = ",".join(job_ids)
+    ids = ",".join(job_ids)
     return [
         "squeue",
         "--noheader",
         "--array",
         "--all",
         "--states=all",
-        f"--jobs={wanted}",
+        f"--jobs={ids}",
         f"--format={_SQUEUE_FORMAT}",
     ]
 
 
 def parse_squeue(text: str) -> list[JobRecord]:
     """The jobs that squeue printed; a line of another form is nobody's."""
-    found = []
+    records = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 4)]
         if len(fields) == 5 and fields[0] and "[" not in fields[0]:
             job_id, raw, state, where, reason = fields
-            found.append(JobRecord(job_id, raw, state, "squeue", parse_nodes(where), parse_word(reason)))
-    return found
+            records.append(JobRecord(job_id, raw, state, "squeue", parse_nodes(where), parse_word(reason)))
+    return records
 
 
 _SCONTROL_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")
@@ -205,11 +206,11 @@ def parse_scontrol(text: str) -> list[JobRecord]:
 
 def parse_scontrol_fields(line: str) -> dict[str, str]:
     """Key -> value of one line; values may hold blanks, and the first of two equal keys counts."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     keys = list(_SCONTROL_KEY.finditer(line))
     for key, following in zip(keys, [*keys[1:], None], strict=True):
-        found.setdefault(key[1], line[key.end() : following.start() if following else None].strip())
-    return found
+        fields.setdefault(key[1], line[key.end() : following.start() if following else None].strip())
+    return fields
 
 
 def _scontrol_record(values: Mapping[str, str]) -> JobRecord:
@@ -243,13 +244,13 @@ def sacct_command(job_ids: Iterable[str]) -> list[str]:
 
 def parse_sacct(text: str) -> list[JobRecord]:
     """The jobs that sacct printed; array elements that were never started share a line, which is left out."""
-    found = []
+    records = []
     for line in text.splitlines():
         values = line.split("|")
         if len(values) == 5 and "[" not in values[0]:
             job_id, raw, state, code, where = values
-            found.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
-    return found
+            records.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
+    return records
 
 
 _MAX_SCONTROL_CALLS = 16
@@ -268,24 +269,24 @@ class PollResult:
 
 def poll_jobs(job_ids: Iterable[str], ask: RunClient) -> PollResult:
     """What Slurm knows of these jobs; asks nothing if there are none."""
-    wanted = list(dict.fromkeys(job_ids))
-    if not wanted:
+    ids = list(dict.fromkeys(job_ids))
+    if not ids:
         return PollResult()
-    said = ask(squeue_command(_whole_arrays(wanted)))
-    answered = said.code == 0 or UNKNOWN_JOB in said.err
-    records = {record.job_id: record for record in parse_squeue(said.out)}
+    answer = ask(squeue_command(_whole_arrays(ids)))
+    answered = answer.code == 0 or UNKNOWN_JOB in answer.err
+    records = {record.job_id: record for record in parse_squeue(answer.out)}
     if answered:
-        records |= _complete_records(wanted, records, ask)
-    missing = [job for job in wanted if job not in records or _lacks_exit_code(records[job])]
+        records |= _complete_records(ids, records, ask)
+    missing = [job for job in ids if job not in records or _lacks_exit_code(records[job])]
     if missing:
         for record in parse_sacct(ask(sacct_command(_whole_arrays(missing))).out):
             if record.job_id not in records or _lacks_exit_code(records[record.job_id]):
                 records[record.job_id] = record
-    return PollResult({job: records[job] for job in wanted if job in records}, None if answered else _no_answer(said))
+    return PollResult({job: records[job] for job in ids if job in records}, None if answered else _no_answer(answer))
 
 
-def _no_answer(said: Answer) -> str:
-    return f"Slurm does not answer: {said.reason}"
+def _no_answer(answer: Answer) -> str:
+    return f"Slurm does not answer: {answer.reason}"
 
 
 def _whole_arrays(job_ids: Sequence[str]) -> list[str]:
@@ -302,13 +303,13 @@ def _lacks_exit_code(record: JobRecord) -> bool:
     )
 
 
-def _complete_records(wanted: Sequence[str], records: dict[str, JobRecord], ask: RunClient) -> dict[str, JobRecord]:
+def _complete_records(ids: Sequence[str], records: dict[str, JobRecord], ask: RunClient) -> dict[str, JobRecord]:
     """The same records with their exit codes, of jobs that ended badly."""
-    bare = [job for job in wanted if job in records and _lacks_exit_code(records[job])]
-    found: dict[str, JobRecord] = {}
+    bare = [job for job in ids if job in records and _lacks_exit_code(records[job])]
+    completed: dict[str, JobRecord] = {}
     for base in _whole_arrays(bare)[:_MAX_SCONTROL_CALLS]:
-        found |= {record.job_id: record for record in parse_scontrol(ask(scontrol_command(base)).out)}
-    return {job: found[job] for job in bare if job in found}
+        completed |= {record.job_id: record for record in parse_scontrol(ask(scontrol_command(base)).out)}
+    return {job: completed[job] for job in bare if job in completed}
 
 
 _MIN_SECONDS, _MAX_SECONDS = 2.0, 60.0
@@ -340,17 +341,17 @@ def max_array_size(ask: RunClient) -> int:
 
     The smaller of MaxArraySize, which no index may reach, and max_array_tasks of SchedulerParameters. 0: no arrays.
     """
-    said = ask(_SHOW_CONFIG)
-    found = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(said.out))]
-    return min(found) if said.code == 0 and found else DEFAULT_ARRAY_SIZE
+    answer = ask(_SHOW_CONFIG)
+    limits = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(answer.out))]
+    return min(limits) if answer.code == 0 and limits else DEFAULT_ARRAY_SIZE
 
 
-def split_evenly(count: int, most: int) -> list[range]:
+def split_evenly(count: int, max_size: int) -> list[range]:
     """0 to `count` - 1 in as few consecutive ranges of at most `most` (1 or more) as there can be, of sizes as equal.
 
     [] for a count of 0.
     """
     assert count >= 0
-    assert most >= 1
-    parts = -(-count // most)
+    assert max_size >= 1
+    parts = -(-count // max_size)
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

@@ -71,19 +71,19 @@ class Snapshot:
     @contextmanager
     def kept_for(self, run: Path) -> Iterator[None]:
         """Store it for a run (or sweep) directory; what is raised inside takes back what was stored."""
-        kept = 0
+        stored = 0
         try:
             add_reference(self.path, run)
-            kept = self.keep()
+            stored = self.keep()
             yield
         except BaseException:
-            self.discard(kept)
+            self.discard(stored)
             drop_reference(self.path.parent, run)
             raise
 
-    def discard(self, kept: int) -> None:
+    def discard(self, stored: int) -> None:
         """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
-        files.discard_snapshot(self.path, kept)
+        files.discard_snapshot(self.path, stored)
 
     def without_sources(self, python_path: str) -> str:
         """A PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
@@ -114,7 +114,9 @@ def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot 
         _check_modules(modules, theirs)
         _check_included(theirs, config.launch)
         _check_size(theirs, config.launch.snapshot_max_mib)
-    entries = [replace(it, path=f"{index}/{it.path}") for index, tree in enumerate(trees) for it in tree.entries]
+    entries = [
+        replace(entry, path=f"{index}/{entry.path}") for index, tree in enumerate(trees) for entry in tree.entries
+    ]
     entries.append(SnapshotEntry(PATHS_FILE, json.dumps(python_path).encode()))
     name = files.hash_entries(entries)
     path = _snapshot_path(config.launch, run) / name
@@ -138,78 +140,86 @@ def _own_tree() -> list[SourceTree]:
     if package is None:
         return []
     conf = code_sources.shipped_conf()
-    found = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
-    entries = {entry.path: entry for entry in found if entry.kind != "link"}
-    known = code_sources.find_repository(package)
-    told = (known.commit, known.dirty) if known else (None, None)
-    return [SourceTree(package, tuple(entries.values()), *told)]
+    paths = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
+    entries = {entry.path: entry for entry in paths if entry.kind != "link"}
+    repository = code_sources.find_repository(package)
+    commit = (repository.commit, repository.dirty) if repository else (None, None)
+    return [SourceTree(package, tuple(entries.values()), *commit)]
 
 
 def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
-    found = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
-    return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in found if entry]
+    read = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
+    return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in read if entry]
 
 
 def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTree]:
     """The repositories of these folders, and the folders that are in none."""
-    known = {folder: code_sources.find_repository(folder) for folder in folders}
-    roots = dict.fromkeys(it.root if it else folder for folder, it in known.items())
-    plain = [root for root in roots if not any(it and it.root == root for it in known.values())]
+    repositories = {folder: code_sources.find_repository(folder) for folder in folders}
+    roots = dict.fromkeys(repository.root if repository else folder for folder, repository in repositories.items())
+    plain = [
+        root
+        for root in roots
+        if not any(repository and repository.root == root for repository in repositories.values())
+    ]
     inner = [root for root in plain if any(root != other and root.is_relative_to(other) for other in plain)]
-    of_root = {it.root: it for it in known.values() if it}
+    of_root = {repository.root: repository for repository in repositories.values() if repository}
     return [_make_tree(root, of_root.get(root), launch) for root in roots if root not in inner]
 
 
-def _make_tree(root: Path, known: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
-    paths = _paths_of_git(root) if known else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
+def _make_tree(root: Path, repository: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
+    paths = _paths_of_git(root) if repository else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
     paths = [path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)] + _included_paths(
         root, launch
     )
     _check_number(root, paths)
     _check_bytes({str(root / path): files.total_size(root, path) for path in paths}, launch.snapshot_max_mib)
-    found = {path: files.read_entry(root, path) for path in paths}
-    if left := [path for path in paths if found[path] is None and (root / path).is_symlink()]:
+    entries_by_path = {path: files.read_entry(root, path) for path in paths}
+    if left_out := [path for path in paths if entries_by_path[path] is None and (root / path).is_symlink()]:
         print(
-            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left[:3])}"
-            f"{f' and {len(left) - 3} more links' if len(left) > 3 else ''}",
+            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left_out[:3])}"
+            f"{f' and {len(left_out) - 3} more links' if len(left_out) > 3 else ''}",
             file=sys.stderr,
         )
-    entries = tuple(entry for entry in found.values() if entry)
-    return SourceTree(root, entries, known.commit if known else None, known.dirty if known else None)
+    entries = tuple(entry for entry in entries_by_path.values() if entry)
+    return SourceTree(
+        root, entries, repository.commit if repository else None, repository.dirty if repository else None
+    )
 
 
 def _paths_of_git(root: Path) -> list[str]:
     """What is tracked is the project's, whatever it is; of the rest, what looks like code."""
     elsewhere = files.inside_of_no_project(root)
     return [
-        it.path
-        for it in code_sources.list_files(root)
-        if it.tracked or not (files.is_data(it.path) or elsewhere(it.path))
+        file.path
+        for file in code_sources.list_files(root)
+        if file.tracked or not (files.is_data(file.path) or elsewhere(file.path))
     ]
 
 
 def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
     """launch.snapshot_include, as far as it lies in this tree."""
-    found: list[str] = []
+    paths: list[str] = []
     for name in launch.snapshot_include:
         path = Path(name).expanduser().resolve()
         if path.is_relative_to(root):
             below = str(path.relative_to(root))
-            found += (
-                [os.path.normpath(f"{below}/{it}") for it in files.walk_tree(path, None)] if path.is_dir() else [below]
+            paths += (
+                [os.path.normpath(f"{below}/{file}") for file in files.walk_tree(path, None)]
+                if path.is_dir()
+                else [below]
             )
-    return found
+    return paths
 
 
 def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], first: int) -> list[str]:
     """Where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
-    found = []
+    parts = []
     for folder in folders:
         tree = _find_tree(folder, trees)
         below = str(folder.relative_to(tree.root)) if tree else ""
         if tree and any(below == "." or entry.path.startswith(f"{below}/") for entry in tree.entries):
-            found.append(os.path.normpath(f"{first + trees.index(tree)}/{below}"))
-    return list(dict.fromkeys(found))
+            parts.append(os.path.normpath(f"{first + trees.index(tree)}/{below}"))
+    return list(dict.fromkeys(parts))
 
 
 def _find_tree(path: Path, trees: Sequence[SourceTree]) -> SourceTree | None:
@@ -251,20 +261,20 @@ def _check_number(root: Path, paths: Sequence[str]) -> None:
         )
 
 
-def _check_size(trees: Sequence[SourceTree], most: float) -> None:
+def _check_size(trees: Sequence[SourceTree], max_mib: float) -> None:
     """All trees of the user together; each by itself was looked at before it was read."""
-    _check_bytes({str(tree.root / it.path): len(it.content) for tree in trees for it in tree.entries}, most)
+    _check_bytes({str(tree.root / entry.path): len(entry.content) for tree in trees for entry in tree.entries}, max_mib)
 
 
-def _check_bytes(sizes: dict[str, int], most: float) -> None:
+def _check_bytes(sizes: dict[str, int], max_mib: float) -> None:
     total = sum(sizes.values())
-    if total <= most * _MIB:
+    if total <= max_mib * _MIB:
         return
     largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
     shown = ", ".join(f"{path} ({sizes[path] / _MIB:.1f} MiB)" for path in largest if sizes[path] > total // 100)
     raise UserError(
-        f"launch.snapshot_max_mib={most:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; leave "
-        "them out with launch.snapshot_exclude, or raise it"
+        f"launch.snapshot_max_mib={max_mib:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; "
+        "leave them out with launch.snapshot_exclude, or raise it"
     )
 
 
@@ -323,10 +333,10 @@ def _remove_snapshot(path: Path) -> None:
 
 def _is_needed(path: Path) -> bool:
     events = sweep_directory.read_ledger(path.parent / REFERENCES_FILE)
-    mine = (event for event in reversed(events) if event.get("code") == path.name)
+    uses = (event for event in reversed(events) if event.get("code") == path.name)
     return any(
         time.time() - float(event["time"]) < _GRACE_SECONDS or _run_refers_to(Path(event["run"]), path)
-        for event in mine
+        for event in uses
     )
 
 

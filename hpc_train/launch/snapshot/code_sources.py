@@ -49,16 +49,16 @@ def locate_module(module: str) -> Path | None:
     """File of a module's outermost package, found as an import would find it; nothing of it is run. None: not here."""
     top = module.partition(".")[0]
     try:
-        found = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError, AttributeError):
         return None
-    return _module_path(found) if found else None
+    return _module_path(spec) if spec else None
 
 
-def _module_path(found: ModuleSpec) -> Path | None:
-    if found.submodule_search_locations:
-        return Path(next(iter(found.submodule_search_locations))).absolute()
-    return Path(found.origin).resolve() if found.has_location and found.origin else None
+def _module_path(spec: ModuleSpec) -> Path | None:
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).absolute()
+    return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
 
 
 def import_folders(modules: Sequence[str]) -> list[Path]:
@@ -66,14 +66,14 @@ def import_folders(modules: Sequence[str]) -> list[Path]:
 
     Those on the path, those of packages that are installed as editable, that of each module, the current folder.
     """
-    here = Path.cwd()
-    found = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
-    found = [folder for folder in found if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
+    cwd = Path.cwd()
+    folders = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
+    folders = [folder for folder in folders if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
     for name in [*_editable_packages(), *modules]:
         place = locate_module(name)
         if place is not None and not is_installed(place):
-            found.append(place.parent)
-    return list(dict.fromkeys([*found, here]))
+            folders.append(place.parent)
+    return list(dict.fromkeys([*folders, cwd]))
 
 
 def is_installed(path: Path) -> bool:
@@ -98,8 +98,8 @@ def _holds_user_modules(folder: Path) -> bool:
 def _editable_packages() -> Iterator[str]:
     """Names that can be imported of distributions that pip installed as editable."""
     for distribution in distributions():
-        told = distribution.read_text("direct_url.json") or ""
-        if '"editable": true' in told and distribution.name != "hpc_train":
+        text = distribution.read_text("direct_url.json") or ""
+        if '"editable": true' in text and distribution.name != "hpc_train":
             yield from _top_level_names(distribution)
 
 
@@ -133,10 +133,10 @@ class ListedFiles:
 
 def find_repository(folder: Path) -> Repository | None:
     """The repository that `folder` lies in; None without one, without git, or where git does not trust its owner."""
-    said = _run_git(folder, "rev-parse", "--show-toplevel")
-    if not said:
+    output = _run_git(folder, "rev-parse", "--show-toplevel")
+    if not output:
         return None
-    root = Path(os.fsdecode(said.rstrip(b"\n")))
+    root = Path(os.fsdecode(output.rstrip(b"\n")))
     status = _run_git(root, "status", "--porcelain=v2", "--branch", "-z", "--ignore-submodules=none")
     if status is None:
         return None
@@ -147,16 +147,16 @@ def find_repository(folder: Path) -> Repository | None:
 
 def list_files(root: Path, below: str = "") -> list[ListedFiles]:
     """What is tracked, and what is not but is not ignored either; of submodules and repositories inside, too."""
-    said = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
-    found: dict[str, ListedFiles] = {}
-    for word in filter(None, said.split(b"\0")):
+    output = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
+    files: dict[str, ListedFiles] = {}
+    for word in filter(None, output.split(b"\0")):
         mark, path = word[:1], os.fsdecode(word[2:])
         inner = (root / path).is_dir() and not (root / path).is_symlink()
         if inner and (root / path / ".git").exists():
-            found |= {it.path: it for it in list_files(root / path, f"{below}{path.rstrip('/')}/")}
+            files |= {file.path: file for file in list_files(root / path, f"{below}{path.rstrip('/')}/")}
         elif not inner:
-            found[below + path] = ListedFiles(below + path, mark != b"?")
-    return list(found.values())
+            files[below + path] = ListedFiles(below + path, mark != b"?")
+    return list(files.values())
 
 
 def _run_git(folder: Path, *words: str) -> bytes | None:

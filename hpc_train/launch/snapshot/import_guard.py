@@ -60,10 +60,10 @@ class SnapshotFinder(MetaPathFinder):
         """As the other finders. Raises UserError for a module that may have been edited since."""
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
-            found = None if finder is self or find is None else find(name, path, target)
-            if found is not None:
-                self._check(name, found.origin if found.has_location else None)
-                return found  # type: ignore[no-any-return]
+            spec = None if finder is self or find is None else find(name, path, target)
+            if spec is not None:
+                self._check(name, spec.origin if spec.has_location else None)
+                return spec  # type: ignore[no-any-return]
         return None
 
     def _check(self, name: str, origin: str | None) -> None:

@@ -92,8 +92,8 @@ def read_attempt(logs: Path) -> Attempt:
 def _read_marker(path: Path, kind: type[T]) -> T | None:
     try:
         values: dict[str, Any] = json.loads(read_tail_text(path, _MAX_MARKER_BYTES))
-        known = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        return kind(**{name: value for name, value in values.items() if name in known})
+        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return kind(**{name: value for name, value in values.items() if name in fields})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -136,10 +136,10 @@ RANK_MAP = "rankmap.json"
 def read_rank_entries(folder: Path) -> list[dict[str, Any]]:
     """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
     try:
-        found = json.loads(read_tail_text(folder / RANK_MAP))["ranks"]
+        entries = json.loads(read_tail_text(folder / RANK_MAP))["ranks"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
-    return [entry for entry in found if isinstance(entry, dict)]
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def task_of_rank(folder: Path, rank: int) -> int:
@@ -164,14 +164,14 @@ def open_if_regular(path: Path) -> BinaryIO | None:
         return None
 
 
-def read_tail_text(path: Path, most: int = MAX_BYTES) -> str:
+def read_tail_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the last `most` bytes of a file as text; "" if it cannot be read."""
     file = open_if_regular(path)
     if file is None:
         return ""
     with file:
         try:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            return file.read(most).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
+            return file.read(max_bytes).decode(errors="replace")
         except OSError:
             return ""

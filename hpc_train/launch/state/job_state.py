@@ -57,7 +57,7 @@ def _with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
         return _status_without_record(facts, status)
     status = replace(status, job_id=record.job_id, nodes=record.nodes or status.nodes)
     state, result = from_slurm_state(record.state), facts.newest.result if facts.newest else None
-    began = any(it.begun is not None and it.begun.job_id == record.job_id for it in facts.attempts)
+    began = any(attempt.begun is not None and attempt.begun.job_id == record.job_id for attempt in facts.attempts)
     if state is State.UNKNOWN:
         return replace(status, reason=f"Slurm calls it {record.state}")
     if state.waiting:
@@ -81,18 +81,22 @@ def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
 
 def _relevant_record(facts: RunFacts) -> JobRecord | None:
     """The record that matters: of a chain's the one that runs, else the next one, else that of the newest attempt."""
-    for wanted in (State.RUNNING, State.REQUEUED, State.PENDING):
+    for state in (State.RUNNING, State.REQUEUED, State.PENDING):
         for record in facts.records:
-            if from_slurm_state(record.state) is wanted:
+            if from_slurm_state(record.state) is state:
                 return record
     newest = facts.newest
     job = newest.begun.job_id if newest and newest.begun else None
-    return next((it for it in facts.records if it.job_id == job), facts.records[-1] if facts.records else None)
+    return next(
+        (record for record in facts.records if record.job_id == job), facts.records[-1] if facts.records else None
+    )
 
 
 def _earlier_job_started(facts: RunFacts) -> bool:
     """Whether an earlier job of the chain has begun."""
-    return len(facts.jobs) > 1 and any(it.begun and it.begun.job_id in facts.jobs for it in facts.attempts)
+    return len(facts.jobs) > 1 and any(
+        attempt.begun and attempt.begun.job_id in facts.jobs for attempt in facts.attempts
+    )
 
 
 def _status_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
@@ -117,15 +121,15 @@ def _status_of_ended_job(
 
 
 def _reason_of_end(facts: RunFacts, result: AttemptResult | None, record: JobRecord) -> str:
-    said = facts.failure or (result.why if result else "")
+    reported = facts.failure or (result.why if result else "")
     state = from_slurm_state(record.state)
     if state is not State.FAILED:
         reason = record.reason or ("TimeLimit" if record.state == "TIMEOUT" else "")  # accounting may keep none
         if reason.startswith("RaisedSignal") and record.exit_code:
             reason = describe_exit(record.exit_code, record.nodes)
-        return ": ".join(filter(None, (reason, said))) or state.lower()
-    if said:
-        return said
+        return ": ".join(filter(None, (reason, reported))) or state.lower()
+    if reported:
+        return reported
     code = record.exit_code
     return f"{describe_exit(code, record.nodes)}; it left no result" if code else record.reason
 

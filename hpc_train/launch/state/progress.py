@@ -39,8 +39,8 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     if age is None:
         return status
     quiet = _is_quiet(age, _float_or_none(last.get("step_seconds")))
-    said = f"no step for {format_age(age)}"
-    reason = ": ".join(filter(None, (status.reason, said))) if quiet else status.reason
+    text = f"no step for {format_age(age)}"
+    reason = ": ".join(filter(None, (status.reason, text))) if quiet else status.reason
     return replace(status, seconds_since_step=round(age, 1), reason=reason)
 
 
@@ -90,14 +90,14 @@ _RARE_VALUES = ("validation_loss", "noise_scale")
 
 def read_final_values(path: Path) -> dict[str, Any]:
     """The last whole line, and of the values that not every step has the last ones; {} without any line."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for record in _lines_from_end(path):
-        if not found:
-            found = record
-        found |= {name: record[name] for name in _RARE_VALUES if name in record and name not in found}
-        if all(name in found for name in _RARE_VALUES):
+        if not values:
+            values = record
+        values |= {name: record[name] for name in _RARE_VALUES if name in record and name not in values}
+        if all(name in values for name in _RARE_VALUES):
             break
-    return found
+    return values
 
 
 def find_best_value(path: Path, metric: str) -> float | None:
@@ -151,7 +151,7 @@ def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
 def _record(line: bytes) -> dict[str, Any]:
     """{} for a line that a crash has torn off."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and "step" in found else {}
+    return record if isinstance(record, dict) and "step" in record else {}

@@ -50,8 +50,12 @@ class RunFacts:
     @property
     def newest(self) -> Attempt | None:
         """The newest attempt of the last submission (of a run without Slurm: of all)."""
-        mine = [it for it in self.attempts if not self.jobs or it.begun is None or it.begun.job_id in self.jobs]
-        return mine[-1] if mine else None
+        attempts = [
+            attempt
+            for attempt in self.attempts
+            if not self.jobs or attempt.begun is None or attempt.begun.job_id in self.jobs
+        ]
+        return attempts[-1] if attempts else None
 
 
 def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
@@ -61,13 +65,13 @@ def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
     """
     first = [read_files(point) for point in points]
     polled = poll_jobs(_open_jobs(first), ask)
-    found = []
+    complete = []
     for facts in first:
         records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
         if facts.jobs and not _has_ended(facts) and any(_is_over(record) for record in records or (None,)):
             facts = read_files(facts.point)
-        found.append(replace(facts, records=records, silent=polled.silent))
-    return found
+        complete.append(replace(facts, records=records, silent=polled.silent))
+    return complete
 
 
 def _is_over(record: JobRecord | None) -> bool:
@@ -113,15 +117,15 @@ def _seconds_since_sign(run: Path) -> float | None:
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """Whole lines of events.jsonl."""
-    found = []
+    events = []
     for line in read_tail_text(run / "events.jsonl").splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _is_number(value: Any) -> bool:
@@ -149,8 +153,8 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
 
 
 def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:
-    found = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
-    return found[-1] if found and type(found[-1]) is int else None
+    totals = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
+    return totals[-1] if totals and type(totals[-1]) is int else None
 
 
 def _ending_in_log(facts: RunFacts) -> State | None:
@@ -171,8 +175,8 @@ def _ending_in_log(facts: RunFacts) -> State | None:
 
 
 def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
-    mine = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
-    return next((str(event["why"]) for event in reversed(mine) if event.get("why")), "")
+    cancels = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
+    return next((str(event["why"]) for event in reversed(cancels) if event.get("why")), "")
 
 
 def _has_ended(facts: RunFacts) -> bool:
@@ -181,4 +185,4 @@ def _has_ended(facts: RunFacts) -> bool:
 
 
 def _open_jobs(facts: Iterable[RunFacts]) -> list[str]:
-    return [job for it in facts if not _has_ended(it) for job in it.jobs]
+    return [job for run in facts if not _has_ended(run) for job in run.jobs]

@@ -38,12 +38,12 @@ class RunPoint:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What the sweep's ledger says of it, as events.jsonl would."""
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         if self.placed and self.placed.job:
-            found.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
+            events.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
         for job, time in self.cancels:
-            found.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
-        return found
+            events.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
+        return events
 
     @property
     def job_logs(self) -> Path:
@@ -110,15 +110,15 @@ def _points_in_directory(path: Path) -> list[RunPoint]:
 
 def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
     """Slurm knows where a job's log and its script are: in folders of its run or sweep directory."""
-    said = ask(slurm_cli.scontrol_command(job_id))
-    if said.code != 0:
-        known = "Slurm does not know it (any more)" if UNKNOWN_JOB in said.err else said.reason
-        raise UserError(f"job {job_id}: {known}; give its run directory")
-    shown = [slurm_cli.parse_scontrol_fields(line) for line in said.out.splitlines() if line.startswith("JobId=")]
+    answer = ask(slurm_cli.scontrol_command(job_id))
+    if answer.code != 0:
+        why = "Slurm does not know it (any more)" if UNKNOWN_JOB in answer.err else answer.reason
+        raise UserError(f"job {job_id}: {why}; give its run directory")
+    shown = [slurm_cli.parse_scontrol_fields(line) for line in answer.out.splitlines() if line.startswith("JobId=")]
     files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
     places = dict.fromkeys(place for file in files for place in file.parents[1:2])
-    if found := _points_of_array(job_id, filter(None, map(find_sweep, places))):
-        return found
+    if points := _points_of_array(job_id, filter(None, map(find_sweep, places))):
+        return points
     runs = [place for place in places if is_run_directory(place)]
     if not runs:
         where = shown[0].get("WorkDir", "an unknown folder") if shown else "an unknown folder"
@@ -129,8 +129,8 @@ def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
 def _points_of_array(job_id: str, sweeps: Iterable[SweepDirectory]) -> list[RunPoint]:
     """The points of an array, `12`, or of its element, `12_3`, that it is still the last job of."""
 
-    def mine(point: RunPoint) -> bool:
+    def belongs(point: RunPoint) -> bool:
         job = point.placed.job if point.placed and point.placed.job else ""
         return job == job_id or job.startswith(f"{job_id}_")
 
-    return [point for sweep in sweeps for point in points_of_sweep(sweep) if mine(point)]
+    return [point for sweep in sweeps for point in points_of_sweep(sweep) if belongs(point)]

@@ -168,11 +168,11 @@ def _describe_signal(number: int, nodes: Sequence[str]) -> str:
 
 def parse_ending(text: str) -> State | None:
     """Parse what slurmstepd and srun wrote into the log about the job's end; None if they wrote nothing."""
-    found = [match["why"] for match in _CANCELLED.finditer(text)] or [
+    reasons = [match["why"] for match in _CANCELLED.finditer(text)] or [
         line for line in text.splitlines() if "slurmstepd: error:" in line or "srun: error:" in line
     ]
-    for said in reversed(found):
+    for reason in reversed(reasons):
         for words, state in _ENDINGS:
-            if words in said:
+            if words in reason:
                 return state
     return None

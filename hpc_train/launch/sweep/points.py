@@ -94,15 +94,15 @@ def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
     one sweep has one of.
     """
     parser = OverridesParser.create(config_loader=_GroupOptions(config_dir))  # type: ignore[arg-type]
-    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    values: dict[str, tuple[tuple[str, ...], bool]] = {}
     for text in overrides:
         item = _parse_override(text, parser)
         _check_sweepable(item, text)
         # Of two for the same key the last one counts.
-        found[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
+        values[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
     grid = Grid(
-        tuple(words for words, _ in found.values()),
-        tuple(index for index, (_, swept) in enumerate(found.values()) if swept),
+        tuple(words for words, _ in values.values()),
+        tuple(index for index, (_, swept) in enumerate(values.values()) if swept),
     )
     if len(grid) > MAX_POINTS:
         raise UserError(f"{len(grid):,} points: a sweep has at most {MAX_POINTS:,}; leave out some values")
@@ -193,7 +193,7 @@ class PointFreezer:
     ranks_before: RankCount
     """As far as known before parallel=auto is decided."""
     ranks: Callable[[RunConfig], int]
-    build: bool = True
+    build_stores: bool = True
     """Whether token stores that are not there are built."""
     plans: Counter[str] = field(default_factory=Counter)
     _stores: dict[str, Path | None] = field(default_factory=dict)
@@ -218,8 +218,8 @@ class PointFreezer:
         spec = make_spec(config, self._folder(config, name), ranks, asdict(degrees), store)
         schedule = read_schedule_file(config)
         files = {"plan.json": why, "schedule.csv": schedule}
-        kept = {file: text for file, text in files.items() if text is not None}
-        return FrozenPoint(name, combination.swept, spec, kept), config, own
+        written = {file: text for file, text in files.items() if text is not None}
+        return FrozenPoint(name, combination.swept, spec, written), config, own
 
     def _planned(self, config: RunConfig) -> tuple[RunConfig, str | None]:
         if not config.parallel.auto:
@@ -246,7 +246,7 @@ class PointFreezer:
     def _store(self, config: RunConfig) -> Path | None:
         key = repr((config.data, bool(config.launch.setup)))
         if key not in self._stores:
-            self._stores[key] = find_token_store(config, self.build)
+            self._stores[key] = find_token_store(config, self.build_stores)
         return self._stores[key]
 
 
@@ -256,20 +256,20 @@ def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> Froz
     Several combinations may well mean the same run: with parallel=auto, or two names of one option. None of them is
     wrong, and running it twice would bring nothing. Raises UserError naming the point for the first that is wrong.
     """
-    found, known = FrozenSweep(), dict[str, str]()
+    sweep, ids = FrozenSweep(), dict[str, str]()
     for combination in grid:
         try:
             point, config, own = freezer.freeze(combination, composer.compose(combination.words))
         except UserError as error:
             raise name_point(combination, error) from None
-        if own in known:
-            found.same.append((combination.name, known[own]))
+        if own in ids:
+            sweep.same.append((combination.name, ids[own]))
             continue
-        known[own] = point.id
-        found.points.append(point)
-        found.configs[point.id] = config
-    _check_checkpoint_directories(found)
-    return found
+        ids[own] = point.id
+        sweep.points.append(point)
+        sweep.configs[point.id] = config
+    _check_checkpoint_directories(sweep)
+    return sweep
 
 
 def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[FrozenPoint]:
@@ -284,12 +284,12 @@ def name_point(combination: Combination, error: UserError) -> UserError:
     return UserError(f"point {combination.name}: {error}") if combination.swept else error
 
 
-def _check_checkpoint_directories(found: FrozenSweep) -> None:
+def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
     """Points that save into one directory would take each other's checkpoints for their own."""
     places: dict[str, str] = {}
-    for point in found.points:
-        chosen = found.configs[point.id].checkpoint.dir
-        if chosen is None or not found.configs[point.id].checkpoint.every:
+    for point in sweep.points:
+        chosen = sweep.configs[point.id].checkpoint.dir
+        if chosen is None or not sweep.configs[point.id].checkpoint.every:
             continue
         if chosen in places:
             raise UserError(
@@ -299,13 +299,13 @@ def _check_checkpoint_directories(found: FrozenSweep) -> None:
         places[chosen] = point.id
 
 
-def print_plans(freezer: PointFreezer, found: FrozenSweep) -> None:
+def print_plans(freezer: PointFreezer, sweep: FrozenSweep) -> None:
     """What parallel=auto has decided, a line each decision, and which combinations are one run."""
     for line, count in freezer.plans.items():
         print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
-    if found.same:
-        one, other = found.same[0]
-        more = f" and {len(found.same) - 1} more" if len(found.same) > 1 else ""
+    if sweep.same:
+        one, other = sweep.same[0]
+        more = f" and {len(sweep.same) - 1} more" if len(sweep.same) > 1 else ""
         print(f"hpc-train: {one} is the same run as {other}{more}: each is run once", file=sys.stderr)
 
 

@@ -51,7 +51,7 @@ def submit_sweep(
     _check_launch(first)
     folder = new_sweep_directory(first)
     freezer = PointFreezer(folder, _known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node)
-    freezer.build = not dry_run
+    freezer.build_stores = not dry_run
     frozen = freeze_points(grid, composer, freezer)
     code = snapshot_code(first, folder.path, *frozen.configs.values())
     points = set_code(frozen.points, code)
@@ -121,13 +121,15 @@ def _submit_arrays(
     points: Sequence[FrozenPoint],
     arrays: Sequence[JobArray],
     code: Snapshot | None,
-    told: dict[str, list[str]],
+    command: dict[str, list[str]],
 ) -> list[str]:
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
     with delay_signals(), submission_transaction(folder.path), code.kept_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
-        sweep_directory.append_event(folder.ledger, "sweep", points=len(points), version=__version__, **told, **source)
+        sweep_directory.append_event(
+            folder.ledger, "sweep", points=len(points), version=__version__, **command, **source
+        )
         record_arrays(folder, arrays, jobs)
     if len(jobs) > 1:
         release_jobs(jobs, run_client)
@@ -139,8 +141,8 @@ def _submit_arrays(
 def _print_dry_run(folder: SweepDirectory, arrays: Sequence[JobArray], as_json: bool) -> int:
     if as_json:
         shown = [
-            {**row, "sbatch": _command_options(arrays, it), "script": render_array_script(folder, it)}
-            for it, row in zip(arrays, _array_rows(arrays), strict=True)
+            {**row, "sbatch": _command_options(arrays, array), "script": render_array_script(folder, array)}
+            for array, row in zip(arrays, _array_rows(arrays), strict=True)
         ]
         print(json.dumps({"run_dir": str(folder.path), "arrays": shown}))
         return 0
@@ -167,7 +169,10 @@ def describe_array(array: JobArray) -> str:
 
 
 def _array_rows(arrays: Sequence[JobArray]) -> list[dict[str, object]]:
-    return [{"nodes": it.request.nodes, "ranks": it.ranks, "points": it.points, "behind": it.behind} for it in arrays]
+    return [
+        {"nodes": array.request.nodes, "ranks": array.ranks, "points": array.points, "behind": array.behind}
+        for array in arrays
+    ]
 
 
 def _print_submission(
@@ -175,22 +180,22 @@ def _print_submission(
 ) -> int:
     if as_json:
         rows = [{"job_id": job, **row} for job, row in zip(jobs, _array_rows(arrays), strict=True)]
-        print(json.dumps({"run_dir": str(folder.path), "points": [it.id for it in frozen.points], "jobs": rows}))
+        print(json.dumps({"run_dir": str(folder.path), "points": [point.id for point in frozen.points], "jobs": rows}))
         return 0
     for array, job in zip(arrays, jobs, strict=True):
         print(f"job {job}: {describe_array(array)}")
-    if len(jobs) > 1 and frozen.configs and (most := arrays[0].config.launch.parallel_points):
-        print(f"launch.parallel_points={most} is shared by the {len(jobs)} arrays, so that no more run at a time")
+    if len(jobs) > 1 and frozen.configs and (limit := arrays[0].config.launch.parallel_points):
+        print(f"launch.parallel_points={limit} is shared by the {len(jobs)} arrays, so that no more run at a time")
     print(f"{len(frozen.points)} points, sweep directory {folder.path}")
     return 0
 
 
 def require_array_size(ask: RunClient) -> int:
     """Of one array. Raises UserError where a cluster takes none."""
-    most = max_array_size(ask)
-    if most < 1:
+    size = max_array_size(ask)
+    if size < 1:
         raise UserError("this cluster takes no job arrays (MaxArraySize=0); submit the points one by one")
-    return most
+    return size
 
 
 def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
@@ -207,7 +212,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
     Raises UserError with sbatch's own reason if it refuses one; then none is left, and no file of them.
     """
     jobs: list[str] = []
-    there = set(folder.scripts.glob("*"))
+    earlier = set(folder.scripts.glob("*"))
     try:
         for array in arrays:
             options = sbatch_array_options(arrays, array, jobs, hold)
@@ -215,8 +220,8 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
     except BaseException:  # Ctrl-C, too
         if jobs:
             ask(["scancel", *jobs])
-        for left in set(folder.scripts.glob("*")) - there:
-            left.unlink()
+        for path in set(folder.scripts.glob("*")) - earlier:
+            path.unlink()
         raise
     return jobs
 
@@ -234,9 +239,9 @@ def sbatch_array_options(
 
 def release_jobs(jobs: Sequence[str], ask: RunClient) -> None:
     """Let jobs that were held start. Raises UserError if Slurm will not."""
-    said = ask(["scontrol", "release", ",".join(jobs)])
-    if said.code:
-        raise UserError(f"scontrol release {','.join(jobs)}: {said.reason}; the jobs are held: try that again")
+    answer = ask(["scontrol", "release", ",".join(jobs)])
+    if answer.code:
+        raise UserError(f"scontrol release {','.join(jobs)}: {answer.reason}; the jobs are held: try that again")
 
 
 def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequence[str], **more: Any) -> None:

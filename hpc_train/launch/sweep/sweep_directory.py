@@ -95,10 +95,10 @@ def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
 
 def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
     """These points only, which is quicker; in the order of `ids`. Raises UserError if one is missing."""
-    found = {point.id: point for point in _matching_lines(folder, ids)}
-    if missing := [it for it in ids if it not in found]:
+    points = {point.id: point for point in _matching_lines(folder, ids)}
+    if missing := [name for name in ids if name not in points]:
         raise UserError(f"{folder.points}: has no point {missing[0]}")
-    return [found[it] for it in ids]
+    return [points[name] for name in ids]
 
 
 def point_ids(folder: SweepDirectory) -> list[str]:
@@ -107,7 +107,7 @@ def point_ids(folder: SweepDirectory) -> list[str]:
 
 
 def _matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
-    starts = tuple(f'{{"id": {json.dumps(it)},' for it in ids)
+    starts = tuple(f'{{"id": {json.dumps(name)},' for name in ids)
     for line in read_own_file(folder.points).splitlines():
         if line.startswith(starts):
             yield _parse_point(line, folder)
@@ -153,15 +153,15 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
 
 def read_ledger(path: Path) -> list[LedgerEvent]:
     """All whole lines, in order."""
-    found = []
+    events = []
     for line in read_regular(path, MAX_TEXT_BYTES, follow=True).split(b"\n") if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and {"event", "time"} <= event.keys():
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,16 @@ class PointPlacement:
 
 def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
     """Point -> where it was last sent to."""
-    found: dict[str, PointPlacement] = {}
+    placements: dict[str, PointPlacement] = {}
     for event in events:
         if event["event"] == "submit":
             for index, points in enumerate(event["elements"]):
                 job = f"{event['job_id']}_{index}"
-                found |= dict.fromkeys(points, PointPlacement(event["time"], job, bool(event.get("packed"))))
+                placements |= dict.fromkeys(points, PointPlacement(event["time"], job, bool(event.get("packed"))))
         elif event["event"] == "local":
             pool = PointPlacement(event["time"], None, False, event["process"], event["started"], event["machine"])
-            found |= dict.fromkeys(event["points"], pool)
-    return found
+            placements |= dict.fromkeys(event["points"], pool)
+    return placements
 
 
 def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
@@ -207,9 +207,9 @@ def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
 
 def find_cancellations(events: list[LedgerEvent]) -> dict[str, list[tuple[str, float]]]:
     """Point -> (job, time) of each cancellation that was asked for while it waited."""
-    found: dict[str, list[tuple[str, float]]] = {}
+    cancellations: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         if event["event"] == "cancel":
             for point, job in event["points"].items():
-                found.setdefault(point, []).append((job, event["time"]))
-    return found
+                cancellations.setdefault(point, []).append((job, event["time"]))
+    return cancellations
