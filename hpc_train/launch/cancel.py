@@ -51,15 +51,15 @@ class _OpenRun:
         return self.status.state is State.PENDING and not self.facts.jobs
 
     def jobs(self, running: bool) -> list[str]:
-        """Its jobs that run, or those that wait."""
+        """Return its jobs that run, or its jobs that wait."""
         return jobs_in_state(self.facts, running)
 
 
 def cancel_command(target: str, yes: bool, now: bool, wait: bool = True) -> int:
-    """End a run, a point or all of a sweep, or a job; returns the exit code. On a terminal it asks first.
+    """Cancel a run, a point or all of a sweep, or a job, and return the exit code. On a terminal it asks first.
 
-    now: without a save. wait: until it has ended; what has not after launch.cancel_seconds is ended, and the ranks that
-    did not answer are named. Raises UserError, one line, if it runs where it cannot be reached from here.
+    now: without a save. wait: until everything has ended; what has not after launch.cancel_seconds is killed, and the
+    ranks that did not answer are named. Raises UserError, one line, for a run that cannot be reached from here.
     """
     points = find_points(target, run_client)
     runs = _find_open_runs(points)
@@ -86,7 +86,7 @@ def _find_open_runs(points: Sequence[RunPoint]) -> list[_OpenRun]:
 
 
 def _cancel_without_slurm(runs: Sequence[_OpenRun], now: bool) -> None:
-    """Runs without Slurm. Who is told to stop all of a sweep tells those of its points that run."""
+    """Cancel runs without Slurm. The process that runs a sweep passes a stop on to its running points."""
     pools = {run.facts.point.placed.process for run in runs if run.waits_here and run.facts.point.placed}
     if not pools:
         for run in runs:
@@ -114,7 +114,7 @@ def _ask_user(still: Sequence[_OpenRun]) -> bool:
 
 
 def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[list[RunPoint], frozenset[Path]]:
-    """First those that wait, so that none of them starts in the place of one that ends.
+    """Cancel jobs; those that wait first, so that none of them starts in the place of one that ends.
 
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
@@ -153,7 +153,7 @@ def _print_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) 
 
 
 def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_OpenRun]:
-    """Points whose job has others, too, that are to go on."""
+    """Return the points whose job also has other points that are to go on."""
     packed = [run for run in runs if run.facts.point.packed]
     if not packed:
         return []
@@ -171,7 +171,10 @@ def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_Op
 
 
 def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: bool) -> None:
-    """For the batch script, which does not requeue then, and for `status`. What has not begun has no run directory."""
+    """Leave the cancel marker for the batch script, which then does not requeue, and an event for `status`.
+
+    What has not begun has no run directory: the sweep's ledger gets its event.
+    """
     waiting: dict[Path, dict[str, str]] = {}
     for run in runs:
         point = run.facts.point
@@ -191,7 +194,7 @@ def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: b
 
 
 def _cancel_local(run: _OpenRun, now: bool) -> None:
-    """The controller of the local pool passes the signal on; by other launchers, one rank that knows is enough."""
+    """Signal the controller of the local pool, which passes it on; under other launchers, one rank is enough."""
     newest = run.facts.newest
     begun = newest.begun if newest else None
     if newest is None or begun is None or not run.facts.alive:

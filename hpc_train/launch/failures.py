@@ -47,7 +47,7 @@ class FirstError:
 
     @property
     def line(self) -> str:
-        """All in one line: of a traceback the exception."""
+        """Return the error as one line; of a traceback the exception."""
         text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
         return f"{text} ({self.besides})" if self.besides else text
 
@@ -61,18 +61,14 @@ class FirstError:
 
 
 def _exception_line(traceback: str) -> list[str]:
-    """The line below the last frame; what libraries write after it may be anything."""
+    """Return the line below the last frame; what libraries write after it may be anything."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     frame = max((index for index, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     return [line for line in lines[frame + 1 :] if not line[0].isspace()][:1] or lines[-1:]
 
 
 def find_first_error(logs: Path) -> FirstError | None:
-    """The first failure of the attempt whose log directory this is; None if nobody left a trace of one.
-
-    Only the local pool sees the order in which tasks end; srun does not tell it, so there a task that was ended from
-    outside counts only if all others merely lost a peer.
-    """
+    """Find the first failure of the attempt with this log directory; None if no rank left a trace of one."""
     failure = read_first_failure(logs)
     if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
@@ -87,7 +83,7 @@ def find_first_error(logs: Path) -> FirstError | None:
 
 
 def explain_failure(logs: Path) -> str | None:
-    """Why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
+    """Explain why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
     if not (logs / EXIT_CODES).exists():
         return "the process that held the ranks was killed; the ranks were told to save and stop"
     error = find_first_error(logs)
@@ -111,7 +107,7 @@ def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError |
 
 
 def _find_in_srun_errors(logs: Path) -> FirstError | None:
-    """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
+    """Find the first task that a signal ended, as srun reports it, and that recorded no error itself."""
     text = _read_srun_errors(logs)
     for line in _SRUN_LINE.finditer(text):
         task = re.split("[,-]", line["tasks"])[0]
@@ -127,7 +123,7 @@ def _read_srun_errors(logs: Path) -> str:
 
 
 def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
-    """The task of this node that left no word; without a rank map, of any."""
+    """Find the task of this node that recorded nothing; without a rank map, of any node."""
     short = host.partition(".")[0]
     entries = read_rank_entries(logs)
     elsewhere = {int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] != short}
@@ -159,7 +155,10 @@ def ranks_without_report(logs: Path) -> list[int]:
 
 
 def describe_timeout(logs: Path, silent: Sequence[int]) -> str:
-    """Say in one line who gave up waiting, for whom, and after how long. silent: tasks without an error."""
+    """Say in one line which ranks gave up waiting, for which ranks, and after how long.
+
+    silent: tasks without an error.
+    """
     entries = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
     waited = [task for task in sorted(entries) if task not in silent]
     which = "which reported nothing: it hangs" if len(silent) == 1 else "which reported nothing: one of them hangs"
@@ -206,7 +205,7 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
 
 
 def _explain_by_batch_script(logs: Path, code: str) -> str:
-    """What the batch script knows itself, where no rank left a word."""
+    """Return the reason that the batch script gives where no rank left one."""
     result = read_attempt(logs).result
     return result.why if result and result.why else f"the ranks exited with {code} and left no reason; see {logs}"
 

@@ -89,7 +89,7 @@ def _resume(candidates: Sequence[ResumeCandidate], mode: str, as_json: bool, sto
 
 
 def find_candidates(points: Sequence[RunPoint], mode: str) -> list[ResumeCandidate]:
-    """What each of them is, and whether it is to run again. Raises UserError where Slurm does not answer."""
+    """Find the state of each run, and whether it runs again. Raises UserError where Slurm does not answer."""
     candidates = []
     for facts in gather_facts(points, run_client):
         status = decide_state(facts)
@@ -203,7 +203,7 @@ _KEPT_IN_PLACE = frozenset(
 
 
 def load_snapshot(spec: JobSpec) -> Snapshot | None:
-    """The snapshot that a spec names; None if it names none. Raises UserError if it is gone."""
+    """Return the snapshot that a spec names; None if it names none. Raises UserError if the snapshot is gone."""
     if not spec.code:
         return None
     path = Path(spec.code)
@@ -217,7 +217,7 @@ def load_snapshot(spec: JobSpec) -> Snapshot | None:
 
 
 def check_can_restart(spec: JobSpec) -> None:
-    """Raise UserError for a run whose checkpoints lie elsewhere: `set_aside` would leave them, and it would go on."""
+    """Raise UserError for a run whose checkpoints lie elsewhere: it would go on from them."""
     chosen = spec.config["checkpoint"]["dir"]
     if chosen:
         raise UserError(f"--mode force: {spec.run_dir} saves into checkpoint.dir={chosen}; move what is there yourself")

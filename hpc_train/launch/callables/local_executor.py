@@ -1,7 +1,7 @@
-"""Callables as processes of this machine: submitit's local executor with a cap on how many jobs run at once.
+"""Run callables as processes of this machine: submitit's local executor with a limit on the jobs at a time.
 
-All ranks of a job are seen as one process, which is what submitit's LocalJob asks for. Looking at a job drives
-it: nothing runs in the background.
+All ranks of a job are seen as one process, which is what submitit's LocalJob asks for. Polling a job drives it:
+nothing runs in the background.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LocalCallExecutor(LocalExecutor):
 
     @property
     def ranks(self) -> int:
-        """Processes of a job."""
+        """Number of processes of a job."""
         return int(self.parameters.get("tasks_per_node", 1))
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
@@ -309,7 +309,10 @@ class JobProcesses:
             self._pass_on(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """SIGUSR2 lets the job be run again; any other signal is meant to end it, and soon does."""
+        """Send a signal to the ranks.
+
+        After SIGUSR2 the job may run again; any other signal ends it, soon by SIGKILL.
+        """
         self._cancelled = self._cancelled or number != signal.SIGUSR2
         if not self._processes and self._code is None and self._cancelled:
             self._code = -number

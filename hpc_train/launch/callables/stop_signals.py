@@ -1,6 +1,6 @@
-"""A stop signal in a job of functions: rank 0 leaves what is to be called next, and the job is requeued, or it ends.
+"""Act on a stop signal in a job of callables: save what is to be called next and requeue the job, or end it.
 
-Which it is depends on why: a preempted job always goes on, one out of time only as often as was asked for.
+A preempted job always goes on; one that is out of time only as often as was asked for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StopSignalHandler:
             self._handle(name[early.signal_name or ""], None)
 
     def too_late(self) -> None:
-        """The call is over: signals change nothing any more."""
+        """Ignore signals from now on: the call is over."""
         self._acting = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -100,7 +100,7 @@ class StopSignalHandler:
 
 
 def _seconds_left(job_id: str) -> float | None:
-    """Until the job's time limit, as Slurm has it now; None where there is no squeue, as in a container."""
+    """Return the seconds until the job's time limit, as Slurm has it now; None without squeue, as in a container."""
     try:
         process: Any = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], capture_output=True, text=True, timeout=20

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartedJob:
-    """A job that was handed over."""
+    """A job that has been submitted."""
 
     job_id: str
     ranks: int = 1
@@ -48,19 +48,19 @@ class JobEnd:
 
 
 class JobSource(Protocol):
-    """Who runs the jobs."""
+    """Tells how jobs end."""
 
     @property
     def grace(self) -> float:
         """Seconds between the end of a job and the moment when its files must be visible here."""
 
     def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """Job id -> how it ended, "" for well, of those that have ended. hurry: somebody waits for just that."""
+        """Return how each job ended that has, "" for well. hurry: somebody waits for just that."""
 
 
 @dataclass
 class SlurmJobs:
-    """Asks rarer and rarer: it is only needed for jobs that leave no result."""
+    """The ends of Slurm jobs, asked for less and less often: only jobs that leave no result need it."""
 
     ask: RunClient
     grace: float = 5.0
@@ -74,7 +74,7 @@ class SlurmJobs:
         self._due = time.monotonic() + self._backoff.seconds(changed=False)
 
     def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """As of the last poll, which may be a minute old."""
+        """Return the ends as of the last poll, which may be a minute old."""
         if hurry:
             self._due = min(self._due, self._asked + 1.0)
         if time.monotonic() >= self._due:
@@ -95,7 +95,7 @@ class SlurmJobs:
 
 
 def _advice(records: Collection[JobRecord]) -> str:
-    """Of jobs that start only when somebody does something."""
+    """Say what lets jobs start that are held."""
     held = sorted(
         {
             record.job_id.partition("_")[0]
@@ -112,7 +112,7 @@ def _format_state(record: JobRecord) -> str:
 
 
 def _describe_end(job: str, polled: PollResult) -> str | None:
-    """How a job ended; None if it has not, or if nobody can tell."""
+    """Describe how a job ended; None if it has not, or if Slurm does not answer."""
     record = polled.records.get(job)
     if record is None:
         return "Slurm does not know the job any more: it was killed" if polled.silent is None else None
@@ -129,7 +129,7 @@ def _describe_end(job: str, polled: PollResult) -> str | None:
 def wait_for_jobs(
     started: Sequence[StartedJob], folder: Path, source: JobSource, fails: Callable[[Any], bool] = lambda _: False
 ) -> dict[str, JobEnd]:
-    """Job id -> its end, when all have come to theirs. fails: whether a call's own result is a failure."""
+    """Wait for all jobs, and return the end of each by its id. fails: whether a call's own result is a failure."""
     unended, ends = {job.job_id: job for job in started}, {}
     noticed: dict[str, float] = {}
     pause = _SHORTEST
@@ -155,7 +155,7 @@ def wait_for_jobs(
 
 
 def _list_results(folder: Path) -> dict[str, dict[int, Path]]:
-    """Job id -> rank -> file; one listing for all."""
+    """Return the result file of each rank of each job, by one listing of the folder."""
     results: dict[str, dict[int, Path]] = {}
     for path in folder.iterdir():
         name = path.name
@@ -172,7 +172,7 @@ def _job_end(
     files_are_here: bool,
     fails: Callable[[Any], bool],
 ) -> JobEnd | None:
-    """The end of one job, if it is known by now. reported_end: how it ended by who runs it; None: it has not.
+    """Return the end of one job, if it is known by now. reported_end: how it ended by its source; None: it has not.
 
     Of a job of several ranks the first result does not tell how the others end.
     """
@@ -191,7 +191,7 @@ def _read_result(path: Path) -> JobEnd:
 
 
 def _explain_with_log(job: StartedJob, folder: Path, how: str) -> JobEnd:
-    """With what the job's own log says."""
+    """Describe the end of a job that left no result by the last lines of its log."""
     path = folder / f"{job.job_id}_0_log.out"
     text = read_tail_text(path, _MOST_LOG_BYTES)
     lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]

@@ -1,4 +1,4 @@
-"""What every rank of a job of functions runs: `python -m hpc_train.launch.callables.worker FOLDER`.
+"""The entry point of every rank of a job of callables: `python -m hpc_train.launch.callables.worker FOLDER`.
 
 It keeps submitit's protocol (its environment, its pickles, its `checkpoint`), and mends what that loses: a signal
 before the handlers are there, SIGTERM, the exit code of a failure, and a short job that is taken for one out of time.
@@ -73,7 +73,7 @@ def _save_failure(result: Path) -> int:
 
 
 def _end_with_parent() -> None:
-    """No rank of the local pool outlives it (prctl(2), PR_SET_PDEATHSIG)."""
+    """Let the kernel end this rank when the local pool ends (prctl(2), PR_SET_PDEATHSIG)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The part of a node that is a point's own where points run side by side, and nobody else has bound their ranks."""
+"""Share a node between points that run side by side, and whose ranks nobody else has bound."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def format_share(index: int, count: int) -> str:
-    """The value of SHARE for a point on this machine."""
+    """Return the value of SHARE_VARIABLE for a point on this machine."""
     return f"{index}/{count}/{format_cpus(os.sched_getaffinity(0))}"
 
 
 def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
-    """Hold this process, before it starts any thread, to its point's processors; returns them, or nothing.
+    """Bind this process, before it starts any thread, to its point's CPUs; return them, or nothing.
 
-    Nothing is done where a cgroup or the launcher has bound it: it then has less than all of them already.
+    Nothing is done where a cgroup or the launcher has bound the process: it then has less than all of them already.
     """
     text = env.get(SHARE_VARIABLE)
     if text is None:
@@ -35,7 +35,7 @@ def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
 
 
 def gpu_share_environment(index: int, ranks: int, env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Variables that show the ranks of the index-th point a GPU each of this machine's `gpus`.
+    """Return the variable that shows each rank of the index-th point its own one of this machine's `gpus`.
 
     Where more points run than there are GPUs for, some share theirs; {} where one alone has too few of them.
     """

@@ -107,6 +107,7 @@ LINE_AFTER_RANKS = "finish_run $?"
 
 
 def _check_module_names(cluster: ClusterConfig) -> None:
+    """Raise UserError for what is not the name of a module, or not the path of a folder of modulefiles."""
     for name in cluster.modules:
         if not _MODULE_NAME.fullmatch(name):
             raise UserError(f"cluster.modules: {name!r} is not the name of a module, such as cuda/12.4")

@@ -51,7 +51,7 @@ class Container:
 
 
 def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -> Container:
-    """How this run's ranks are put into its image. code: snapshot of the code.
+    """Return the words that put this run's ranks into its image. code: snapshot of the code.
 
     Raises UserError for an image that is not there, and for a path that cannot be bound.
     """
@@ -67,7 +67,7 @@ def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -
 
 
 def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> list[Bind]:
-    """What ranks need of the world outside; of two that mean the same place the last one counts, outer ones first."""
+    """Return the paths that the ranks need, outer ones first; of two with the same destination the last one counts."""
     binds = [_same(path) for path in _readable_paths(config, code)]
     binds += [_parse("container.read", text, False) for text in config.container.read]
     # The run directory comes from the script, where each element of an array has its own.
@@ -139,7 +139,7 @@ def _image(kind: str, image: str | None) -> str:
 
 
 def _for_enroot(scheme: str, name: str) -> str:
-    """Enroot has # where others have the first slash after the name of a registry."""
+    """Write the address of an image for Enroot, which separates a registry from the name by # in place of a slash."""
     host, slash, rest = name.partition("/")
     if scheme == "docker" and slash and "#" not in name and (set(".:") & set(host) or host == "localhost"):
         return f"{scheme}://{host}#{rest}"
@@ -147,7 +147,7 @@ def _for_enroot(scheme: str, name: str) -> str:
 
 
 def _mount(bind: Bind) -> str:
-    """For Pyxis, which hands Enroot a line of an fstab."""
+    """Write a bind for Pyxis, which hands it to Enroot as a line of an fstab."""
     if set(" \\") & set(bind.source + bind.destination):
         raise UserError(
             f"container: {bind.source!r} cannot be bound: Pyxis has no way to write its spaces or backslashes"
@@ -156,7 +156,7 @@ def _mount(bind: Bind) -> str:
 
 
 def _winning(config: RunConfig) -> str:
-    """Shell: a list of the variables, by now set, whose value outside is to win."""
+    """Return a shell command that lists the variables whose value outside overrides the image's."""
     names = "".join(f"|{name}" for name in ("PYTHONPATH", "PYTHONUNBUFFERED", *config.container.env))
     return f"compgen -e | grep -E '^(({_WINNING})_.*{names})$'"
 
@@ -188,7 +188,7 @@ def _pyxis(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
 
 
 def _workdir(binds: Sequence[Bind]) -> str:
-    """The current folder where it is inside, too; else the run directory, which is written to in any case."""
+    """Return the current folder if it is bound; else the run directory, which always is."""
     cwd = str(Path.cwd())
     if any(bind.source == bind.destination and Path(cwd).is_relative_to(bind.source) for bind in binds):
         return cwd

@@ -1,4 +1,4 @@
-"""From a run to what is asked of Slurm, as plain data, and whether a partition can ever run it.
+"""Turn a run into a request to Slurm, as plain data, and check whether a partition can ever run it.
 
 make_request returns the sbatch options, the batch script's lines and the command of the ranks; nothing is sent.
 check_partition compares the request with what sinfo says before sbatch is called, and names what would fit.
@@ -46,7 +46,7 @@ _FORBIDDEN_OPTIONS = {
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is asked of Slurm: the parameters of submitit's executor, and the command that runs in the job."""
+    """A request to Slurm: the parameters of submitit's executor, and the command that runs in the job."""
 
     nodes: int
     ranks_per_node: int
@@ -64,7 +64,7 @@ class JobRequest:
         return self.nodes * self.ranks_per_node
 
     def after(self, jobs: Sequence[str]) -> JobRequest:
-        """The same, to start only when these jobs (or arrays, or elements of them) have ended well."""
+        """Return this request, to start only when these jobs (or arrays, or elements of them) have ended well."""
         if not jobs:
             return self
         condition = ":".join(["afterok", *dict.fromkeys(jobs)])
@@ -74,13 +74,16 @@ class JobRequest:
         return replace(self, parameters=parameters)
 
     def held(self) -> JobRequest:
-        """The same, to start only when it is released."""
+        """Return this request, to start only when it is released."""
         extra = {**self.parameters["additional_parameters"], "hold": True}
         return replace(self, parameters={**self.parameters, "additional_parameters": extra})
 
 
 def node_count(config: RunConfig) -> int:
-    """cluster.nodes, else the fewest that the parallel degrees fit on. Raises UserError if the site has fewer."""
+    """Return cluster.nodes, else the fewest nodes that the parallel degrees fit on.
+
+    Raises UserError if the site has fewer.
+    """
     cluster = config.cluster
     nodes = cluster.nodes or math.ceil(smallest_world(config.parallel) / cluster.ranks_per_node)
     if cluster.total_nodes and nodes > cluster.total_nodes:
@@ -89,7 +92,10 @@ def node_count(config: RunConfig) -> int:
 
 
 def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None = None) -> JobRequest:
-    """What this run asks of Slurm. Raises UserError for what the cluster cannot give, and for what cannot be quoted."""
+    """Build the request of a run.
+
+    Raises UserError for what the cluster cannot give, and for values that cannot be quoted.
+    """
     nodes, per_node = node_count(config), config.cluster.ranks_per_node
     options = sbatch_options(config, folder)
     container = make_container(config, folder, code.path if code else None)
@@ -103,7 +109,10 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
 
 
 def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
-    """Everything for sbatch but the script, as parameters of submitit's executor. Raises UserError as make_request."""
+    """Return everything for sbatch but the script, as parameters of submitit's executor.
+
+    Raises UserError as make_request.
+    """
     _check_time(config)
     _check_options(config.launch.extra)
     options = _resource_options(config, folder, node_count(config), config.cluster.ranks_per_node)
@@ -112,7 +121,7 @@ def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
 
 
 def _file_pattern(path: Path) -> str:
-    """A path as Slurm wants it where % introduces a pattern."""
+    """Escape a path for options in which % starts a pattern."""
     return str(path).replace("%", "%%")
 
 
@@ -125,7 +134,7 @@ def _check_options(options: dict[str, str]) -> None:
 
 
 def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str, Any]) -> None:
-    """A newline in a value would end its comment line, and the rest would run as shell."""
+    """Refuse control characters. After a newline in an #SBATCH line, the rest of the value would run as shell."""
     values = {f"launch.{name}": value for name, value in options.items() if isinstance(value, str)}
     values |= {f"launch.extra.{name}": value for name, value in config.launch.extra.items()}
     values |= {"launch.reservation": config.launch.reservation or "", "run_dir": str(folder.path)}
@@ -164,12 +173,12 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
 
 
 def _extra_options(launch: LaunchConfig) -> dict[str, Any]:
-    """An empty value is that of an option that takes none, such as hold."""
+    """Return launch.extra; an empty value means an option without one, such as hold."""
     return {name: value or True for name, value in launch.extra.items()}
 
 
 def _job_name(config: RunConfig, folder: RunDirectory) -> str:
-    """Jobs of a chain wait for those of the same name: it is the run's own."""
+    """Return launch.name; of a chain, with a hash of the run, as its jobs wait for each other by their name."""
     if config.launch.chain == 1:
         return config.launch.name
     return f"{config.launch.name}-{hashlib.sha256(str(folder.path).encode()).hexdigest()[:8]}"
@@ -209,7 +218,7 @@ class PartitionNodes:
 
 
 def parse_sinfo(text: str) -> list[PartitionNodes]:
-    """What SINFO printed; a line of another form is nobody's."""
+    """Parse what SINFO_COMMAND printed; lines of another form are skipped."""
     partitions = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
@@ -231,7 +240,7 @@ def parse_sinfo(text: str) -> list[PartitionNodes]:
 
 
 def parse_minutes(limit: str) -> int | None:
-    """Slurm's `days-hours:minutes:seconds` in minutes; None for `infinite` and what is no limit."""
+    """Convert Slurm's `days-hours:minutes:seconds` to minutes; None for `infinite` and other words."""
     match = _TIME_LIMIT.fullmatch(limit)
     if match is None:
         return None
@@ -293,7 +302,7 @@ def _too_many(request: JobRequest, name: str, nodes: int) -> str:
 
 
 def _needs(config: RunConfig) -> tuple[int, int, int]:
-    """CPUs, MiB and GPUs of a node."""
+    """Return the CPUs, the MiB and the GPUs that the run takes on each node."""
     gpus = config.cluster.node.gpus if config.cluster.slurm.gpu_request != "none" else 0
     memory = round((config.launch.memory_gib or 0) * 1024)
     return (cpus_per_rank(config) or 1) * config.cluster.ranks_per_node, memory, gpus
@@ -305,7 +314,7 @@ def _fits(config: RunConfig, kind: PartitionNodes) -> bool:
 
 
 def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
-    """What no node of the partition has enough of."""
+    """Describe what no node of the partition has enough of."""
     cpus, memory, gpus = _needs(config)
     name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
     most_cpus, most_memory = max(kind.cpus for kind in chosen), max(kind.memory_mib for kind in chosen)
@@ -329,7 +338,7 @@ def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
 def _elsewhere(
     config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], chosen: Sequence[PartitionNodes]
 ) -> str:
-    """The other partitions that this request fits in."""
+    """Name the other partitions in which this request fits."""
     tried = {kind.partition for kind in chosen}
     fitting: dict[str, int] = {}
     for kind in everything:

@@ -45,13 +45,13 @@ class SourceTree:
     """Whether it differed from the commit; None without git."""
 
     def row(self) -> dict[str, Any]:
-        """For a job spec and an event."""
+        """Return what a job spec and an event say of this tree."""
         return {"root": str(self.root), "commit": self.commit, "dirty": self.dirty, "files": len(self.entries)}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run's code was when it was submitted. Making it writes nothing; `keep` does."""
+    """A run's code at its submission. Making this object writes nothing; `keep` does."""
 
     hash: str
     path: Path
@@ -65,12 +65,12 @@ class Snapshot:
     entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
 
     def keep(self) -> int:
-        """Store it, if it is not stored yet; returns what `discard` takes. Raises UserError if it cannot be stored."""
+        """Store the snapshot, unless it is stored; return what `discard` takes. Raises UserError if that fails."""
         return files.store_snapshot(self.path, self.entries)
 
     @contextmanager
     def kept_for(self, run: Path) -> Iterator[None]:
-        """Store it for a run (or sweep) directory; what is raised inside takes back what was stored."""
+        """Store the snapshot for a run or sweep directory; an exception inside takes back what was stored."""
         stored = 0
         try:
             add_reference(self.path, run)
@@ -86,13 +86,13 @@ class Snapshot:
         files.discard_snapshot(self.path, stored)
 
     def without_sources(self, python_path: str) -> str:
-        """A PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
+        """Return a PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
         folders = [folder for folder in python_path.split(os.pathsep) if folder]
         return os.pathsep.join(folder for folder in folders if Path(folder).resolve() not in self.replaced)
 
 
 def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot | None:
-    """The code of this run, and of others that run with it, as it is now; None where launch.snapshot=off.
+    """Read the code of this run, and of others that run with it; None where launch.snapshot=off.
 
     run: the run or sweep directory; without launch.snapshot_dir the store lies beside it.
     Raises UserError, one line, for code that cannot be read, is too much, or would be left out though it is needed.
@@ -126,7 +126,7 @@ def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot 
 
 
 def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
-    """Folder of all snapshots. Several users may have runs in one folder: each has a store of their own there."""
+    """Return the folder of all snapshots. Several users may have runs in one folder: each has a store of their own."""
     chosen = launch.snapshot_dir
     place = Path(chosen).expanduser().absolute() if chosen else run.parent / f".hpc_train-code-{os.getuid()}"
     if ":" in str(place) or not str(place).isprintable():
@@ -135,7 +135,7 @@ def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
 
 
 def _own_tree() -> list[SourceTree]:
-    """The package itself, with conf/ where its wheel has it; [] if it is installed: then its version tells."""
+    """Read this package, with conf/ where its wheel has it; [] if it is installed: then its version is enough."""
     package = code_sources.own_checkout()
     if package is None:
         return []
@@ -153,7 +153,7 @@ def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
 
 
 def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTree]:
-    """The repositories of these folders, and the folders that are in none."""
+    """Read the repositories of these folders, and the folders that are in none."""
     repositories = {folder: code_sources.find_repository(folder) for folder in folders}
     roots = dict.fromkeys(repository.root if repository else folder for folder, repository in repositories.items())
     plain = [
@@ -187,7 +187,7 @@ def _make_tree(root: Path, repository: code_sources.Repository | None, launch: L
 
 
 def _paths_of_git(root: Path) -> list[str]:
-    """What is tracked is the project's, whatever it is; of the rest, what looks like code."""
+    """List all tracked files, whatever they are; of the other files, those that look like code."""
     elsewhere = files.inside_of_no_project(root)
     return [
         file.path
@@ -197,7 +197,7 @@ def _paths_of_git(root: Path) -> list[str]:
 
 
 def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
-    """launch.snapshot_include, as far as it lies in this tree."""
+    """List the files of launch.snapshot_include that lie in this tree."""
     paths: list[str] = []
     for name in launch.snapshot_include:
         path = Path(name).expanduser().resolve()
@@ -212,7 +212,7 @@ def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
 
 
 def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], first: int) -> list[str]:
-    """Where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
+    """Return where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
     parts = []
     for folder in folders:
         tree = _find_tree(folder, trees)
@@ -223,13 +223,13 @@ def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], firs
 
 
 def _find_tree(path: Path, trees: Sequence[SourceTree]) -> SourceTree | None:
-    """The innermost one around a path."""
+    """Return the innermost tree around a path."""
     around = [tree for tree in trees if path.is_relative_to(tree.root)]
     return max(around, key=lambda tree: len(tree.root.parts), default=None)
 
 
 def _check_modules(modules: Sequence[str], trees: Sequence[SourceTree]) -> None:
-    """A module that git ignores would be missed by the job only hours later."""
+    """Refuse a module that git ignores: the job would miss it, only hours later."""
     for name in modules:
         place = code_sources.locate_module(name)
         if place is None or code_sources.is_installed(place):
@@ -262,7 +262,7 @@ def _check_number(root: Path, paths: Sequence[str]) -> None:
 
 
 def _check_size(trees: Sequence[SourceTree], max_mib: float) -> None:
-    """All trees of the user together; each by itself was looked at before it was read."""
+    """Check the size of all trees of the user together; that of each was checked before it was read."""
     _check_bytes({str(tree.root / entry.path): len(entry.content) for tree in trees for entry in tree.entries}, max_mib)
 
 
@@ -285,10 +285,10 @@ _GRACE_SECONDS = 86400.0
 
 
 def add_reference(path: Path, run: Path) -> None:
-    """Write down that the run (or sweep) in this directory needs the snapshot at `path`.
+    """Record that the run or sweep in this directory needs the snapshot at `path`.
 
-    Before it is looked whether it is there: `tidy` looks for users after it has moved a snapshot away. Raises UserError
-    as `store.write`.
+    Call this before looking whether it is there: remove_unused_snapshots looks for references after it has moved a
+    snapshot away. Raises UserError as store_snapshot.
     """
     try:
         files.make_store(path.parent)
@@ -298,7 +298,7 @@ def add_reference(path: Path, run: Path) -> None:
 
 
 def drop_reference(place: Path, run: Path) -> None:
-    """Of a submission that was refused: a store that it was the first in goes with it."""
+    """Remove the store of a submission that was refused, if it was the only one to use it."""
     users = place / REFERENCES_FILE
     if {event.get("run") for event in sweep_directory.read_ledger(users)} <= {str(run)} and {*place.glob("*")} <= {
         users
@@ -321,7 +321,10 @@ def remove_unused_snapshots(place: Path) -> None:
 
 
 def _remove_snapshot(path: Path) -> None:
-    """Out of the way first: who asks for it now finds none and stores it again, or is found here and gets it back."""
+    """Remove a snapshot that no run needs; moved away first, so that a submission finds it whole or not at all.
+
+    One that a submission has asked for meanwhile is moved back.
+    """
     away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     path.rename(away)
     if _is_needed(path):

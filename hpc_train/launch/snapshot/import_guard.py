@@ -40,7 +40,7 @@ def guard_imports(spec: JobSpec, first: bool) -> None:
 
 
 def _check_own_package(path: Path) -> None:
-    """hpc_train must be that of the snapshot, if it was frozen, too: the path that a job is given may get lost."""
+    """Check that hpc_train comes from the snapshot, if it was frozen, too: a job's PYTHONPATH may get lost."""
     if (path / "0/hpc_train/launch/snapshot").is_dir() and not code_sources.PACKAGE_FOLDER.is_relative_to(
         path.resolve()
     ):
@@ -57,7 +57,7 @@ class SnapshotFinder(MetaPathFinder):
         self._snapshot, self._roots = snapshot.resolve(), tuple(roots)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """As the other finders. Raises UserError for a module that may have been edited since."""
+        """Find a module with the other finders. Raises UserError for one that may have been edited since."""
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(name, path, target)

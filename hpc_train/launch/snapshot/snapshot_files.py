@@ -74,7 +74,7 @@ class SnapshotEntry:
 
 
 def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
-    """A name for just these contents under these paths: the first 160 bits of a SHA-256."""
+    """Name a snapshot by its contents and their paths: the first 160 bits of a SHA-256."""
     total = hashlib.sha256()
     for entry in sorted(entries, key=lambda entry: entry.path):
         path = os.fsencode(entry.path)
@@ -85,7 +85,7 @@ def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
 
 
 def read_entry(root: Path, path: str) -> SnapshotEntry | None:
-    """One entry of the tree at `root`; None for what is no file, and for links that leave the tree.
+    """Read one entry of the tree at `root`; None for what is no file, and for links that leave the tree.
 
     Raises UserError for a file that cannot be read.
     """
@@ -108,7 +108,7 @@ def read_entry(root: Path, path: str) -> SnapshotEntry | None:
 
 
 def _read_link(root: Path, path: str) -> SnapshotEntry | None:
-    """A link is kept as one, so that what it points to is there once; it must stay inside of the tree."""
+    """Read a link as a link, so that its target is stored once; None for one that leaves the tree."""
     top = root.resolve()
     # Of a link to itself realpath gives the link, which does not exist; Path.resolve raises.
     target, parent = Path(os.path.realpath(root / path)), (root / path).parent.resolve()
@@ -118,7 +118,7 @@ def _read_link(root: Path, path: str) -> SnapshotEntry | None:
 
 
 def total_size(root: Path, path: str) -> int:
-    """Bytes of a file; 0 for anything else."""
+    """Return the bytes of a file; 0 for anything else."""
     try:
         status = os.lstat(f"{root}/{path}")
     except OSError:
@@ -127,10 +127,7 @@ def total_size(root: Path, path: str) -> int:
 
 
 def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
-    """Files and links with one of these suffixes (None: all), in order; folders of no project left out.
-
-    Raises UserError for a tree that is too large for one.
-    """
+    """Yield files and links with one of these suffixes (None: all), in order; folders such as caches are left out."""
     seen = 0
     for folder, names, files in os.walk(root):
         folder_path = os.path.relpath(folder, root)
@@ -196,7 +193,7 @@ def store_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
 
 
 def explain_store_error(error: OSError, path: Path) -> UserError:
-    """Why a snapshot cannot be stored at `path`."""
+    """Explain why a snapshot cannot be stored at `path`."""
     return UserError(
         f"launch.snapshot: {error.filename or path}: {error.strerror}; choose a launch.snapshot_dir that can be written"
     )
@@ -209,7 +206,7 @@ def make_store(folder: Path) -> None:
 
 
 def _write_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
-    """Beside, then renamed: of two that store the same at the same time one wins, and either is whole."""
+    """Write a snapshot beside its place, and rename it: of two that store it at the same time, one wins."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         _write_entries(beside, entries)
@@ -249,13 +246,13 @@ def _write_file(path: str, entry: SnapshotEntry) -> None:
 
 
 def _make_caches(top: Path, entries: Iterable[SnapshotEntry]) -> None:
-    """Where Python leaves what it has compiled: without them every rank of every job compiles all modules again."""
+    """Make the folders of compiled modules: without them every rank of every job compiles all modules again."""
     for folder in {os.path.dirname(entry.path) for entry in entries if entry.path.endswith(".py")}:  # noqa: PTH120
         (top / folder / CACHE_FOLDER).mkdir(0o700, exist_ok=True)
 
 
 def hash_folder(path: Path) -> str:
-    """The hash of what lies there now."""
+    """Hash what lies in a folder now."""
     return hash_entries(_read_stored(str(path), ""))
 
 

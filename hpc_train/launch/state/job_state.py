@@ -1,4 +1,7 @@
-"""From facts to a state: pure, and in one place. What a run says of its own end counts more than what Slurm says."""
+"""Decide the state of a run from the facts about it; pure functions, and the only place that decides.
+
+What a run says of its own end counts more than what Slurm says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _OUT_OF_MEMORY_CODE = 128 + SIGNAL_OUT_OF_MEMORY
 
 
 def decide_state(facts: RunFacts) -> RunStatus:
-    """The state of one point."""
+    """Decide the state of one point."""
     status = _decide_without_note(facts)
     if status.state is State.CANCELLED and facts.cancel_note:
         return replace(status, reason=": ".join(filter(None, (status.reason, facts.cancel_note))))
@@ -47,7 +50,7 @@ def _decide_without_note(facts: RunFacts) -> RunStatus:
 
 
 def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
-    """By srun or mpirun inside of a job, which tells little of the ranks."""
+    """Whether srun or mpirun inside of a job started the ranks; the job's state then says little about them."""
     return newest is not None and newest.begun is not None and newest.begun.launcher != "slurm"
 
 
@@ -80,7 +83,7 @@ def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
 
 
 def _relevant_record(facts: RunFacts) -> JobRecord | None:
-    """The record that matters: of a chain's the one that runs, else the next one, else that of the newest attempt."""
+    """Return the record of the job that runs, else of the next one of the chain, else of the newest attempt's."""
     for state in (State.RUNNING, State.REQUEUED, State.PENDING):
         for record in facts.records:
             if from_slurm_state(record.state) is state:
@@ -106,7 +109,7 @@ def _status_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
 def _status_of_ended_job(
     facts: RunFacts, status: RunStatus, record: JobRecord, result: AttemptResult | None
 ) -> RunStatus:
-    """Slurm says that the job has ended; why it did so the run may know better."""
+    """Return the status of a job that Slurm says has ended; the run may know better why."""
     state = from_slurm_state(record.state)
     code = result.exit_code if result else record.exit_code or None  # Slurm's 0 says only that no code is known
     status = replace(status, state=state, exit_code=code)
@@ -135,7 +138,7 @@ def _reason_of_end(facts: RunFacts, result: AttemptResult | None, record: JobRec
 
 
 def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """Slurm knows nothing, or says nothing."""
+    """Return the status of a job that Slurm does not know, or about which it does not answer."""
     result = facts.newest.result if facts.newest else None
     if result is not None and not result.goes_on:
         return _status_of_result(facts, status, result)
@@ -156,7 +159,7 @@ def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
 
 
 def _status_of_result(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
-    """An attempt that told its own end."""
+    """Return the status of an attempt that recorded its own end."""
     status = replace(status, exit_code=result.exit_code)
     if result.then == "cancel":
         return replace(status, state=State.CANCELLED, reason=result.why)
@@ -182,14 +185,14 @@ def _reason_of_result(result: AttemptResult) -> str:
 
 
 def _state_while_completing(word: str, reason: str) -> State:
-    """Why Slurm was ending a job while its script still ran: a job that only fails is RUNNING until its script ends."""
+    """Return why Slurm ended a job whose script still ran. A job that only fails is RUNNING until its script ends."""
     if word != "COMPLETING":
         return from_slurm_state(word)
     return {"TimeLimit": State.TIMEOUT, "OutOfMemory": State.OUT_OF_MEMORY}.get(reason, State.CANCELLED)
 
 
 def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """A run without Slurm, or started by hand inside of a job."""
+    """Return the status of a run without Slurm, or started by hand inside of a job."""
     newest = facts.newest
     if newest is None:
         return _status_not_started(facts, status)
@@ -210,7 +213,7 @@ def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
 
 
 def _status_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """Of a sweep on this machine, a point whose turn has not come."""
+    """Return the status of a point of a sweep on this machine that has not started."""
     if facts.point.placed is None or facts.alive is None:
         return replace(status, reason="it never started")
     if facts.alive:

@@ -89,7 +89,7 @@ _RARE_VALUES = ("validation_loss", "noise_scale")
 
 
 def read_final_values(path: Path) -> dict[str, Any]:
-    """The last whole line, and of the values that not every step has the last ones; {} without any line."""
+    """Return the last whole line, with the newest of the values that only some steps have; {} without any line."""
     values: dict[str, Any] = {}
     for record in _lines_from_end(path):
         if not values:
@@ -101,7 +101,7 @@ def read_final_values(path: Path) -> dict[str, Any]:
 
 
 def find_best_value(path: Path, metric: str) -> float | None:
-    """The lowest value of all steps (the highest of what is better when it is high); None if no step has it."""
+    """Return the lowest value of all steps, or the highest where higher is better; None if no step has it."""
     opened = open_if_regular(path)
     if opened is None:
         return None
@@ -125,12 +125,12 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def is_higher_better(metric: str) -> bool:
-    """Speeds, not losses."""
+    """Whether a metric is a speed, not a loss."""
     return metric.endswith("per_second") or metric == "mfu"
 
 
 def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines, the last one first."""
+    """Yield the whole lines of a file, the last one first."""
     opened = open_if_regular(path)
     if opened is None:
         return
@@ -149,7 +149,7 @@ def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """{} for a line that a crash has torn off."""
+    """Parse one line; {} for a line that a crash has torn off."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

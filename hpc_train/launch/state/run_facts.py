@@ -1,4 +1,4 @@
-"""Everything that is known of a point before anybody says what it means: its own files, then Slurm's answers."""
+"""Gather all facts about a point before its state is decided: its own files first, then Slurm's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG_TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One point, seen at one moment."""
+    """The facts about one point at one moment."""
 
     point: RunPoint
     attempts: tuple[Attempt, ...] = ()
@@ -49,7 +49,7 @@ class RunFacts:
 
     @property
     def newest(self) -> Attempt | None:
-        """The newest attempt of the last submission (of a run without Slurm: of all)."""
+        """Return the newest attempt of the last submission; without Slurm, the newest of all."""
         attempts = [
             attempt
             for attempt in self.attempts
@@ -59,9 +59,9 @@ class RunFacts:
 
 
 def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
-    """The facts of all points, with one poll for all of them that have not told their own end.
+    """Gather the facts of all points, with one poll for all that have not recorded their own end.
 
-    A run whose job Slurm does not know may have ended just now: its files are read again.
+    The files of a run whose job Slurm does not know are read again: it may have ended just now.
     """
     first = [read_files(point) for point in points]
     polled = poll_jobs(_open_jobs(first), ask)
@@ -79,7 +79,7 @@ def _is_over(record: JobRecord | None) -> bool:
 
 
 def read_files(point: RunPoint) -> RunFacts:
-    """The facts that the run itself has left."""
+    """Read the facts that the run itself has left."""
     attempts = read_attempts(point.run)
     events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
     facts = RunFacts(point, attempts, _latest_jobs(attempts, events))
@@ -101,7 +101,7 @@ def read_files(point: RunPoint) -> RunFacts:
 
 
 def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
-    """What the batch script has recorded; else what the ranks have left."""
+    """Return the failure that the batch script has recorded, else the first one that the ranks have left."""
     for event in events:
         if event["event"] == "failure" and event["attempt"] == newest.number:
             return str(event.get("why", ""))
@@ -110,13 +110,13 @@ def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
 
 
 def _seconds_since_sign(run: Path) -> float | None:
-    """Seconds since a step was recorded or a heart beat; the clock of the file server may be another one."""
+    """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
     return max(0.0, time.time() - max(times)) if times else None
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """Whole lines of events.jsonl."""
+    """Read the whole lines of events.jsonl."""
     events = []
     for line in read_tail_text(run / "events.jsonl").splitlines():
         try:
@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Those of the last submission, unless something else has begun to run here since."""
+    """Return the jobs of the last submission, or of what has begun to run here since."""
     submits = [event for event in events if event["event"] == "submit"]
     last = submits[-1] if submits else None
     jobs = tuple(str(job) for job in last.get("job_ids") or [last["job_id"]]) if last else ()
@@ -180,7 +180,7 @@ def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
 
 
 def _has_ended(facts: RunFacts) -> bool:
-    """Whether the run says itself that it has come to its end, so that nobody need be asked."""
+    """Whether the run has recorded that it is done, so that Slurm need not be asked."""
     return facts.newest is not None and facts.newest.result is not None and facts.newest.result.done
 
 

@@ -1,4 +1,4 @@
-"""From the points of a sweep to job arrays: one for each resource shape, split where the site allows no larger one.
+"""Turn the points of a sweep into job arrays: one for each resource shape, or several where the site limits their size.
 
 launch.parallel_points is shared out over the arrays. The batch script of an array lets each element find its
 point, or the points that share its nodes (launch.points_per_job), in the frozen list.
@@ -69,9 +69,9 @@ def make_arrays(
     max_elements: int,
     config_of: Callable[[FrozenPoint], RunConfig],
 ) -> list[JobArray]:
-    """The arrays that run these points, of at most `most` elements each. Raises UserError naming the first bad point.
+    """Group points into arrays of at most `max_elements` elements. Raises UserError naming the first bad point.
 
-    config_of is asked only once for points whose settings for Slurm are the same.
+    config_of is called only once for points whose settings for Slurm are the same.
     """
     shapes = _group_by_shape(points, folder, code, config_of)
     launch = shapes[0].config.launch
@@ -88,10 +88,10 @@ def make_arrays(
 
 
 def share_throttle(limit: int | None, sizes: Sequence[int]) -> list[tuple[int | None, int | None]]:
-    """(elements that run at a time, array that has to end first) of each array, so that never more than `most` run.
+    """Return how many elements of each array run at a time, and which array it waits for; at most `limit` run.
 
-    The arrays share it, by their sizes, and each has at least one; where there are more arrays than that, one follows
-    another. None: no limit.
+    The arrays share the limit by their sizes, and each has at least one; where there are more arrays than that, one
+    follows another. None: no limit.
     """
     if limit is None:
         return [(None, None)] * len(sizes)
@@ -118,7 +118,7 @@ def _max_running_jobs(parallel: int | None, per_job: int) -> int | None:
 
 
 def _split_shape(points: int, per_job: int, max_elements: int) -> list[range]:
-    """Of the points of one shape: whole elements, at most `most` of them a part."""
+    """Split the points of one shape into parts of whole elements, at most `max_elements` of them a part."""
     jobs = split_evenly(-(-points // per_job), max_elements)
     return [range(part.start * per_job, min(part.stop * per_job, points)) for part in jobs]
 
@@ -160,7 +160,7 @@ def _shape_of_point(
 
 
 def _shared_job_config(config: RunConfig) -> RunConfig:
-    """The job that launch.points_per_job such points share: on the nodes of one, so many times its ranks a node."""
+    """Return the config of the job that launch.points_per_job points share: one's nodes, all ranks."""
     count, cluster, node = config.launch.points_per_job, config.cluster, config.cluster.node
     ranks = cluster.ranks_per_node
     asked = f"launch.points_per_job={count}"
@@ -181,7 +181,10 @@ def _shared_job_config(config: RunConfig) -> RunConfig:
 
 
 def _config_of_part(config: RunConfig, job: RunConfig) -> RunConfig:
-    """One point's part of the job: its ranks, their CPUs (1: whatever the node turns out to have), a GPU for each."""
+    """Return one point's part of the job: its ranks, their CPUs, and a GPU for each.
+
+    node.cpus is 1: what the node turns out to have is shared out in the job.
+    """
     node, cpus = config.cluster.node, batch_script.cpus_per_rank(job)
     gpus = config.cluster.ranks_per_node if node.gpus else 0
     part = replace(node, ranks=config.cluster.ranks_per_node, gpus=gpus, cpus=1)
@@ -275,7 +278,7 @@ def _make_container(base: JobRequest, config: RunConfig, sweep: Path) -> Contain
 
 
 def _share_options(base: JobRequest, config: RunConfig, size: int) -> list[str]:
-    """srun's options for the part that one of `size` points has of the job: as many nodes, its ranks, CPUs and GPUs."""
+    """Return srun's options for one of `size` points: all nodes of the job, its own ranks, CPUs and GPUs."""
     ranks, node = config.cluster.ranks_per_node, config.cluster.node
     options = ["--exact", f"--nodes={base.nodes}", f"--ntasks={base.nodes * ranks}", f"--ntasks-per-node={ranks}"]
     if not batch_script.cpus_per_rank(config):

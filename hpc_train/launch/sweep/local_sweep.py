@@ -69,7 +69,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class MachineShare:
-    """What this machine has for points."""
+    """How this machine is shared out to points."""
 
     slots: int
     """Points at a time."""
@@ -81,7 +81,7 @@ class MachineShare:
         return _launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
 
     def environment(self, slot: int, point: FrozenPoint) -> dict[str, str]:
-        """What tells the ranks of a point which part of this machine is theirs; of a single one, all of it is."""
+        """Return the variables that tell the ranks their part of this machine; {} where one point has all of it."""
         if self.slots == 1:
             return {}
         return {
@@ -91,9 +91,7 @@ class MachineShare:
 
 
 def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
-    """launch.parallel_points, else as many as have a core for every thread, and a GPU for every rank where there are
-    GPUs.
-    """
+    """Share this machine out: launch.parallel_points slots, or as many as its cores or GPUs are enough for."""
     cores, gpus = len(os.sched_getaffinity(0)), count_gpus()
     ranks = max(point.spec.ranks for point in points)
     threads = max(_launch_setting(point, "threads") or 1 for point in points)
@@ -107,7 +105,7 @@ def _launch_setting(point: FrozenPoint, name: str) -> int | None:
 
 
 def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest) -> int:
-    """Run these points; returns the exit code: 0 if all are done, 75 if they were stopped and have saved.
+    """Run these points, and return the exit code: 0 if all are done, 75 if they were stopped and have saved.
 
     The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
     kills them.

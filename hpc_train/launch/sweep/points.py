@@ -1,4 +1,4 @@
-"""From the overrides of `-m` to frozen points.
+"""Expand the overrides of `-m` into points, and freeze each of them.
 
 read_grid understands Hydra's own grammar (a,b  choice()  range()  glob()). Each combination is composed, planned
 and checked before anything is written or submitted. The id of a point is a hash of all that it was frozen with,
@@ -60,13 +60,13 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """For a message."""
+        """Return a name for error messages."""
         return " ".join(self.swept) or "the only point"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations of values: of an override that is not swept there is one."""
+    """All combinations of values; an override that is not swept has one value."""
 
     values: tuple[tuple[str, ...], ...]
     """The override's words, `key=value` each, for every override in order."""
@@ -78,20 +78,20 @@ class Grid:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The swept keys, `optim.lr`."""
+        """Return the swept keys, such as `optim.lr`."""
         return tuple(self.values[axis][0].partition("=")[0].lstrip("+") for axis in self.axes)
 
     def __iter__(self) -> Iterator[Combination]:
-        """The last axis varies fastest, as in Hydra's own sweeper."""
+        """Yield every combination; the last axis varies fastest, as in Hydra's own sweeper."""
         for words in product(*self.values):
             yield Combination(words, tuple(words[axis] for axis in self.axes))
 
 
 def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
-    """The points that these overrides describe.
+    """Parse the overrides of a sweep into the grid of its points.
 
-    Raises UserError, in one line, for what cannot be read, for what has no points by itself (interval), and for what
-    one sweep has one of.
+    Raises UserError, in one line, for what cannot be parsed, for an interval, which has no points by itself, and for
+    settings of which a sweep has only one.
     """
     parser = OverridesParser.create(config_loader=_GroupOptions(config_dir))  # type: ignore[arg-type]
     values: dict[str, tuple[tuple[str, ...], bool]] = {}
@@ -152,7 +152,7 @@ def _check_sweepable(item: Override, text: str) -> None:
 
 
 def _expand_values(item: Override, text: str, config_dir: str | None) -> tuple[str, ...]:
-    """`key=value` for each value, at most one more than a sweep can have."""
+    """Return `key=value` for each value, at most one more than a sweep can have."""
     key = item.get_key_element()
     if not item.is_sweep_override():
         return (text,)
@@ -187,7 +187,7 @@ class FrozenSweep:
 
 @dataclass
 class PointFreezer:
-    """What is looked up once for all points that agree in it."""
+    """Freezes points; what several points agree in, such as their token store, is looked up once."""
 
     folder: SweepDirectory
     ranks_before: RankCount
@@ -200,7 +200,7 @@ class PointFreezer:
     _checked: set[str] = field(default_factory=set)
 
     def freeze(self, combination: Combination, config: RunConfig) -> tuple[FrozenPoint, RunConfig, str]:
-        """(the point, its config as planned, what tells it from all others).
+        """Freeze one point; return it, its config with its degrees, and the digest that tells it from others.
 
         Raises UserError for the first thing that is wrong with it.
         """
@@ -235,7 +235,7 @@ class PointFreezer:
         return RunDirectory(path, Path(chosen).expanduser().absolute() if chosen else path / "checkpoints")
 
     def _check_files(self, config: RunConfig, run: RunDirectory) -> None:
-        """Only once for settings that name the same files: a topology is read for it."""
+        """Check the files of a point, only once for settings that name the same files: a topology is read for it."""
         c = config
         named = (c.data, c.cluster.topology, c.cluster.calibration, c.parallel.offload.dir, c.checkpoint.resume)
         key = repr((named, bool(c.launch.setup), c.launch.kind))
@@ -251,10 +251,10 @@ class PointFreezer:
 
 
 def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> FrozenSweep:
-    """Every point of the grid; one that is the same run as another is left out, and said.
+    """Freeze every point of the grid; a combination that is the same run as an earlier one is left out, and recorded.
 
-    Several combinations may well mean the same run: with parallel=auto, or two names of one option. None of them is
-    wrong, and running it twice would bring nothing. Raises UserError naming the point for the first that is wrong.
+    Several combinations may well mean the same run: with parallel=auto, or two names of one option. Neither is wrong,
+    and running it twice would bring nothing. Raises UserError naming the first point that is wrong.
     """
     sweep, ids = FrozenSweep(), dict[str, str]()
     for combination in grid:
@@ -273,7 +273,7 @@ def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> Froz
 
 
 def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[FrozenPoint]:
-    """The same points, to run this code."""
+    """Return the points with the snapshot that they run."""
     if code is None:
         return list(points)
     path, sources = str(code.path), list(code.sources)
@@ -281,11 +281,12 @@ def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[Froze
 
 
 def name_point(combination: Combination, error: UserError) -> UserError:
+    """Prefix an error with the name of its point."""
     return UserError(f"point {combination.name}: {error}") if combination.swept else error
 
 
 def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
-    """Points that save into one directory would take each other's checkpoints for their own."""
+    """Refuse points that save into the same directory: they would take each other's checkpoints for their own."""
     places: dict[str, str] = {}
     for point in sweep.points:
         chosen = sweep.configs[point.id].checkpoint.dir
@@ -300,7 +301,7 @@ def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
 
 
 def print_plans(freezer: PointFreezer, sweep: FrozenSweep) -> None:
-    """What parallel=auto has decided, a line each decision, and which combinations are one run."""
+    """Print what parallel=auto has decided, a line for each decision, and which combinations are one run."""
     for line, count in freezer.plans.items():
         print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
     if sweep.same:
@@ -318,23 +319,23 @@ _DIGEST_DIGITS = 12
 
 
 def make_point_id(swept: Sequence[str], own: str) -> str:
-    """`lr-0.1_seed-2-3f9a0c1d2b4e`: the same for the same overrides and the same frozen config, whenever it is asked.
+    """Return an id such as `lr-0.1_seed-2-3f9a0c1d2b4e`. It depends on the overrides and the frozen config alone.
 
-    own: its `digest`.
+    own: the config's digest.
     """
     words = "_".join(filter(None, map(_shorten_override, swept)))[:_MAX_WORDS_LENGTH].rstrip("-_.") or "point"
     return f"{words}-{own[:_DIGEST_DIGITS]}"
 
 
 def config_digest(container: dict[str, Any]) -> str:
-    """Of the frozen config: equal where, and only where, two points are the same run."""
+    """Hash the frozen config: two points have the same digest if, and only if, they are the same run."""
     left_out = _NOT_HASHED | _SWEEP_SETTINGS
     own = {key: value for key, value in _flatten(container, "") if key not in left_out}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _shorten_override(word: str) -> str:
-    """optim.lr=0.1 as lr-0.1."""
+    """Shorten `optim.lr=0.1` to `lr-0.1`."""
     key, _, value = word.partition("=")
     last = re.split(r"[./]", key.lstrip("+~"))[-1]
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{last}-{value}").strip("-.")

@@ -69,7 +69,7 @@ def submit_sweep(
 
 
 def compose_first(grid: Grid, composer: Composer) -> RunConfig:
-    """What all points agree in is read from the first. Raises UserError naming the point."""
+    """Compose the first point, for the settings that all points share. Raises UserError naming the point."""
     combination = next(iter(grid))
     try:
         return composer.compose(combination.words)
@@ -78,7 +78,7 @@ def compose_first(grid: Grid, composer: Composer) -> RunConfig:
 
 
 def new_sweep_directory(config: RunConfig) -> SweepDirectory:
-    """The directory of a new sweep; nothing is made. Raises UserError if there is something in it."""
+    """Choose the directory of a new sweep, without making it. Raises UserError if there is something in it."""
     now = datetime.now()
     path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -92,7 +92,7 @@ def new_sweep_directory(config: RunConfig) -> SweepDirectory:
 
 
 def write_sweep_directory(folder: SweepDirectory, points: Sequence[FrozenPoint]) -> None:
-    """Write the sweep directory, and of its points only the list; inside of `submission`."""
+    """Write the sweep directory, and of its points only the list; inside of submission_transaction."""
     folder.path.chmod(0o700)
     for place in (folder.logs, folder.runs, folder.scripts):
         place.mkdir(mode=0o700)
@@ -158,7 +158,7 @@ def _command_options(arrays: Sequence[JobArray], array: JobArray) -> list[str]:
 
 
 def describe_array(array: JobArray) -> str:
-    """What it has and asks for, in a few words."""
+    """Describe an array in a few words: its points, and what it asks for."""
     per_job = max(map(len, array.elements))
     shared = f" in {len(array.elements)} jobs of {per_job} side by side" if array.packed else ""
     behind = f", when array {array.behind + 1} has ended" if array.behind is not None else ""
@@ -191,7 +191,7 @@ def _print_submission(
 
 
 def require_array_size(ask: RunClient) -> int:
-    """Of one array. Raises UserError where a cluster takes none."""
+    """Return the elements that an array may have. Raises UserError where a cluster takes no arrays."""
     size = max_array_size(ask)
     if size < 1:
         raise UserError("this cluster takes no job arrays (MaxArraySize=0); submit the points one by one")
@@ -199,7 +199,7 @@ def require_array_size(ask: RunClient) -> int:
 
 
 def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
-    """Everything that can be checked before sbatch is called. Raises UserError."""
+    """Check all that can be checked before sbatch is called. Raises UserError."""
     require_sbatch()
     for array in arrays:
         submission_environment(array.request)
@@ -207,7 +207,7 @@ def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
 
 
 def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClient, hold: bool = False) -> list[str]:
-    """Submit; returns a job id an array. Several are held until `release`, and so is one with `hold`.
+    """Submit the arrays, and return the job id of each. Several are held until release_jobs, and so is one with `hold`.
 
     Raises UserError with sbatch's own reason if it refuses one; then none is left, and no file of them.
     """
@@ -229,7 +229,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
 def sbatch_array_options(
     arrays: Sequence[JobArray], array: JobArray, jobs: Sequence[str], hold: bool = False
 ) -> list[str]:
-    """Options of sbatch beside those in the script, whose place they take. jobs: of the arrays so far."""
+    """Return sbatch's options that override those of the script. jobs: ids of the arrays so far."""
     options = ["--hold"] if hold or len(arrays) > 1 else []
     if array.behind is not None:
         waits = [array.request.parameters.get("dependency"), f"afterany:{jobs[array.behind]}"]
@@ -252,7 +252,7 @@ def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequ
 
 
 def render_array_script(folder: SweepDirectory, array: JobArray) -> str:
-    """The batch script, as it is handed to sbatch."""
+    """Return the batch script, as it is handed to sbatch."""
     return BatchExecutor(_as_run_folder(folder), array.request).script()
 
 

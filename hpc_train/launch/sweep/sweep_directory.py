@@ -54,12 +54,12 @@ class SweepDirectory:
 
     @property
     def logs(self) -> Path:
-        """What the batch scripts print, a file an element."""
+        """Folder of what the batch scripts print, a file for each element."""
         return self.path / "logs"
 
     @property
     def scripts(self) -> Path:
-        """The batch scripts that were submitted."""
+        """Folder of the batch scripts that were submitted."""
         return self.path / ".submitit"
 
     @property
@@ -72,7 +72,7 @@ class SweepDirectory:
 
 
 def find_sweep(path: Path) -> SweepDirectory | None:
-    """The sweep whose directory this is, or whose point's run directory; None if it is neither."""
+    """Return the sweep with this directory, or with a point in it; None if it is neither."""
     for folder in (path, *([path.parent.parent] if path.parent.name == "points" else [])):
         if (folder / POINTS_FILE).is_file():
             return SweepDirectory(folder)
@@ -89,12 +89,12 @@ def write_points(path: Path, points: Iterable[FrozenPoint]) -> None:
 
 
 def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
-    """All points in their order. Raises UserError as `read_spec` does."""
+    """Read all points in their order. Raises UserError as read_spec does."""
     return [_parse_point(line, folder) for line in read_own_file(folder.points).splitlines()]
 
 
 def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
-    """These points only, which is quicker; in the order of `ids`. Raises UserError if one is missing."""
+    """Read only these points, in the order of `ids`, which is quicker. Raises UserError if one is missing."""
     points = {point.id: point for point in _matching_lines(folder, ids)}
     if missing := [name for name in ids if name not in points]:
         raise UserError(f"{folder.points}: has no point {missing[0]}")
@@ -102,7 +102,7 @@ def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[Froze
 
 
 def point_ids(folder: SweepDirectory) -> list[str]:
-    """The ids of all points in their order."""
+    """Return the ids of all points in their order."""
     return [str(_parse_record(line, folder)["id"]) for line in read_own_file(folder.points).splitlines()]
 
 
@@ -152,7 +152,7 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
 
 
 def read_ledger(path: Path) -> list[LedgerEvent]:
-    """All whole lines, in order."""
+    """Read all whole lines of a ledger, in order."""
     events = []
     for line in read_regular(path, MAX_TEXT_BYTES, follow=True).split(b"\n") if path.exists() else ():
         try:
@@ -180,7 +180,7 @@ class PointPlacement:
 
 
 def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
-    """Point -> where it was last sent to."""
+    """Return the job to which each point was last sent."""
     placements: dict[str, PointPlacement] = {}
     for event in events:
         if event["event"] == "submit":
@@ -194,7 +194,7 @@ def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
 
 
 def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
-    """The arrays of which a point was sent elsewhere since."""
+    """Return the arrays of which a point has been sent elsewhere since."""
     placed = latest_placements(events)
     return {
         event["job_id"]
@@ -206,7 +206,7 @@ def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
 
 
 def find_cancellations(events: list[LedgerEvent]) -> dict[str, list[tuple[str, float]]]:
-    """Point -> (job, time) of each cancellation that was asked for while it waited."""
+    """Return, for each point, the job and the time of every cancellation that was asked for while it waited."""
     cancellations: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         if event["event"] == "cancel":
