@@ -119,8 +119,8 @@ def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[l
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
     for run in runs:
-        if run.facts.silent is not None:
-            raise UserError(f"{run.status.point}: {run.facts.silent}; try again")
+        if run.facts.slurm_error is not None:
+            raise UserError(f"{run.status.point}: {run.facts.slurm_error}; try again")
     shared = _runs_with_shared_jobs(runs, ask)
     _mark_cancelled(runs, shared, now)
     alone = [run for run in runs if run not in shared]
@@ -285,8 +285,8 @@ def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> 
 
 def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClient) -> None:
     """Name the ranks that hang, then kill all ranks."""
-    if facts.silent is not None:
-        raise UserError(f"{facts.point.name}: {facts.silent}; it is asked to save and end; try again")
+    if facts.slurm_error is not None:
+        raise UserError(f"{facts.point.name}: {facts.slurm_error}; it is asked to save and end; try again")
     newest = facts.newest
     if newest is None or newest.begun is None:
         return  # waiting for its turn in a local sweep: see _end_for_good

@@ -93,8 +93,8 @@ def find_candidates(points: Sequence[RunPoint], mode: str) -> list[ResumeCandida
     candidates = []
     for facts in gather_facts(points, run_client):
         status = decide_state(facts)
-        if facts.silent is not None and not status.state.ended:
-            raise UserError(f"{facts.silent}; try again")
+        if facts.slurm_error is not None and not status.state.ended:
+            raise UserError(f"{facts.slurm_error}; try again")
         candidates.append(ResumeCandidate(facts, status, _runs_again(facts, status, mode)))
     return candidates
 

@@ -182,7 +182,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
         return
     facts = gather_facts([RunPoint(run.name, run)], ask)[0]
     status = decide_state(facts)
-    if status.state.ended or not (status.state.waiting or status.state is State.RUNNING or facts.silent):
+    if status.state.ended or not (status.state.waiting or status.state is State.RUNNING or facts.slurm_error):
         return
     job = f"job {status.job_id} is" if status.job_id else "a run is"
     why = f" ({status.reason})" if status.reason else ""

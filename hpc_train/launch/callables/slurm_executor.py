@@ -57,7 +57,7 @@ class StateWatcher(SlurmInfoWatcher):
             record = polled.records.get(job)
             if record is not None:
                 self._info_dict[job] = {"JobID": job, "State": record.state, "NodeList": ",".join(record.nodes)}
-            elif polled.silent is None:
+            elif polled.slurm_error is None:
                 self._info_dict[job] = {"JobID": job, "State": FORGOTTEN_STATE}
         self._mark_finished(unfinished)
 

@@ -88,7 +88,7 @@ class SlurmJobs:
 
     def _tell(self, polled: PollResult) -> None:
         states = Counter(_format_state(record) for record in polled.records.values())
-        text = polled.silent or ", ".join(f"{count} {state}" for state, count in states.most_common())
+        text = polled.slurm_error or ", ".join(f"{count} {state}" for state, count in states.most_common())
         if text and text != self._told:
             log.info(text + _advice(polled.records.values()))
             self._told = text
@@ -115,7 +115,7 @@ def _describe_end(job: str, polled: PollResult) -> str | None:
     """Describe how a job ended; None if it has not, or if Slurm does not answer."""
     record = polled.records.get(job)
     if record is None:
-        return "Slurm does not know the job any more: it was killed" if polled.silent is None else None
+        return "Slurm does not know the job any more: it was killed" if polled.slurm_error is None else None
     state = from_slurm_state(record.state)
     if not state.ended:
         return None

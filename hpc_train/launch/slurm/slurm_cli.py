@@ -265,7 +265,7 @@ class PollResult:
 
     records: dict[str, JobRecord] = field(default_factory=dict)
     """By job id as the user knows it."""
-    silent: str | None = None
+    slurm_error: str | None = None
     """Why slurmctld could not be asked; None: it answered, and what is not in `records` it does not know."""
 
 

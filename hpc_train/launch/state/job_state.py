@@ -142,8 +142,8 @@ def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
     result = facts.newest.result if facts.newest else None
     if result is not None and not result.goes_on:
         return _status_of_result(facts, status, result)
-    if facts.silent is not None:
-        return replace(status, reason=facts.silent)
+    if facts.slurm_error is not None:
+        return replace(status, reason=facts.slurm_error)
     if facts.cancelled:
         return replace(status, state=State.CANCELLED, reason=_CANCELLED_REASON)
     if facts.newest is None:
@@ -207,8 +207,10 @@ def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     if facts.alive is False:
         return replace(status, state=State.FAILED, reason="the process that held the ranks was killed")
     host = newest.begun.host
-    if facts.seen is not None and facts.seen < _SIGN_OF_LIFE_SECONDS:
-        return replace(status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seen:.0f} s ago")
+    if facts.seconds_since_sign is not None and facts.seconds_since_sign < _SIGN_OF_LIFE_SECONDS:
+        return replace(
+            status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seconds_since_sign:.0f} s ago"
+        )
     return replace(status, reason=f"runs or ran on {host}; ask there")
 
 

@@ -40,11 +40,11 @@ class RunFacts:
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
-    seen: float | None = None
+    seconds_since_sign: float | None = None
     """Seconds since anything of the run was written; of runs on another machine."""
     records: tuple[JobRecord, ...] = ()
     """What Slurm says of `jobs`."""
-    silent: str | None = None
+    slurm_error: str | None = None
     """Why Slurm could not be asked."""
 
     @property
@@ -70,7 +70,7 @@ def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
         records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
         if facts.jobs and not _has_ended(facts) and any(_is_over(record) for record in records or (None,)):
             facts = read_files(facts.point)
-        complete.append(replace(facts, records=records, silent=polled.silent))
+        complete.append(replace(facts, records=records, slurm_error=polled.slurm_error))
     return complete
 
 
@@ -96,7 +96,7 @@ def read_files(point: RunPoint) -> RunFacts:
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),
         alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
-        seen=_seconds_since_sign(point.run),
+        seconds_since_sign=_seconds_since_sign(point.run),
     )
 
 

@@ -6,9 +6,9 @@ last one is there, and released together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from hpc_train.launch.submit import jobs_to_wait_for, submission_transaction
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays
 from hpc_train.launch.sweep.points import (
-    FrozenSweep,
     Grid,
     PointFreezer,
     freeze_points,
@@ -38,12 +37,24 @@ from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, 
 from hpc_train.training.run_directory import RunDirectory
 
 
-def submit_sweep(
-    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
-) -> int:
-    """Submit all points of a sweep or, if anything at all is wrong, none; returns the exit code.
+@dataclass(frozen=True)
+class SweepSubmission:
+    """A sweep that Slurm has accepted, or the arrays that it would get."""
 
-    dry_run: print what would be submitted. after: runs that must have ended well before this sweep starts.
+    folder: SweepDirectory
+    points: tuple[str, ...]
+    """Ids, in order."""
+    arrays: tuple[JobArray, ...]
+    jobs: tuple[str, ...] = ()
+    """Job id of each array; empty of a dry run."""
+
+
+def submit_sweep(
+    overrides: Sequence[str], config_dir: str | None, *, dry_run: bool = False, after: Sequence[str] = ()
+) -> SweepSubmission:
+    """Submit all points of a sweep or, if anything at all is wrong, none.
+
+    dry_run: only check. after: runs that must have ended well before this sweep starts. Raises UserError.
     """
     grid = read_grid(overrides, config_dir)
     composer = Composer(frozenset(grid.keys), config_dir)
@@ -61,11 +72,11 @@ def submit_sweep(
         for array in make_arrays(points, folder, code, require_array_size(run_client), frozen.config_of)
     ]
     print_plans(freezer, frozen)
-    if dry_run:
-        return _print_dry_run(folder, arrays, as_json)
-    check_arrays(arrays, run_client)
-    jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
-    return _print_submission(folder, frozen, arrays, jobs, as_json)
+    jobs: list[str] = []
+    if not dry_run:
+        check_arrays(arrays, run_client)
+        jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
+    return SweepSubmission(folder, tuple(point.id for point in points), tuple(arrays), tuple(jobs))
 
 
 def compose_first(grid: Grid, composer: Composer) -> RunConfig:
@@ -138,25 +149,6 @@ def _submit_arrays(
     return jobs
 
 
-def _print_dry_run(folder: SweepDirectory, arrays: Sequence[JobArray], as_json: bool) -> int:
-    if as_json:
-        shown = [
-            {**row, "sbatch": _command_options(arrays, array), "script": render_array_script(folder, array)}
-            for array, row in zip(arrays, _array_rows(arrays), strict=True)
-        ]
-        print(json.dumps({"run_dir": str(folder.path), "arrays": shown}))
-        return 0
-    for index, array in enumerate(arrays):
-        print(f"# array {index + 1} of {len(arrays)}: {describe_array(array)}")
-        print(f"# {' '.join(['sbatch', *_command_options(arrays, array)])}")
-        print(render_array_script(folder, array))
-    return 0
-
-
-def _command_options(arrays: Sequence[JobArray], array: JobArray) -> list[str]:
-    return sbatch_array_options(arrays, array, [f"<job of array {index + 1}>" for index in range(len(arrays))])
-
-
 def describe_array(array: JobArray) -> str:
     """Describe an array in a few words: its points, and what it asks for."""
     per_job = max(map(len, array.elements))
@@ -166,28 +158,6 @@ def describe_array(array: JobArray) -> str:
     limit = f", {running} at a time" if running else ""
     nodes, ranks = array.request.nodes, array.ranks // array.request.nodes
     return f"{len(array.points)} points{shared}, each nodes {nodes} x ranks {ranks}{limit}{behind}"
-
-
-def _array_rows(arrays: Sequence[JobArray]) -> list[dict[str, object]]:
-    return [
-        {"nodes": array.request.nodes, "ranks": array.ranks, "points": array.points, "behind": array.behind}
-        for array in arrays
-    ]
-
-
-def _print_submission(
-    folder: SweepDirectory, frozen: FrozenSweep, arrays: Sequence[JobArray], jobs: Sequence[str], as_json: bool
-) -> int:
-    if as_json:
-        rows = [{"job_id": job, **row} for job, row in zip(jobs, _array_rows(arrays), strict=True)]
-        print(json.dumps({"run_dir": str(folder.path), "points": [point.id for point in frozen.points], "jobs": rows}))
-        return 0
-    for array, job in zip(arrays, jobs, strict=True):
-        print(f"job {job}: {describe_array(array)}")
-    if len(jobs) > 1 and frozen.configs and (limit := arrays[0].config.launch.parallel_points):
-        print(f"launch.parallel_points={limit} is shared by the {len(jobs)} arrays, so that no more run at a time")
-    print(f"{len(frozen.points)} points, sweep directory {folder.path}")
-    return 0
 
 
 def require_array_size(ask: RunClient) -> int:
