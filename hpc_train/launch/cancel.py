@@ -35,7 +35,7 @@ from hpc_train.runtime.processes import is_process_alive
 from hpc_train.training.run_records import append_event
 
 _MAX_NAMED = 4
-"""From so many on they are counted."""
+"""Runs or jobs that are named one by one; more are counted."""
 
 
 @dataclass(frozen=True)

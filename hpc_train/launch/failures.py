@@ -20,11 +20,11 @@ from hpc_train.regular_files import read_text
 from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
-"""In an attempt's log directory, by the local pool: [[task, exit code], ...] in the order of their ends."""
+"""File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""
 SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
-"""With which of its tasks on a node this is said tells nothing: Slurm says it of all that end then."""
+"""Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
 _DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
@@ -36,14 +36,14 @@ class FirstError:
 
     task: int
     text: str
-    """For a person: one line, or with the traceback after it."""
+    """The error as one line, or with the traceback after it."""
     host: str = ""
     traceback: str = ""
-    """Of the task's own failure; "" where it left no word, or only the user is to blame."""
+    """The traceback of the task; "" where it left none, or the user's input is wrong."""
     summary: tuple[str, ...] = ()
     """See training.failure.Failure."""
     besides: str = ""
-    """What srun says of the step that the task was in."""
+    """srun's messages about the step that the task was in."""
 
     @property
     def line(self) -> str:

@@ -39,7 +39,7 @@ class JobSpec:
     code: str = ""
     """Folder of the snapshot that the job imports from, whose name is its hash; "": what is installed."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """Of the snapshot: root, commit, dirty and number of files of each tree that it was made from."""
+    """Root, commit, dirty and number of files of each tree that the snapshot was made from."""
     hpc_train: str = __version__
     spec_version: int = SPEC_VERSION
 

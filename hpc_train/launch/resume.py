@@ -196,7 +196,7 @@ def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, stop: St
 
 
 EARLIER_RESULTS = "before"
-"""In a run directory: what is there no more since the run was done all anew, a folder each time."""
+"""Folder in a run directory: what earlier starts from the first step (--mode force) set aside, a folder each time."""
 _KEPT_IN_PLACE = frozenset(
     {"job.json", "config.yaml", "plan.json", "schedule.csv", ".submitit", ".lock", EARLIER_RESULTS}
 )

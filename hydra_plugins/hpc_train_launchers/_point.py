@@ -101,7 +101,7 @@ class PointsFile:
 
 @dataclass(frozen=True)
 class SharedState:
-    """What all points of a sweep have in common."""
+    """The state that all points of a sweep share."""
 
     context: HydraContext
     task_function: TaskFunction

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PointResources:
-    """What a point asks of Slurm; points with equal resources go into one array."""
+    """The resources of a point; points with equal resources go into one array."""
 
     nodes: int
     ranks_per_node: int

@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Application:
-    """What Hydra hands a launcher."""
+    """The application, as Hydra hands it to a launcher."""
 
     context: HydraContext
     task_function: TaskFunction
     config: DictConfig
     original_context: HydraContext
-    """With Hydra's own config loader, for the jobs."""
+    """The context with Hydra's own config loader, which is what the jobs get."""
 
 
 def make_application(context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Application:
@@ -51,7 +51,7 @@ class Points:
     pickled: list[bytes]
     """Their configurations, in order; pickled, they take a tenth of the memory."""
     file: Path
-    """Of write_points_file."""
+    """Path of the file that write_points_file wrote."""
     folder: Path
 
     def config(self, index: int) -> DictConfig:
@@ -61,7 +61,7 @@ class Points:
 
 
 class Backend(Protocol):
-    """Where points run."""
+    """Runs points: on this machine, or on Slurm."""
 
     @property
     def folder(self) -> str:

@@ -188,7 +188,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class JobProgram:
-    """What a job runs, `ranks` times."""
+    """The program of a job, which each of its ranks runs."""
 
     command: str
     folder: Path
@@ -202,7 +202,7 @@ class JobProgram:
     max_attempts: int = 1
     one_log: bool = False
     devices: Sequence[str] = ()
-    """Of CUDA, shared out over the slots."""
+    """CUDA devices that are shared out over the slots."""
     devices_a_job: int | None = None
     """None: every job sees what this process sees."""
 

@@ -74,7 +74,7 @@ class CallJob(SlurmJob[Any]):
 
 @dataclass
 class _Submitted:
-    """What a submission has made so far."""
+    """The files and the jobs that a submission has made so far."""
 
     files: list[Path] = field(default_factory=list)
     jobs: list[str] = field(default_factory=list)

@@ -22,7 +22,7 @@ from hpc_train.launch.callables.calls import save_pickle
 from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest
 
 SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"
-"""How long before the time limit the job is told to stop."""
+"""Environment variable: seconds before the time limit at which the job is told to stop."""
 _SLURM_EARLY_SECONDS = 65.0
 """Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")

@@ -22,10 +22,10 @@ _SHORTEST, _LONGEST = 0.05, 1.0
 """Seconds between two looks into the folder."""
 _MOST_LOG_BYTES = 1 << 20
 _LOG_LINES = 10
-"""Of a log that is all there is of a job."""
+"""Part of the log that is shown of a job which left nothing else."""
 _HELD_REASON = "JobHeld"
 _OUT_OF_MEMORY = re.compile(r"oom-kill event|Out Of Memory")
-"""What slurmstepd and srun say of a rank that the kernel has ended."""
+"""Messages of slurmstepd and srun about a rank that the kernel killed for memory."""
 log = logging.getLogger(__name__)
 
 
@@ -39,12 +39,12 @@ class StartedJob:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: with what its call returned, or with the reason why there is no such thing."""
+    """The end of a job: the value that its call returned, or the reason why there is none."""
 
     value: Any = None
     error: str = ""
     how: str | None = None
-    """In the words of who ran the job, where it left nothing itself."""
+    """How it ended according to its source, where it left nothing itself."""
 
 
 class JobSource(Protocol):

@@ -47,7 +47,7 @@ class Container:
     srun: tuple[str, ...] = ()
     """Options of srun, quoted."""
     words: tuple[str, ...] = ()
-    """In front of Python, quoted."""
+    """Words before Python, quoted."""
 
 
 def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -> Container:

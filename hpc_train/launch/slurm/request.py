@@ -57,7 +57,7 @@ class JobRequest:
     export: tuple[str, ...] = ()
     """launch.export."""
     code: Snapshot | None = None
-    """What the job imports from; None: what is installed."""
+    """Snapshot that the job imports from; None: it imports what is installed."""
 
     @property
     def ranks(self) -> int:

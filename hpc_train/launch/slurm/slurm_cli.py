@@ -29,7 +29,7 @@ _CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTE
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answered."""
+    """The answer of a command."""
 
     code: int
     out: str = ""
@@ -264,7 +264,7 @@ class PollResult:
     """Slurm's answers about many jobs."""
 
     records: dict[str, JobRecord] = field(default_factory=dict)
-    """By job id as the user knows it."""
+    """Job id, as the user knows it, to its record."""
     slurm_error: str | None = None
     """Why slurmctld could not be asked; None: it answered, and what is not in `records` it does not know."""
 

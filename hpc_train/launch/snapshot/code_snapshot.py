@@ -31,7 +31,7 @@ from hpc_train.regular_files import read_text
 
 _MIB = 1 << 20
 PATHS_FILE = "paths.json"
-"""In a snapshot: its folders for PYTHONPATH, in order."""
+"""File in a snapshot: its folders for PYTHONPATH, in order."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Snapshot:
 
     hash: str
     path: Path
-    """Where it lies, or will: a folder whose name is the hash."""
+    """Its folder in the store, which may not exist yet; named by the hash."""
     python_path: tuple[str, ...]
     """Folders that Python searches first, in `path`."""
     sources: tuple[dict[str, Any], ...]

@@ -1,4 +1,4 @@
-"""Where the code of a run comes from: hpc_train's own checkout, folders of users' components, and git."""
+"""Find the code of a run: hpc_train's own checkout, the folders of users' modules, and what git says of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a rank: what runs here is what was submitted, or the job ends with a line that says what is not."""
+"""Check in each rank that it imports what was submitted; else the job ends with a line that names the module."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from hpc_train.errors import UserError
 
 CACHE_FOLDER = "__pycache__"
 CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed", ".sh"})
-"""What a package is made of."""
+"""Files that belong to a package."""
 SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
-"""What is taken of a folder without git."""
+"""Files that belong to a project without git."""
 _FOLDERS = frozenset(
     {
         *(
@@ -56,7 +56,7 @@ _PROJECT_MARKS = (
     ("job.json", "config.yaml", "logs"),
     ("points.jsonl", "ledger.jsonl"),
 )
-"""What a folder holds that is a virtual environment, a run or a sweep."""
+"""Files that mark a folder as a virtual environment, a run or a sweep."""
 MAX_FILES = 50_000
 """More than that is no project."""
 
@@ -68,7 +68,7 @@ class SnapshotEntry:
     path: str
     """Relative to the tree."""
     content: bytes
-    """Of a link: where it points to, relative and inside of the tree."""
+    """The bytes of a file; the target of a link, relative and inside of the tree."""
     kind: str = "file"
     """file, program (executable), or link."""
 

@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """Who runs an attempt."""
+    """The process or job that runs an attempt (attempt.json)."""
 
     host: str
     time: float
     job_id: str | None = None
-    """Of Slurm; None elsewhere."""
+    """Slurm's job id; None elsewhere."""
     launcher: str = "slurm"
     """slurm: the batch script; local: the local pool; srun, torchrun, mpirun, ...: what started the ranks."""
     nodes: str = ""
@@ -39,12 +39,12 @@ class AttemptStart:
     process: int = 0
     started: str = ""
     machine: str = ""
-    """With `process`: tells a process from all others at any time. Not of batch scripts, whose job says more."""
+    """With `process` and `started`, tells a process from all others at any time. Batch scripts leave them empty."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended."""
+    """The end of an attempt (result.json)."""
 
     exit_code: int
     then: str = ""

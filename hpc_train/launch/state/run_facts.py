@@ -28,7 +28,7 @@ class RunFacts:
     jobs: tuple[str, ...] = ()
     """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
     failure: str = ""
-    """What the newest attempt's failure event says."""
+    """Reason in the newest attempt's failure event."""
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
     steps: int | None = None
@@ -43,7 +43,7 @@ class RunFacts:
     seconds_since_sign: float | None = None
     """Seconds since anything of the run was written; of runs on another machine."""
     records: tuple[JobRecord, ...] = ()
-    """What Slurm says of `jobs`."""
+    """Slurm's records of `jobs`."""
     slurm_error: str | None = None
     """Why Slurm could not be asked."""
 

@@ -26,7 +26,7 @@ class RunPoint:
     """Run directory; that of a point is made when it begins."""
     sweep: SweepDirectory | None = None
     placed: sweep_directory.PointPlacement | None = None
-    """Of a sweep's point: where it was last sent to."""
+    """The job to which a sweep's point was last sent."""
     cancels: tuple[tuple[str, float], ...] = ()
     """(job, time) of each cancellation that was asked for while it waited."""
 

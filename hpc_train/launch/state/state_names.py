@@ -60,7 +60,7 @@ class RunStatus:
     """Seconds since the last step of a running run, or since its attempt began."""
 
     warnings: tuple[str, ...] = ()
-    """What ranks of the newest attempt have warned of, each text once."""
+    """Warnings of the newest attempt's ranks, each text once."""
 
     def row(self) -> dict[str, Any]:
         """Return the fields as `hpc-train status --json` prints them."""

@@ -34,9 +34,9 @@ class JobArray:
     elements: tuple[tuple[str, ...], ...]
     """The points of each element."""
     config: RunConfig
-    """Of the job, for a look at its partition."""
+    """The config of the job, to check its partition."""
     ranks: int
-    """Of one point."""
+    """Number of ranks of one point."""
     packed: bool = False
     """Whether its elements have room for several points."""
     behind: int | None = None
@@ -55,9 +55,9 @@ class _ResourceShape:
     """Points that ask for the same."""
 
     config: RunConfig
-    """Of one point, with the CPUs that it has in its job."""
+    """The config of one point, with the CPUs that it has in its job."""
     job: RunConfig
-    """Of the whole job: the same, but where points share one."""
+    """The config of the whole job; it differs from `config` where points share a job."""
     base: JobRequest
     points: tuple[str, ...]
 

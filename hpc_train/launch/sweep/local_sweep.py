@@ -69,7 +69,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class MachineShare:
-    """How this machine is shared out to points."""
+    """The resources of this machine, and the number of points that share them."""
 
     slots: int
     """Points at a time."""
@@ -159,7 +159,7 @@ class _PointPool:
     waiting: deque[FrozenPoint]
     stop: StopRequest
     running: dict[int, _RunningPoint] = field(default_factory=dict)
-    """By slot."""
+    """Slot to the point that runs there."""
     done: int = 0
     failed: list[str] = field(default_factory=list)
 

@@ -46,7 +46,7 @@ _NOT_SWEEPABLE = {
     "launch.points_per_job": "it is a setting of the whole sweep",
     "launch.chain": "it is a setting of single runs",
 }
-"""What one sweep has one of, and why."""
+"""Settings that are the same for all points of a sweep, and why."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
 
 @dataclass(frozen=True)
 class _GroupOptions:
-    """What Hydra's parser asks for a glob's names: those that a user can choose, without the schemas behind them."""
+    """Answers Hydra's parser, which expands globs: the options that a user can choose, without the schemas."""
 
     config_dir: str | None
 
@@ -177,7 +177,7 @@ class FrozenSweep:
 
     points: list[FrozenPoint] = field(default_factory=list)
     configs: dict[str, RunConfig] = field(default_factory=dict)
-    """Of each point by its id, with its types."""
+    """Point id to its typed config."""
     same: list[tuple[str, str]] = field(default_factory=list)
     """(what was left out, the point that is the same run)."""
 
@@ -191,7 +191,7 @@ class PointFreezer:
 
     folder: SweepDirectory
     ranks_before: RankCount
-    """As far as known before parallel=auto is decided."""
+    """The number of ranks, as far as it is known before parallel=auto is decided."""
     ranks: Callable[[RunConfig], int]
     build_stores: bool = True
     """Whether token stores that are not there are built."""

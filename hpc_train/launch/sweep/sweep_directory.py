@@ -166,7 +166,7 @@ def read_ledger(path: Path) -> list[LedgerEvent]:
 
 @dataclass(frozen=True)
 class PointPlacement:
-    """Where a point was last sent to."""
+    """The job, or the process here, to which a point was last sent."""
 
     time: float
     job: str | None = None
@@ -176,7 +176,7 @@ class PointPlacement:
     process: int = 0
     started: str = ""
     machine: str = ""
-    """Of the pool: see state.attempts.Begun."""
+    """Of the process that runs the sweep here: see state.attempts.AttemptStart."""
 
 
 def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
