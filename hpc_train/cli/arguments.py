@@ -103,9 +103,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     if a.cfg:
         return print_config(a)
     if a.multirun:
-        from hpc_train.launch.sweep.submit_sweep import submit_sweep
+        from hpc_train.cli.submit_sweep import submit_sweep_command
 
-        return submit_sweep(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
+        return submit_sweep_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
     return submit_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
 
 

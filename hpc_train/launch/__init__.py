@@ -1,1 +1,1 @@
-"""From a configuration to running ranks: the job spec, the local pool, Slurm through submitit, and what ranks run."""
+"""Start ranks from a configuration: the job spec, the local pool, Slurm through submitit, and what ranks run."""

@@ -35,7 +35,7 @@ from hpc_train.runtime.processes import is_process_alive
 from hpc_train.training.run_records import append_event
 
 _MAX_NAMED = 4
-"""From so many on they are counted."""
+"""Runs or jobs that are named one by one; more are counted."""
 
 
 @dataclass(frozen=True)
@@ -51,34 +51,34 @@ class _OpenRun:
         return self.status.state is State.PENDING and not self.facts.jobs
 
     def jobs(self, running: bool) -> list[str]:
-        """Its jobs that run, or those that wait."""
+        """Return its jobs that run, or its jobs that wait."""
         return jobs_in_state(self.facts, running)
 
 
-def cancel_command(run: str, yes: bool, now: bool, wait: bool = True) -> int:
-    """End a run, a point or all of a sweep, or a job; returns the exit code. On a terminal it asks first.
+def cancel_command(target: str, yes: bool, now: bool, wait: bool = True) -> int:
+    """Cancel a run, a point or all of a sweep, or a job, and return the exit code. On a terminal it asks first.
 
-    now: without a save. wait: until it has ended; what has not after launch.cancel_seconds is ended, and the ranks that
-    did not answer are named. Raises UserError, one line, if it runs where it cannot be reached from here.
+    now: without a save. wait: until everything has ended; what has not after launch.cancel_seconds is killed, and the
+    ranks that did not answer are named. Raises UserError, one line, for a run that cannot be reached from here.
     """
-    points = find_points(run, run_client)
-    seen = _find_open_runs(points)
-    still = [it for it in seen if not it.status.state.ended]
-    if not still:
-        print(f"nothing to cancel: {_count_states(seen)}")
+    points = find_points(target, run_client)
+    runs = _find_open_runs(points)
+    open_runs = [run for run in runs if not run.status.state.ended]
+    if not open_runs:
+        print(f"nothing to cancel: {_count_states(runs)}")
         return 0
-    if not yes and sys.stdin.isatty() and not _ask_user(still):
+    if not yes and sys.stdin.isatty() and not _ask_user(open_runs):
         print("left as it is")
         return 1
     shared = frozenset[Path]()
-    if jobs := [it for it in still if it.facts.jobs]:
+    if jobs := [run for run in open_runs if run.facts.jobs]:
         late, shared = _cancel_jobs(jobs, now, run_client)
-        if begun := [it for it in _find_open_runs(late) if it.jobs(running=True)]:
+        if begun := [run for run in _find_open_runs(late) if run.jobs(running=True)]:
             _cancel_jobs(begun, now, run_client)
-    _cancel_without_slurm([it for it in still if not it.facts.jobs], now)
+    _cancel_without_slurm([run for run in open_runs if not run.facts.jobs], now)
     if now or not wait:
         return 0
-    return wait_and_kill([it.facts.point for it in still], shared, run_client)
+    return wait_and_kill([run.facts.point for run in open_runs], shared, run_client)
 
 
 def _find_open_runs(points: Sequence[RunPoint]) -> list[_OpenRun]:
@@ -86,27 +86,27 @@ def _find_open_runs(points: Sequence[RunPoint]) -> list[_OpenRun]:
 
 
 def _cancel_without_slurm(runs: Sequence[_OpenRun], now: bool) -> None:
-    """Runs without Slurm. Who is told to stop all of a sweep tells those of its points that run."""
-    pools = {it.facts.point.placed.process for it in runs if it.waits_here and it.facts.point.placed}
+    """Cancel runs without Slurm. The process that runs a sweep passes a stop on to its running points."""
+    pools = {run.facts.point.placed.process for run in runs if run.waits_here and run.facts.point.placed}
     if not pools:
-        for it in runs:
-            _cancel_local(it, now)
+        for run in runs:
+            _cancel_local(run, now)
         return
-    if not any(it.facts.newest for it in runs) and len(runs) == 1:
+    if not any(run.facts.newest for run in runs) and len(runs) == 1:
         raise UserError(f"{runs[0].status.point}: waits for its turn in a sweep on this machine; cancel the sweep")
     for process in pools:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
         print(f"process {process}: asked to save and end what runs, and to begin nothing more")
-    for it in runs:
-        if now and not it.waits_here:
-            _cancel_local(it, now)
+    for run in runs:
+        if now and not run.waits_here:
+            _cancel_local(run, now)
 
 
 def _count_states(runs: Sequence[_OpenRun]) -> str:
     if len(runs) < _MAX_NAMED:
-        return ", ".join(f"{it.status.point} is {it.status.state}" for it in runs)
-    return ", ".join(f"{count} are {state}" for state, count in Counter(it.status.state for it in runs).most_common())
+        return ", ".join(f"{run.status.point} is {run.status.state}" for run in runs)
+    return ", ".join(f"{count} are {state}" for state, count in Counter(run.status.state for run in runs).most_common())
 
 
 def _ask_user(still: Sequence[_OpenRun]) -> bool:
@@ -114,19 +114,19 @@ def _ask_user(still: Sequence[_OpenRun]) -> bool:
 
 
 def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[list[RunPoint], frozenset[Path]]:
-    """First those that wait, so that none of them starts in the place of one that ends.
+    """Cancel jobs; those that wait first, so that none of them starts in the place of one that ends.
 
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
-    for it in runs:
-        if it.facts.silent is not None:
-            raise UserError(f"{it.status.point}: {it.facts.silent}; try again")
+    for run in runs:
+        if run.facts.slurm_error is not None:
+            raise UserError(f"{run.status.point}: {run.facts.slurm_error}; try again")
     shared = _runs_with_shared_jobs(runs, ask)
     _mark_cancelled(runs, shared, now)
-    alone = [it for it in runs if it not in shared]
-    waiting = list(dict.fromkeys(job for it in alone for job in it.jobs(running=False)))
-    running = list(dict.fromkeys(job for it in alone for job in it.jobs(running=True)))
-    steps = [step for it in shared for step in find_job_steps(it.facts, ask)]
+    alone = [run for run in runs if run not in shared]
+    waiting = list(dict.fromkeys(job for run in alone for job in run.jobs(running=False)))
+    running = list(dict.fromkeys(job for run in alone for job in run.jobs(running=True)))
+    steps = [step for run in shared for step in find_job_steps(run.facts, ask)]
     if now:
         cancel_jobs([], waiting + running + steps, ask)
     else:
@@ -136,10 +136,10 @@ def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[l
         cancel_jobs([], [job for job in waiting if "_" in job], ask)
         cancel_jobs(["--signal=USR2"], running + steps, ask)
     _print_cancelled(waiting, [*running, *steps], now)
-    for it in shared:
-        print(f"{it.status.point}: {'will not begin' if it.status.state.waiting else 'asked to save and end'}")
-    waited = [it.facts.point for it in alone if it.status.state.waiting]
-    return waited, frozenset(it.facts.point.run for it in shared)
+    for run in shared:
+        print(f"{run.status.point}: {'will not begin' if run.status.state.waiting else 'asked to save and end'}")
+    waited = [run.facts.point for run in alone if run.status.state.waiting]
+    return waited, frozenset(run.facts.point.run for run in shared)
 
 
 def _print_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
@@ -153,51 +153,54 @@ def _print_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) 
 
 
 def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_OpenRun]:
-    """Points whose job has others, too, that are to go on."""
-    packed = [it for it in runs if it.facts.point.packed]
+    """Return the points whose job also has other points that are to go on."""
+    packed = [run for run in runs if run.facts.point.packed]
     if not packed:
         return []
-    mine = {it.facts.point.run for it in packed}
-    sweeps = {it.facts.point.sweep.path: it.facts.point.sweep for it in packed if it.facts.point.sweep}
-    jobs = {job for it in packed for job in it.facts.jobs}
+    directories = {run.facts.point.run for run in packed}
+    sweeps = {run.facts.point.sweep.path: run.facts.point.sweep for run in packed if run.facts.point.sweep}
+    jobs = {job for run in packed for job in run.facts.jobs}
     others = [
         point
         for sweep in sweeps.values()
         for point in points_of_sweep(sweep)
-        if point.run not in mine and point.placed and point.placed.job in jobs
+        if point.run not in directories and point.placed and point.placed.job in jobs
     ]
     going_on = {job for facts in gather_facts(others, ask) if not decide_state(facts).state.ended for job in facts.jobs}
-    return [it for it in packed if going_on & set(it.facts.jobs)]
+    return [run for run in packed if going_on & set(run.facts.jobs)]
 
 
 def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: bool) -> None:
-    """For the batch script, which does not requeue then, and for `status`. What has not begun has no run directory."""
+    """Leave the cancel marker for the batch script, which then does not requeue, and an event for `status`.
+
+    What has not begun has no run directory: the sweep's ledger gets its event.
+    """
     waiting: dict[Path, dict[str, str]] = {}
-    for it in runs:
-        point = it.facts.point
+    for run in runs:
+        point = run.facts.point
         if not point.run.exists() and point.sweep is not None:
-            waiting.setdefault(point.sweep.ledger, {})[point.name] = it.facts.jobs[-1]
-            if it not in shared:
+            waiting.setdefault(point.sweep.ledger, {})[point.name] = run.facts.jobs[-1]
+            if run not in shared:
                 continue
             (point.run / "logs").mkdir(mode=0o700, parents=True)
             point.run.chmod(0o700)
-        for job in it.facts.jobs:
+        for job in run.facts.jobs:
             cancel_marker_path(point.run, job).touch(0o600)
-        attempt = -1 if it.status.attempt is None else it.status.attempt
-        for job in it.facts.jobs:
+        attempt = -1 if run.status.attempt is None else run.status.attempt
+        for job in run.facts.jobs:
             append_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
     for path, points in waiting.items():
         sweep_directory.append_event(path, "cancel", points=points)
 
 
-def _cancel_local(it: _OpenRun, now: bool) -> None:
-    """The controller of the local pool passes the signal on; by other launchers, one rank that knows is enough."""
-    newest = it.facts.newest
+def _cancel_local(run: _OpenRun, now: bool) -> None:
+    """Signal the controller of the local pool, which passes it on; under other launchers, one rank is enough."""
+    newest = run.facts.newest
     begun = newest.begun if newest else None
-    if newest is None or begun is None or not it.facts.alive:
-        why = it.status.reason or "nobody knows who runs it"
-        raise UserError(f"{it.status.point}: {why}; nothing was cancelled")
-    append_event(it.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
+    if newest is None or begun is None or not run.facts.alive:
+        why = run.status.reason or "nobody knows who runs it"
+        raise UserError(f"{run.status.point}: {why}; nothing was cancelled")
+    append_event(run.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
     with suppress(ProcessLookupError):
         if not now:
             os.kill(begun.process, signal.SIGUSR2)
@@ -205,7 +208,7 @@ def _cancel_local(it: _OpenRun, now: bool) -> None:
             os.killpg(begun.process, signal.SIGKILL)  # the pool began a session of its own
         else:
             os.kill(begun.process, signal.SIGKILL)
-    print(f"{it.status.point}: {'killed' if now else 'asked to save and end'} (process {begun.process})")
+    print(f"{run.status.point}: {'killed' if now else 'asked to save and end'} (process {begun.process})")
 
 
 _DEFAULT_SECONDS = 120
@@ -231,13 +234,13 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
     try:
         while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
             waited = time.monotonic() - started
-            late = [it for it in still if waited >= limits[it.point.run] and it.point.run not in ended]
+            late = [facts for facts in still if waited >= limits[facts.point.run] and facts.point.run not in ended]
             for facts in late:
                 ended.add(facts.point.run)
                 _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask)
-            if all(it.point.run in ended for it in still):
+            if all(facts.point.run in ended for facts in still):
                 return _kill_jobs_and_controllers(still, shared, ask)
-            next_end = min(limits[it.point.run] for it in still if it.point.run not in ended)
+            next_end = min(limits[facts.point.run] for facts in still if facts.point.run not in ended)
             time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
     except KeyboardInterrupt:
         _print_progress(
@@ -267,23 +270,23 @@ def find_job_steps(facts: RunFacts, ask: RunClient) -> list[str]:
     jobs = jobs_in_state(facts, running=True)
     if not jobs:
         return []
-    said = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
-    found = (line.strip().partition("|") for line in said.out.splitlines())
-    return [step for step, _, name in found if name == facts.point.name]
+    answer = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
+    rows = (line.strip().partition("|") for line in answer.out.splitlines())
+    return [step for step, _, name in rows if name == facts.point.name]
 
 
 def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> None:
     """Cancel these jobs. Raises UserError, unless they have already ended."""
     for first in range(0, len(jobs), _MAX_JOBS_PER_CALL):
-        said = ask(["scancel", *options, *jobs[first : first + _MAX_JOBS_PER_CALL]])
-        if said.code and not any(word in said.err for word in _ALREADY_ENDED):
-            raise UserError(f"scancel: {said.reason}")
+        answer = ask(["scancel", *options, *jobs[first : first + _MAX_JOBS_PER_CALL]])
+        if answer.code and not any(word in answer.err for word in _ALREADY_ENDED):
+            raise UserError(f"scancel: {answer.reason}")
 
 
 def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClient) -> None:
     """Name the ranks that hang, then kill all ranks."""
-    if facts.silent is not None:
-        raise UserError(f"{facts.point.name}: {facts.silent}; it is asked to save and end; try again")
+    if facts.slurm_error is not None:
+        raise UserError(f"{facts.point.name}: {facts.slurm_error}; it is asked to save and end; try again")
     newest = facts.newest
     if newest is None or newest.begun is None:
         return  # waiting for its turn in a local sweep: see _end_for_good
@@ -322,20 +325,20 @@ def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
 
 
 def _child_processes(parent: int) -> list[int]:
-    found = []
+    children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
             if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(entry.parent.name))
-    return found
+                children.append(int(entry.parent.name))
+    return children
 
 
 def _kill_jobs_and_controllers(still: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient) -> int:
     """Wait briefly for batch scripts and controllers, then end them too; returns the exit code."""
-    points = [it.point for it in still]
-    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(it.jobs)] for it in still)
+    points = [run.point for run in still]
+    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(run.jobs)] for run in still)
     while still and time.monotonic() < deadline:
-        time.sleep(0.2 if not any(it.jobs for it in still) else 1.0)
+        time.sleep(0.2 if not any(run.jobs for run in still) else 1.0)
         still = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
     for facts in still:
         if facts.jobs:

@@ -20,11 +20,11 @@ from hpc_train.regular_files import read_text
 from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
-"""In an attempt's log directory, by the local pool: [[task, exit code], ...] in the order of their ends."""
+"""File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""
 SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
-"""With which of its tasks on a node this is said tells nothing: Slurm says it of all that end then."""
+"""Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
 _DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
@@ -36,20 +36,20 @@ class FirstError:
 
     task: int
     text: str
-    """For a person: one line, or with the traceback after it."""
+    """The error as one line, or with the traceback after it."""
     host: str = ""
     traceback: str = ""
-    """Of the task's own failure; "" where it left no word, or only the user is to blame."""
+    """The traceback of the task; "" where it left none, or the user's input is wrong."""
     summary: tuple[str, ...] = ()
     """See training.failure.Failure."""
     besides: str = ""
-    """What srun says of the step that the task was in."""
+    """srun's messages about the step that the task was in."""
 
     @property
     def line(self) -> str:
-        """All in one line: of a traceback the exception."""
-        said = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
-        return f"{said} ({self.besides})" if self.besides else said
+        """Return the error as one line; of a traceback the exception."""
+        text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
+        return f"{text} ({self.besides})" if self.besides else text
 
     def brief(self, log: Path) -> str:
         """Format for a terminal: who and what, the user's own lines, and where to find the whole traceback."""
@@ -61,18 +61,14 @@ class FirstError:
 
 
 def _exception_line(traceback: str) -> list[str]:
-    """The line below the last frame; what libraries write after it may be anything."""
+    """Return the line below the last frame; what libraries write after it may be anything."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     frame = max((index for index, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     return [line for line in lines[frame + 1 :] if not line[0].isspace()][:1] or lines[-1:]
 
 
 def find_first_error(logs: Path) -> FirstError | None:
-    """The first failure of the attempt whose log directory this is; None if nobody left a trace of one.
-
-    Only the local pool sees the order in which tasks end; srun does not tell it, so there a task that was ended from
-    outside counts only if all others merely lost a peer.
-    """
+    """Find the first failure of the attempt with this log directory; None if no rank left a trace of one."""
     failure = read_first_failure(logs)
     if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
@@ -87,7 +83,7 @@ def find_first_error(logs: Path) -> FirstError | None:
 
 
 def explain_failure(logs: Path) -> str | None:
-    """Why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
+    """Explain why a local attempt failed, by the rank that failed first; None if no rank left a trace."""
     if not (logs / EXIT_CODES).exists():
         return "the process that held the ranks was killed; the ranks were told to save and stop"
     error = find_first_error(logs)
@@ -111,7 +107,7 @@ def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError |
 
 
 def _find_in_srun_errors(logs: Path) -> FirstError | None:
-    """The first task that a signal ended, as srun reports it, with no word of its own: the one that its peers lost."""
+    """Find the first task that a signal ended, as srun reports it, and that recorded no error itself."""
     text = _read_srun_errors(logs)
     for line in _SRUN_LINE.finditer(text):
         task = re.split("[,-]", line["tasks"])[0]
@@ -127,11 +123,12 @@ def _read_srun_errors(logs: Path) -> str:
 
 
 def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
-    """The task of this node that left no word; without a rank map, of any."""
+    """Find the task of this node that recorded nothing; without a rank map, of any node."""
     short = host.partition(".")[0]
-    elsewhere = {int(it["process"]) for it in read_rank_entries(logs) if str(it.get("host")).partition(".")[0] != short}
-    there = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
-    silent = sorted(task for task in there if _left_no_report(logs, task))
+    entries = read_rank_entries(logs)
+    elsewhere = {int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] != short}
+    with_log = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
+    silent = sorted(task for task in with_log if _left_no_report(logs, task))
     if not silent:
         return None
     return FirstError(silent[0], f"task {silent[0]} on {host} was ended from outside: Out Of Memory", host)
@@ -158,21 +155,24 @@ def ranks_without_report(logs: Path) -> list[int]:
 
 
 def describe_timeout(logs: Path, silent: Sequence[int]) -> str:
-    """Say in one line who gave up waiting, for whom, and after how long. silent: tasks without an error."""
-    known = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
-    waited = [task for task in sorted(known) if task not in silent]
+    """Say in one line which ranks gave up waiting, for which ranks, and after how long.
+
+    silent: tasks without an error.
+    """
+    entries = {int(entry["process"]): entry for entry in read_rank_entries(logs)}
+    waited = [task for task in sorted(entries) if task not in silent]
     which = "which reported nothing: it hangs" if len(silent) == 1 else "which reported nothing: one of them hangs"
     return (
-        f"{_name_ranks(waited, known, hosts=False)} stopped waiting{_format_time_limit(logs)} for "
-        f"{_name_ranks(silent, known, hosts=True)}, {which}, or is far slower than the others"
+        f"{_name_ranks(waited, entries, hosts=False)} stopped waiting{_format_time_limit(logs)} for "
+        f"{_name_ranks(silent, entries, hosts=True)}, {which}, or is far slower than the others"
     )
 
 
-def _name_ranks(tasks: Sequence[int], known: dict[int, dict[str, object]], hosts: bool) -> str:
+def _name_ranks(tasks: Sequence[int], entries: dict[int, dict[str, object]], hosts: bool) -> str:
     names = []
     for task in tasks[:_MAX_RANKS_SHOWN]:
-        host = str(known[task].get("host", "")).partition(".")[0]
-        names.append(f"{known[task].get('rank', task)}" + (f" (task {task} on {host})" if hosts else ""))
+        host = str(entries[task].get("host", "")).partition(".")[0]
+        names.append(f"{entries[task].get('rank', task)}" + (f" (task {task} on {host})" if hosts else ""))
     more = f" and {len(tasks) - _MAX_RANKS_SHOWN} more" if len(tasks) > _MAX_RANKS_SHOWN else ""
     return f"rank{'s' if len(tasks) > 1 else ''} {', '.join(names)}{more}"
 
@@ -205,7 +205,7 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
 
 
 def _explain_by_batch_script(logs: Path, code: str) -> str:
-    """What the batch script knows itself, where no rank left a word."""
+    """Return the reason that the batch script gives where no rank left one."""
     result = read_attempt(logs).result
     return result.why if result and result.why else f"the ranks exited with {code} and left no reason; see {logs}"
 

@@ -49,10 +49,10 @@ def freeze_run(
 ) -> JobSpec:
     """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
 
-    why: of `planned`, where that was asked before. code: the snapshot that the job runs.
+    why: the explanation of decide_auto_layout, where it was called before. code: the snapshot that the job runs.
     """
-    config, told = decide_auto_layout(config, ranks)
-    why = why or told
+    config, plan_text = decide_auto_layout(config, ranks)
+    why = why or plan_text
     degrees = check_run(config, ranks)
     folder = folder or locate_run_directory(config)
     check_files(config, folder)
@@ -68,7 +68,7 @@ def freeze_run(
 
 
 def check_run(config: RunConfig, ranks: int) -> Degrees:
-    """Everything that can be checked before any rank starts; returns the degrees."""
+    """Check all that can be checked before any rank starts, and return the degrees. Raises UserError."""
     from hpc_train.models.shape import check_shape
 
     degrees = check_support(config, ranks)
@@ -78,9 +78,11 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
 
 
 def decide_auto_layout(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None]:
-    """(the run with parallel=auto decided, why at length); a run that says all itself stays, and there is no why.
+    """Decide parallel=auto: return the run with its degrees, and why these, at length.
 
-    ranks: of the job; None where the planner may say how many nodes it takes.
+    Any other run is returned as it is.
+
+    ranks: of the job; None where the planner may choose the number of nodes.
     """
     if not config.parallel.auto:
         return config, None
@@ -92,7 +94,7 @@ def decide_auto_layout(config: RunConfig, ranks: int | None) -> tuple[RunConfig,
 
 
 def read_schedule_file(config: RunConfig) -> str | None:
-    """The text of the pipeline's order, where it is in a file, of which the run has its own copy."""
+    """Return the pipeline order that the run reads from a file, and of which it gets a copy; None if it reads none."""
     pipeline = config.parallel.pipeline
     return _read_schedule_text(Path(pipeline.schedule).expanduser()) if is_schedule_file(pipeline) else None
 
@@ -106,10 +108,10 @@ def _read_schedule_text(path: Path) -> str:
 
 
 def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
-    """The token store that the run reads, built now if it must be: text that changes later changes nothing of the run.
+    """Return the token store that the run reads, built now if necessary: the text may change later.
 
-    Where set-up lines of the batch script may be what brings the text to the node, the ranks build it. build: False
-    only says where it will be.
+    None where the batch script has set-up lines: they may be what brings the text to the node, so the ranks build it.
+    build: False only returns where the store will be.
     """
     from hpc_train.config.model import TokenDataConfig
 
@@ -121,20 +123,20 @@ def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
 
 
 def describe_finished_run(config: RunConfig, folder: RunDirectory) -> str | None:
-    """A line that says so if the run in this folder has all its steps; None if there is something left to do.
+    """Return a line that says so if the run in this folder has all its steps; None if there is something left to do.
 
-    Only for a number of steps: how many an epoch has is known once the data is open. A last checkpoint that is damaged,
-    or has NaN in it, is for the ranks to notice.
+    Only for a number of steps: how many an epoch has is known once the data is open. The ranks notice a last checkpoint
+    that is damaged or has NaN in it.
     """
-    wanted, saved = config.train.wanted_steps, folder.steps()
-    if config.checkpoint.resume != "auto" or wanted is None or not saved or saved[-1] < wanted:
+    total, saved = config.train.wanted_steps, folder.steps()
+    if config.checkpoint.resume != "auto" or total is None or not saved or saved[-1] < total:
         return None
     from hpc_train.checkpoint import list_committed_steps, verify_step
 
     newest = list_committed_steps(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < wanted or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
+    if newest < total or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
         return None
-    return f"already done: {folder.path} has its {wanted} steps; more of them with train.steps, or use a new run_dir"
+    return f"already done: {folder.path} has its {total} steps; more of them with train.steps, or use a new run_dir"
 
 
 def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
@@ -148,8 +150,8 @@ def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
         return False
     if not manifest.extra.get("owes_validation", False):
         return True
-    told = read_metrics(folder.metrics)
-    return bool(told) and told[-1]["step"] == step and "validation_loss" in told[-1]
+    rows = read_metrics(folder.metrics)
+    return bool(rows) and rows[-1]["step"] == step and "validation_loss" in rows[-1]
 
 
 _BYTE_VOCAB = 256

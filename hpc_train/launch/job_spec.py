@@ -1,4 +1,7 @@
-"""JobSpec: what was submitted is what runs. Frozen JSON on disk, read by every rank; nothing executable in it."""
+"""The job spec: frozen JSON on disk that every rank reads.
+
+What was submitted is what runs; nothing in it is executable.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +39,16 @@ class JobSpec:
     code: str = ""
     """Folder of the snapshot that the job imports from, whose name is its hash; "": what is installed."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """Of the snapshot: root, commit, dirty and number of files of each tree that it was made from."""
+    """Root, commit, dirty and number of files of each tree that the snapshot was made from."""
     hpc_train: str = __version__
     spec_version: int = SPEC_VERSION
 
     def write(self, path: Path) -> None:
-        """Readable and writable by its owner alone."""
+        """Write the spec into a file that its owner alone can read and write."""
         write_private_file(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def run_config(self) -> RunConfig:
-        """The configuration with its types; conf/ is not read again. Raises UserError if it is damaged."""
+        """Return the typed configuration, without reading conf/ again. Raises UserError if it is damaged."""
         try:
             return config_from_dict(self.config)
         except (KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:
@@ -66,7 +69,10 @@ def make_spec(
     store: Path | None = None,
     code: Snapshot | None = None,
 ) -> JobSpec:
-    """The spec of a run in this folder, which reads the token store `store`, and the schedule that lies there."""
+    """Build the spec of a run in this folder.
+
+    store: the token store that it reads; code: the snapshot that it imports.
+    """
     container = config_to_dict(config) | {"run_dir": str(folder.path)}
     if store is not None:
         container["data"]["path"] = str(store.absolute())
@@ -85,7 +91,7 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def read_own_file(path: Path) -> str:
-    """What this user wrote into a file; "" if it is no text.
+    """Read a file that this user wrote; "" if it is not text.
 
     Raises UserError if it is missing, or if anybody else could have written it.
     """
@@ -105,7 +111,7 @@ def read_own_file(path: Path) -> str:
 
 
 def parse_spec(text: str, path: Path) -> JobSpec:
-    """The spec in a text, which was read from `path`. Raises UserError if it is damaged, or of another version."""
+    """Parse a spec that was read from `path`. Raises UserError if it is damaged, or of another version."""
     try:
         spec = JobSpec(**json.loads(text))
     except (ValueError, TypeError):

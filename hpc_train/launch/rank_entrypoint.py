@@ -1,4 +1,4 @@
-"""What every rank of our own jobs runs: `python -m hpc_train.launch.rank_entrypoint RUN_DIR`.
+"""The entry point of every rank of our own jobs: `python -m hpc_train.launch.rank_entrypoint RUN_DIR`.
 
 The stop handlers come first, before torch is imported. submitit's own process entry is not used, because its
 handlers serve rank 0 only and ignore SIGTERM; everything that a rank needs is in job.json.
@@ -18,7 +18,7 @@ from typing import NoReturn  # noqa: E402
 
 
 def import_training() -> None:
-    """Import torch and all that training needs, with no garbage collection meanwhile or ever again of what they made.
+    """Import torch and all that training needs, and keep the garbage collector away from these modules.
 
     Collections would go through all modules made so far again and again, which is a quarter of a rank's start; later
     ones, in the middle of a step, would take as long as all modules are many.
@@ -33,20 +33,20 @@ ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 
 
 def main(run_dir: str) -> int:
-    """Run this process's rank; returns its exit code. What went wrong is recorded for whoever tells the user."""
+    """Run this process's rank, and return its exit code. A failure is recorded for the process that tells the user."""
     from hpc_train.launch.rank_stacks import answer_stack_requests
     from hpc_train.runtime.identity import identify_process, make_single_identity
 
-    me = identify_process(os.environ) or make_single_identity()
+    identity = identify_process(os.environ) or make_single_identity()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
-    _redirect_output(logs / f"task-{me.process}.log")
+    _redirect_output(logs / f"task-{identity.process}.log")
     answer_stack_requests()
-    if me.launcher == "submitit":
+    if identity.launcher == "submitit":
         _stop_with_parent()
     try:
-        return _run_rank(Path(run_dir), me.process)
+        return _run_rank(Path(run_dir), identity.process)
     except BaseException as error:
-        return _report_failure(error, logs, me.process, me.host)
+        return _report_failure(error, logs, identity.process, identity.host)
 
 
 def _run_rank(run_dir: Path, process: int) -> int:

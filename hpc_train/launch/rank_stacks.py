@@ -69,12 +69,12 @@ def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> l
 def describe_stacks(stacks: Iterable[RankStack]) -> str:
     """Return one line: the ranks that did not answer; otherwise where the ranks are, outliers first."""
     stacks = list(stacks)
-    silent = [it.name for it in stacks if it.place is None]
+    silent = [stack.name for stack in stacks if stack.place is None]
     if silent:
         return f"{_join_names(silent)} did not answer (stopped, or on a node that is gone)"
     groups: dict[str, list[str]] = {}
-    for it in stacks:
-        groups.setdefault(str(it.place), []).append(it.name)
+    for stack in stacks:
+        groups.setdefault(str(stack.place), []).append(stack.name)
     shown = sorted(groups.items(), key=lambda pair: (_is_waiting(pair[0]), len(pair[1])))
     more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
     return "; ".join(f"{_join_names(names)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
@@ -95,8 +95,8 @@ def _expected_tasks(logs: Path) -> list[int]:
     try:
         return list(range(int(json.loads(read_text(logs.parents[1] / "job.json"))["ranks"])))
     except (OSError, ValueError, KeyError, TypeError):
-        found = (re.fullmatch(r"task-(\d+)\.log", path.name) for path in logs.glob("task-*.log"))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (re.fullmatch(r"task-(\d+)\.log", path.name) for path in logs.glob("task-*.log"))
+        return sorted(int(match[1]) for match in matches if match)
 
 
 def _rank_names(logs: Path) -> dict[int, str]:

@@ -72,31 +72,31 @@ def resume_command(target: str, mode: str, as_json: bool, stop: StopRequest) -> 
         return _resume(find_candidates(points, mode), mode, as_json, stop)
 
 
-def _resume(seen: Sequence[ResumeCandidate], mode: str, as_json: bool, stop: StopRequest) -> int:
-    chosen = [it for it in seen if it.again]
+def _resume(candidates: Sequence[ResumeCandidate], mode: str, as_json: bool, stop: StopRequest) -> int:
+    chosen = [candidate for candidate in candidates if candidate.again]
     if not chosen:
-        states = Counter(it.status.state for it in seen)
-        said = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        print(json.dumps({"points": [], "jobs": []}) if as_json else f"nothing to resume: {said}")
+        states = Counter(candidate.status.state for candidate in candidates)
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        print(json.dumps({"points": [], "jobs": []}) if as_json else f"nothing to resume: {counts}")
         return EXIT_DONE
     code = EXIT_DONE
     for folder, ids in _group_by_sweep(chosen).items():
         code = code or _resume_sweep(folder, ids, mode, as_json, stop)
-    for it in chosen:
-        if it.point.sweep is None:
-            code = code or _resume_run(it, mode, as_json, stop)
+    for candidate in chosen:
+        if candidate.point.sweep is None:
+            code = code or _resume_run(candidate, mode, as_json, stop)
     return code
 
 
 def find_candidates(points: Sequence[RunPoint], mode: str) -> list[ResumeCandidate]:
-    """What each of them is, and whether it is to run again. Raises UserError where Slurm does not answer."""
-    found = []
+    """Find the state of each run, and whether it runs again. Raises UserError where Slurm does not answer."""
+    candidates = []
     for facts in gather_facts(points, run_client):
         status = decide_state(facts)
-        if facts.silent is not None and not status.state.ended:
-            raise UserError(f"{facts.silent}; try again")
-        found.append(ResumeCandidate(facts, status, _runs_again(facts, status, mode)))
-    return found
+        if facts.slurm_error is not None and not status.state.ended:
+            raise UserError(f"{facts.slurm_error}; try again")
+        candidates.append(ResumeCandidate(facts, status, _runs_again(facts, status, mode)))
+    return candidates
 
 
 def _runs_again(facts: RunFacts, status: RunStatus, mode: str) -> bool:
@@ -108,22 +108,23 @@ def _runs_again(facts: RunFacts, status: RunStatus, mode: str) -> bool:
     return missing or (status.state.ended and status.state is not State.DONE)
 
 
-def _print_candidates(seen: Sequence[ResumeCandidate], as_json: bool) -> int:
+def _print_candidates(candidates: Sequence[ResumeCandidate], as_json: bool) -> int:
     if as_json:
-        print(json.dumps([it.row() for it in seen]))
+        print(json.dumps([candidate.row() for candidate in candidates]))
         return EXIT_DONE
-    for it in seen:
-        print(f"{it.status.point}: {it.status.state}, {'would run again' if it.again else 'left alone'}")
-    print(f"{sum(it.again for it in seen)} of {len(seen)} would run again")
+    for candidate in candidates:
+        verdict = "would run again" if candidate.again else "left alone"
+        print(f"{candidate.status.point}: {candidate.status.state}, {verdict}")
+    print(f"{sum(candidate.again for candidate in candidates)} of {len(candidates)} would run again")
     return EXIT_DONE
 
 
 def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, list[str]]:
-    found: dict[SweepDirectory, list[str]] = {}
-    for it in chosen:
-        if it.point.sweep is not None:
-            found.setdefault(it.point.sweep, []).append(it.point.name)
-    return found
+    groups: dict[SweepDirectory, list[str]] = {}
+    for candidate in chosen:
+        if candidate.point.sweep is not None:
+            groups.setdefault(candidate.point.sweep, []).append(candidate.point.name)
+    return groups
 
 
 def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, as_json: bool, stop: StopRequest) -> int:
@@ -163,46 +164,46 @@ def _set_points_aside(folder: SweepDirectory, points: Sequence[FrozenPoint], mod
             set_results_aside(folder.run(point.id))
 
 
-def _resume_run(it: ResumeCandidate, mode: str, as_json: bool, stop: StopRequest) -> int:
-    spec = read_spec(it.point.run / "job.json")
+def _resume_run(candidate: ResumeCandidate, mode: str, as_json: bool, stop: StopRequest) -> int:
+    spec = read_spec(candidate.point.run / "job.json")
     if mode == FORCE:
         check_can_restart(spec)
     if spec.config["launch"]["kind"] == "local":
-        return _resume_local(it, spec, mode, stop)
+        return _resume_local(candidate, spec, mode, stop)
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
     with delay_signals():
         jobs = submit_job(folder, request.held() if mode == FORCE else request)
         if mode == FORCE:
-            set_results_aside(it.point.run)
+            set_results_aside(candidate.point.run)
         record_submission(folder, request, jobs)
         if mode == FORCE:
             submit_sweep.release_jobs(jobs, run_client)
-    print(json.dumps({"points": [it.status.point], "jobs": jobs}) if as_json else f"job {', '.join(jobs)}")
+    print(json.dumps({"points": [candidate.status.point], "jobs": jobs}) if as_json else f"job {', '.join(jobs)}")
     return EXIT_DONE
 
 
-def _resume_local(it: ResumeCandidate, spec: JobSpec, mode: str, stop: StopRequest) -> int:
-    newest = it.facts.newest
+def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, stop: StopRequest) -> int:
+    newest = candidate.facts.newest
     launcher = newest.begun.launcher if newest and newest.begun else "local"
     if launcher != "local":
-        raise UserError(f"{it.point.run}: was started by {launcher}; start it in the same way, and it goes on")
+        raise UserError(f"{candidate.point.run}: was started by {launcher}; start it in the same way, and it goes on")
     if mode == FORCE:
-        set_results_aside(it.point.run)
-    print(f"hpc-train: {it.point.run} goes on here", file=sys.stderr)
+        set_results_aside(candidate.point.run)
+    print(f"hpc-train: {candidate.point.run} goes on here", file=sys.stderr)
     return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, stop)
 
 
 EARLIER_RESULTS = "before"
-"""In a run directory: what is there no more since the run was done all anew, a folder each time."""
+"""Folder in a run directory: what earlier starts from the first step (--mode force) set aside, a folder each time."""
 _KEPT_IN_PLACE = frozenset(
     {"job.json", "config.yaml", "plan.json", "schedule.csv", ".submitit", ".lock", EARLIER_RESULTS}
 )
 
 
 def load_snapshot(spec: JobSpec) -> Snapshot | None:
-    """The snapshot that a spec names; None if it names none. Raises UserError if it is gone."""
+    """Return the snapshot that a spec names; None if it names none. Raises UserError if the snapshot is gone."""
     if not spec.code:
         return None
     path = Path(spec.code)
@@ -216,7 +217,7 @@ def load_snapshot(spec: JobSpec) -> Snapshot | None:
 
 
 def check_can_restart(spec: JobSpec) -> None:
-    """Raise UserError for a run whose checkpoints lie elsewhere: `set_aside` would leave them, and it would go on."""
+    """Raise UserError for a run whose checkpoints lie elsewhere: it would go on from them."""
     chosen = spec.config["checkpoint"]["dir"]
     if chosen:
         raise UserError(f"--mode force: {spec.run_dir} saves into checkpoint.dir={chosen}; move what is there yourself")
@@ -224,14 +225,14 @@ def check_can_restart(spec: JobSpec) -> None:
 
 def set_results_aside(run: Path) -> None:
     """Move all that a run has left into a folder of its own, so that it begins at its first step again."""
-    left = [entry for entry in run.iterdir() if entry.name not in _KEPT_IN_PLACE] if run.is_dir() else []
-    if not left:
+    results = [entry for entry in run.iterdir() if entry.name not in _KEPT_IN_PLACE] if run.is_dir() else []
+    if not results:
         return
     number = 0
     while (run / EARLIER_RESULTS / str(number)).exists():
         number += 1
     place = run / EARLIER_RESULTS / str(number)
     place.mkdir(parents=True)
-    for entry in left:
+    for entry in results:
         shutil.move(entry, place / entry.name)
     (run / "logs").mkdir()

@@ -36,7 +36,7 @@ from hpc_train.training.run_records import append_event
 
 
 def default_to_slurm(overrides: Sequence[str]) -> list[str]:
-    """`submit` means Slurm: its groups are chosen where the user chose none."""
+    """Add cluster=slurm and launch=slurm where the user chose no such group."""
     chosen = {text.split("=")[0] for text in overrides}
     return [f"{group}=slurm" for group in ("cluster", "launch") if group not in chosen] + list(overrides)
 
@@ -211,7 +211,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
         return
     facts = gather_facts([RunPoint(run.name, run)], ask)[0]
     status = decide_state(facts)
-    if status.state.ended or not (status.state.waiting or status.state is State.RUNNING or facts.silent):
+    if status.state.ended or not (status.state.waiting or status.state is State.RUNNING or facts.slurm_error):
         return
     job = f"job {status.job_id} is" if status.job_id else "a run is"
     why = f" ({status.reason})" if status.reason else ""
@@ -231,7 +231,7 @@ def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
 
 
 def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
-    """Any job of Slurm's, whoever submitted it."""
+    """Return this job, whoever submitted it, unless it is done. Raises UserError if it has failed."""
     said = ask(slurm_cli.scontrol_command(job_id))
     records = slurm_cli.parse_scontrol(said.out)
     if said.code or not records:

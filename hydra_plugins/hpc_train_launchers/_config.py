@@ -13,7 +13,7 @@ class HpcLocalConf:
 
     _target_: str = f"{_HERE}.HpcLocalLauncher"
     folder: str = "${hydra.sweep.dir}/.submitit"
-    """For calls, results and logs; readable by its owner alone."""
+    """Folder of calls, results and logs; readable by its owner alone."""
     ranks: int = 1
     """Processes of a point, all of which run the task function; what the first returns counts."""
     parallel_points: int | None = None
@@ -25,11 +25,11 @@ class HpcLocalConf:
     time_minutes: int | None = None
     """Time limit of a point; None: none."""
     signal_seconds: int = 120
-    """How long before the time limit a point is told to stop (SIGUSR2)."""
+    """Seconds before the time limit at which a point is told to stop (SIGUSR2)."""
     max_attempts: int = 100
     """Runs of one point, counting those after it was told to stop."""
     max_timeouts: int = 0
-    """How often a point that is out of time is run again, from its own checkpoint if it has one."""
+    """Number of times that a point which is out of time is run again, from its own checkpoint if it has one."""
     setup: list[str] = field(default_factory=list)
     """Shell lines to run before every rank."""
     python: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class HpcSlurmConf:
 
     _target_: str = f"{_HERE}.HpcSlurmLauncher"
     folder: str = "${hydra.sweep.dir}/.submitit"
-    """For calls, results and logs, on a file system that the nodes share; readable by its owner alone."""
+    """Folder of calls, results and logs, on a file system that the nodes share; readable by its owner alone."""
     name: str = "${hydra.job.name}"
     """Job name."""
     time_minutes: int = 60
@@ -69,11 +69,11 @@ class HpcSlurmConf:
     parallel_points: int | None = None
     """Points that run at the same time; None: as many as Slurm lets."""
     signal_seconds: int = 120
-    """How long before the time limit a point is told to stop (SIGUSR2); Slurm may be up to 60 s early."""
+    """Seconds before the time limit at which a point is told to stop (SIGUSR2); Slurm may be up to 60 s early."""
     max_attempts: int = 100
     """Runs of one point, counting those after a preemption or the loss of a node."""
     max_timeouts: int = 0
-    """How often a point that is out of time is run again, from its own checkpoint if it has one."""
+    """Number of times that a point which is out of time is run again, from its own checkpoint if it has one."""
     export: list[str] = field(default_factory=list)
     """More variables that jobs get, by name or pattern; the usual ones, those in hydra.job.env_copy and those that the
     configuration names with oc.env they get anyway."""

@@ -1,4 +1,4 @@
-"""Points on this machine."""
+"""Points as processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GRACE = 3.0
 log = logging.getLogger(__name__)
 
 
-class LocalPoints:
+class LocalBackend:
     """Backend of hydra/launcher=hpc_local."""
 
     def __init__(self, settings: HpcLocalConf) -> None:
@@ -33,56 +33,58 @@ class LocalPoints:
 
     @property
     def folder(self) -> str:
+        """Setting `folder`."""
         return self._settings.folder
 
     def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Queue every point; the first ones start at once."""
-        it, at_once = self._settings, _at_once(self._settings)
-        python = shlex.join(it.python) if it.python else None
+        settings, parallel = self._settings, _parallel_points(self._settings)
+        python = shlex.join(settings.python) if settings.python else None
         executor = LocalCallExecutor(
-            points.folder, it.max_timeouts, python=python, at_once=at_once, max_attempts=it.max_attempts
+            points.folder, settings.max_timeouts, python=python, at_once=parallel, max_attempts=settings.max_attempts
         )
-        threads = it.threads or max(1, len(os.sched_getaffinity(0)) // (it.ranks * at_once))
+        threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // (settings.ranks * parallel))
         executor.update_parameters(
-            tasks_per_node=it.ranks,
-            timeout_min=it.time_minutes or 0,
-            signal_delay_s=it.signal_seconds,
+            tasks_per_node=settings.ranks,
+            timeout_min=settings.time_minutes or 0,
+            signal_delay_s=settings.signal_seconds,
             stderr_to_stdout=True,
-            setup=it.setup,
-            gpus_per_node=it.gpus_per_point,
+            setup=settings.setup,
+            gpus_per_node=settings.gpus_per_point,
             environment={"OMP_NUM_THREADS": str(threads)},
         )
-        count = len(points.blobs)
-        log.info(f"{count} points on this machine, {at_once} at a time, {it.ranks} ranks each")
-        jobs = executor.submit_elements(RunPoint(points.parcel, tuple(range(count))), count)
+        count = len(points.pickled)
+        log.info(f"{count} points on this machine, {parallel} at a time, {settings.ranks} ranks each")
+        jobs = executor.submit_elements(RunPoint(points.file, tuple(range(count))), count)
         self._jobs = {job.job_id: job for job in jobs}
-        return [StartedJob(job.job_id, it.ranks) for job in jobs]
+        return [StartedJob(job.job_id, settings.ranks) for job in jobs]
 
     def source(self) -> LocalJobs:
+        """Return what tells how the jobs end."""
         return LocalJobs(self._jobs)
 
     def cancel(self) -> None:
-        """First those that wait, so that none of them starts in the place of one that ends."""
+        """End all jobs; those that wait first, so that none of them starts in the place of one that ends."""
         processes: list[Any] = [job._process for job in self._jobs.values()]
-        for process in sorted(processes, key=lambda it: it.pid):
+        for process in sorted(processes, key=lambda process: process.pid):
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
-        while any(process.look() is None for process in processes) and time.monotonic() < deadline:
+        while any(process.poll_processes() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         for process in processes:
             process.kill()
 
 
-def _at_once(it: HpcLocalConf) -> int:
-    """Raises UserError for what this machine has not."""
+def _parallel_points(settings: HpcLocalConf) -> int:
+    """Return how many points run at a time. Raises UserError for what this machine does not have."""
     for name in ("ranks", "parallel_points", "gpus_per_point", "threads", "max_attempts", "time_minutes"):
-        if (value := getattr(it, name)) is not None and value < 1:
+        if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"hydra.launcher.{name}={value}: must be >= 1")
-    if it.gpus_per_point is None:
-        return it.parallel_points or max_parallel_jobs(it.ranks)
-    room = len(visible_devices()) // it.gpus_per_point
-    if not room:
+    if settings.gpus_per_point is None:
+        return settings.parallel_points or max_parallel_jobs(settings.ranks)
+    fitting = len(visible_devices()) // settings.gpus_per_point
+    if not fitting:
         raise UserError(
-            f"hydra.launcher.gpus_per_point={it.gpus_per_point}: {len(visible_devices())} GPUs are visible here"
+            f"hydra.launcher.gpus_per_point={settings.gpus_per_point}: {len(visible_devices())} GPUs are visible here"
         )
-    return min(room, it.parallel_points or room)
+    return min(fitting, settings.parallel_points or fitting)

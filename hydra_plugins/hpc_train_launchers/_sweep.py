@@ -1,4 +1,4 @@
-"""A sweep from Hydra's overrides to Hydra's returns: compose everything, hand it over, wait, tell."""
+"""Run a sweep: compose every point, hand all of them to a backend, wait for them, and return what Hydra expects."""
 
 from __future__ import annotations
 
@@ -23,69 +23,68 @@ from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import make_private_folder, pickle_value
 from hpc_train.launch.callables.waiting import JobEnd, JobSource, StartedJob, wait_for_jobs
 from hpc_train.launch.slurm.slurm_cli import handle_signals
-from hydra_plugins.hpc_train_launchers._compose import remember
-from hydra_plugins.hpc_train_launchers._parcel import pack
-from hydra_plugins.hpc_train_launchers._point import Shared
+from hydra_plugins.hpc_train_launchers._point import SharedState, cache_composed_points, write_points_file
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Application:
-    """What Hydra hands a launcher."""
+    """The application, as Hydra hands it to a launcher."""
 
     context: HydraContext
     task_function: TaskFunction
     config: DictConfig
-    handed: HydraContext
-    """The context as Hydra handed it, without our memory of what was composed."""
+    original_context: HydraContext
+    """The context with Hydra's own config loader, which is what the jobs get."""
 
 
-def application(context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Application:
-    """From what Hydra's `setup` is given; from now on nobody composes a point twice."""
-    return Application(context, task_function, config, HydraContext(remember(context), context.callbacks))
+def make_application(context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Application:
+    """Take what Hydra's `setup` is given; from now on no point is composed twice."""
+    return Application(context, task_function, config, HydraContext(cache_composed_points(context), context.callbacks))
 
 
 @dataclass(frozen=True)
 class Points:
-    """The points of one sweep (or one batch of it), composed for good."""
+    """The points of one sweep, or of one batch of a sweeper."""
 
-    blobs: list[bytes]
-    """Pickled configurations, in order: a tenth of the memory."""
-    parcel: Path
+    pickled: list[bytes]
+    """Their configurations, in order; pickled, they take a tenth of the memory."""
+    file: Path
+    """Path of the file that write_points_file wrote."""
     folder: Path
 
     def config(self, index: int) -> DictConfig:
-        """The configuration of one point."""
-        found: DictConfig = pickle.loads(self.blobs[index])
-        return found
+        """Return the configuration of one point."""
+        config: DictConfig = pickle.loads(self.pickled[index])
+        return config
 
 
 class Backend(Protocol):
-    """Where points run."""
+    """Runs points: on this machine, or on Slurm."""
 
     @property
     def folder(self) -> str:
         """Setting `folder`."""
 
     def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
-        """Hand all of them over, or none: a job for each point, in order. Raises UserError. config: the sweep's own."""
+        """Start all points or none, and return the job of each, in order. config: the sweep's. Raises UserError."""
 
     def source(self) -> JobSource:
-        """Who tells how they end."""
+        """Return what tells how the jobs end."""
 
     def cancel(self) -> None:
-        """End whatever has not ended."""
+        """End the jobs that have not ended."""
 
 
 class PointError(RuntimeError):
-    """A point that left no return: its job was killed, ran out of time, or never got as far."""
+    """A point returned nothing: its job was killed, ran out of time, or failed before the task function."""
 
 
-def launch(
+def launch_points(
     application: Application, backend: Backend, overrides: Sequence[Sequence[str]], first: int
 ) -> list[JobReturn]:
-    """Hydra's Launcher.launch; failures of points are returned.
+    """Run the points (Hydra's Launcher.launch); failures of points are returned.
 
     Raises CompactHydraException, which Hydra prints without a traceback, for what cannot be submitted.
     """
@@ -93,25 +92,25 @@ def launch(
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     try:
-        points = _freeze(application, backend, overrides, first)
-        ends = _run(backend, points, config)
+        points = _write_points(application, backend, overrides, first)
+        ends = _run_points(backend, points, config)
     except UserError as error:
         raise CompactHydraException(str(error)) from error
     finally:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    returns = [_returned(end, points, index) for index, end in enumerate(ends)]
-    _tell(returns, first)
+    returns = [_make_return(end, points, index) for index, end in enumerate(ends)]
+    _log_failures(returns, first)
     return returns
 
 
-def _freeze(application: Application, backend: Backend, overrides: Sequence[Sequence[str]], first: int) -> Points:
-    """Compose every point now: what is edited later changes nothing of it."""
+def _write_points(application: Application, backend: Backend, overrides: Sequence[Sequence[str]], first: int) -> Points:
+    """Compose and write down every point now: what is edited later does not change it."""
     Path(str(application.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
     folder = make_private_folder(Path(backend.folder).expanduser().absolute())
-    blobs = [pickle_value(_compose(application, list(words), first + index)) for index, words in enumerate(overrides)]
-    points = Points(blobs, folder / f"points-{first}-{os.getpid()}.pkl", folder)
-    shared = Shared(application.handed, application.task_function, Singleton.get_state())
-    pack(points.parcel, shared, points.blobs)
+    pickled = [pickle_value(_compose(application, list(words), first + index)) for index, words in enumerate(overrides)]
+    points = Points(pickled, folder / f"points-{first}-{os.getpid()}.pkl", folder)
+    shared = SharedState(application.original_context, application.task_function, Singleton.get_state())
+    write_points_file(points.file, shared, points.pickled)
     for index, words in enumerate(overrides):
         log.info(f"\t#{first + index} : {' '.join(filter_overrides(words))}")
     return points
@@ -124,15 +123,15 @@ def _compose(application: Application, words: list[str], number: int) -> DictCon
     return composed
 
 
-def _run(backend: Backend, points: Points, config: DictConfig) -> list[JobEnd]:
-    """The end of every point, in order. If this process is told to stop, no job of the sweep goes on."""
+def _run_points(backend: Backend, points: Points, config: DictConfig) -> list[JobEnd]:
+    """Run the points, and return how each ended, in order. No job outlives this process if it is told to stop."""
     try:
-        with _ended_by_signals():
+        with _exit_on_stop_signals():
             jobs = backend.start(points, config)
-            ends = wait_for_jobs(jobs, points.folder, backend.source(), fails)
+            ends = wait_for_jobs(jobs, points.folder, backend.source(), is_failure)
     except UserError:
         backend.cancel()
-        points.parcel.unlink(missing_ok=True)
+        points.file.unlink(missing_ok=True)
         with suppress(OSError):  # something else lies in it
             points.folder.rmdir()
         raise
@@ -144,36 +143,36 @@ def _run(backend: Backend, points: Points, config: DictConfig) -> list[JobEnd]:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """What ends this process without Python's knowledge unwinds it, as Ctrl-C does. nohup's SIGHUP stays ignored."""
-    own = [it for it in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(it) is signal.SIG_DFL]
-    with handle_signals(own, _leave):
+def _exit_on_stop_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that jobs are cancelled. nohup's SIGHUP stays ignored."""
+    fatal = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    with handle_signals(fatal, _exit_on_signal):
         yield
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def fails(returned: Any) -> bool:
-    """Whether a point says itself that it failed."""
+def is_failure(returned: Any) -> bool:
+    """Whether a point returned that it failed."""
     return isinstance(returned, JobReturn) and returned.status is not JobStatus.COMPLETED
 
 
-def _returned(end: JobEnd, points: Points, index: int) -> JobReturn:
+def _make_return(end: JobEnd, points: Points, index: int) -> JobReturn:
     if isinstance(end.value, JobReturn):
         return end.value
     config = points.config(index)
     returned = JobReturn(overrides=list(config.hydra.overrides.task), task_name=config.hydra.job.name)
-    returned.hydra_cfg, returned.cfg = _parts(config)
+    returned.hydra_cfg, returned.cfg = _split_config(config)
     returned.working_dir = str(Path.cwd())
     returned.status = JobStatus.FAILED
     returned.return_value = PointError(end.error)
     return returned
 
 
-def _parts(config: DictConfig) -> tuple[DictConfig, DictConfig]:
-    """Hydra's own part, and the task's."""
+def _split_config(config: DictConfig) -> tuple[DictConfig, DictConfig]:
+    """Split a configuration into Hydra's part and the task's."""
     task, own = config.copy(), config.copy()
     with read_write(task), open_dict(task):
         del task["hydra"]
@@ -184,8 +183,8 @@ def _parts(config: DictConfig) -> tuple[DictConfig, DictConfig]:
     return own, task
 
 
-def _tell(returns: Sequence[JobReturn], first: int) -> None:
+def _log_failures(returns: Sequence[JobReturn], first: int) -> None:
     for index, returned in enumerate(returns):
-        if fails(returned):
+        if is_failure(returned):
             line = str(returned._return_value).strip().splitlines()[:1] or [type(returned._return_value).__name__]
             log.error(f"\t#{first + index} failed: {line[0]}")

@@ -1,4 +1,4 @@
-"""The launchers that Hydra finds: they wait until every point has ended, as Hydra asks of them."""
+"""The launchers that Hydra finds: they return when every point has ended, as Hydra requires."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ for _name, _kind in (("hpc_local", HpcLocalConf), ("hpc_slurm", HpcSlurmConf)):
 
 
 class HpcLocalLauncher(Launcher):
-    """Every point as processes of this machine, so many at a time as it has room for."""
+    """Runs every point as processes of this machine, as many at a time as it has room for."""
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = HpcLocalConf(**_plain(settings))
+        self._settings = HpcLocalConf(**_to_plain(settings))
         self._application: Application | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's: what is to be run."""
-        from hydra_plugins.hpc_train_launchers._sweep import application
+        """Take what is to be run (Hydra's method)."""
+        from hydra_plugins.hpc_train_launchers._sweep import make_application
 
-        self._application = application(hydra_context, task_function, config)
+        self._application = make_application(hydra_context, task_function, config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Hydra's: run a point for each list of overrides; a point that fails has a JobReturn that says so."""
-        from hydra_plugins.hpc_train_launchers._local import LocalPoints
-        from hydra_plugins.hpc_train_launchers._sweep import launch
+        """Run a point for each list of overrides (Hydra's method); a point that fails has a JobReturn that says so."""
+        from hydra_plugins.hpc_train_launchers._local import LocalBackend
+        from hydra_plugins.hpc_train_launchers._sweep import launch_points
 
         assert self._application is not None
-        return launch(self._application, LocalPoints(self._settings), job_overrides, initial_job_idx)
+        return launch_points(self._application, LocalBackend(self._settings), job_overrides, initial_job_idx)
 
 
 class HpcSlurmLauncher(Launcher):
-    """Every point as an element of an sbatch array, an array for each shape of resources."""
+    """Runs every point as an element of an sbatch array, with an array for each set of resources."""
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = HpcSlurmConf(**_plain(settings))
+        self._settings = HpcSlurmConf(**_to_plain(settings))
         self._application: Application | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's: what is to be run."""
-        from hydra_plugins.hpc_train_launchers._sweep import application
+        """Take what is to be run (Hydra's method)."""
+        from hydra_plugins.hpc_train_launchers._sweep import make_application
 
-        self._application = application(hydra_context, task_function, config)
+        self._application = make_application(hydra_context, task_function, config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Hydra's: run a point for each list of overrides; a point that fails has a JobReturn that says so."""
-        from hydra_plugins.hpc_train_launchers._slurm import SlurmPoints
-        from hydra_plugins.hpc_train_launchers._sweep import launch
+        """Run a point for each list of overrides (Hydra's method); a point that fails has a JobReturn that says so."""
+        from hydra_plugins.hpc_train_launchers._slurm import SlurmBackend
+        from hydra_plugins.hpc_train_launchers._sweep import launch_points
 
         assert self._application is not None
-        return launch(self._application, SlurmPoints(self._settings), job_overrides, initial_job_idx)
+        return launch_points(self._application, SlurmBackend(self._settings), job_overrides, initial_job_idx)
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+def _to_plain(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in settings.items()
     }

@@ -110,14 +110,14 @@ def test_ctrl_c_ends_every_point_and_starts_no_other(sweeping: Sweeping) -> None
     assert not (sweeping.place / "holds-2").exists()
 
 
-def test_a_parcel_that_others_can_write_is_not_read(sweeping: Sweeping, tmp_path: Path) -> None:
+def test_a_points_file_that_others_can_write_is_not_read(sweeping: Sweeping, tmp_path: Path) -> None:
     from hpc_train.errors import UserError
-    from hydra_plugins.hpc_train_launchers._parcel import Parcel, pack
+    from hydra_plugins.hpc_train_launchers._point import PointsFile, write_points_file
 
-    pack(tmp_path / "parcel", "shared", [b"", b""])
-    (tmp_path / "parcel").chmod(0o620)
+    write_points_file(tmp_path / "points", "shared", [b"", b""])
+    (tmp_path / "points").chmod(0o620)
     with pytest.raises(UserError, match="is not yours alone"):
-        Parcel(tmp_path / "parcel").shared()
+        PointsFile(tmp_path / "points").read_shared()
 
 
 def test_an_application_that_only_has_the_plugin_installed_imports_nothing_heavy() -> None:

@@ -15,8 +15,7 @@ from hpc_train.config.compose import compose, config_to_dict
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.errors import UserError
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf, HpcSlurmConf
-from hydra_plugins.hpc_train_launchers._resources import Shape, shape_of
-from hydra_plugins.hpc_train_launchers._slurm import Array, throttles
+from hydra_plugins.hpc_train_launchers._slurm import PointArray, PointResources, point_resources, share_parallel_points
 
 NOT_FOR_ANY_APPLICATION = {
     *("kind", "chain", "placement", "bind", "timeout_seconds", "rendezvous_seconds"),  # of our own training
@@ -32,8 +31,8 @@ def ours(*overrides: str) -> DictConfig:
     return OmegaConf.create(config_to_dict(compose(["cluster=dgx_h100", "launch=slurm", *overrides])))
 
 
-def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> Shape:
-    return shape_of(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/scratch/sweep"))
+def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> PointResources:
+    return point_resources(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/scratch/sweep"))
 
 
 def test_settings_are_those_of_conf_launch() -> None:
@@ -93,9 +92,9 @@ def test_what_makes_no_sense_is_one_line(settings: dict[str, Any], point: dict[s
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60))
 def test_never_more_points_run_than_were_allowed(sizes: list[int], most: int) -> None:
-    some = Shape(1, 1, {})
-    arrays = [Array(some, tuple(range(size))) for size in sizes]
-    at_once, waits = throttles(arrays, most)
+    some = PointResources(1, 1, {})
+    arrays = [PointArray(some, tuple(range(size))) for size in sizes]
+    at_once, waits = share_parallel_points(arrays, most)
     assert min(at_once) >= 1
     assert all(after is None or after < index for index, after in enumerate(waits))
     started: dict[int, int] = {}

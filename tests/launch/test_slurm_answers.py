@@ -154,19 +154,19 @@ def test_what_slurm_still_knows_of_an_end_is_asked_of_scontrol_and_not_of_accoun
 def test_what_slurm_has_forgotten_accounting_may_know() -> None:
     slurm = Slurm(squeue=FORGOTTEN, sacct=Answer(0, SACCT))
     polled = poll_jobs(["28", "999"], slurm)
-    assert polled.silent is None
+    assert polled.slurm_error is None
     assert list(polled.records) == ["28"]
     assert [line.split()[0] for line in slurm.asked] == ["squeue", "sacct"]
 
 
 def test_without_accounting_what_slurm_has_forgotten_nobody_knows() -> None:
     polled = poll_jobs(["28"], Slurm(squeue=FORGOTTEN, sacct=NO_ACCOUNTING))
-    assert (polled.records, polled.silent) == ({}, None)
+    assert (polled.records, polled.slurm_error) == ({}, None)
 
 
 def test_a_controller_that_is_down_is_no_answer() -> None:
     polled = poll_jobs(["28"], Slurm(squeue=DOWN, sacct=NO_ACCOUNTING))
-    assert polled.silent == "Slurm does not answer: Unable to contact slurm controller (connect failure)"
+    assert polled.slurm_error == "Slurm does not answer: Unable to contact slurm controller (connect failure)"
     assert poll_jobs(["28"], Slurm(squeue=DOWN, sacct=Answer(0, SACCT))).records["28"].exit_code == 137
 
 

@@ -1,7 +1,7 @@
-"""The calls of a job that runs a Python function: what they may ask for, and the pickles of calls and results.
+"""The calls of a job that runs a Python function, and the pickles of calls and results.
 
-Everything that a function may have beyond being callable is optional. Only their owner reads and writes the
-pickles, and they are there whole or not at all.
+Everything that a function may have beyond being callable is optional: `checkpoint`, `fails`, `keeps`. Only their
+owner reads and writes the pickles, and they are there whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SHARED_CALL_VARIABLE = "HPC_TRAIN_CALL"
 
 
 def array_element() -> int:
-    """The element of an array (or of the local pool) that this process is."""
+    """Return the index of this process's element of an array, or of the local pool."""
     return int(os.environ.get(ELEMENT_VARIABLE, "0"))
 
 
 def submitted_pickle(paths: JobPaths) -> Path:
-    """The pickle of this job: its own, which a checkpoint leaves too, else the one that it shares."""
+    """Return the pickle of this job: its own, which a checkpoint leaves too, else the one that elements share."""
     own, shared = paths.submitted_pickle, os.environ.get(SHARED_CALL_VARIABLE, "")
     return Path(shared) if shared and not own.exists() else own
 
@@ -52,7 +52,7 @@ def keeps_result(function: Any, rank: int, result: Any) -> bool:
 
 
 def next_call(delayed: DelayedSubmission) -> DelayedSubmission | None:
-    """What to call after a requeue, as the function's own `checkpoint` says; None if it has none or wants no more."""
+    """Return what to call after a requeue, by the function's own `checkpoint`; None if it wants no further call."""
     following: DelayedSubmission | None = delayed._checkpoint_function()
     return following
 
@@ -77,7 +77,7 @@ def make_private_folder(path: Path) -> Path:
 
 
 def pickle_value(what: Any) -> bytes:
-    """With functions and classes of `__main__` by value."""
+    """Pickle a value, with functions and classes of `__main__` by value."""
     return bytes(cloudpickle.dumps(what, pickle.HIGHEST_PROTOCOL))
 
 
@@ -99,7 +99,7 @@ def write_private(data: bytes, path: Path) -> None:
 
 
 def load_pickle(path: Path) -> Any:
-    """What `save` wrote. Raises UserError if anybody else could have written it: a pickle is a program."""
+    """Load a pickle. Raises UserError if anybody else could have written it: a pickle is a program."""
     with open_to_read(path) as file:
         check_private_file(path, os.fstat(file.fileno()))
         return pickle.load(file)
@@ -112,15 +112,15 @@ def check_private_file(path: Path, status: os.stat_result) -> None:
 
 
 def wait_for_file(path: Callable[[], Path]) -> Path:
-    """`path` as soon as it exists: sbatch may be faster than the last rename at submission."""
+    """Return `path()` as soon as it exists: sbatch may be faster than the last rename at submission."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not (found := path()).exists():
+    while not (file := path()).exists():
         if time.monotonic() > deadline:
-            raise UserError(f"{found}: is not there; is it on a file system that this node shares?")
+            raise UserError(f"{file}: is not there; is it on a file system that this node shares?")
         time.sleep(0.1)
-    return found
+    return file
 
 
 def worker_command(python: str, folder: Path) -> str:
-    """What a rank runs, as shell words. python: the words that start Python, quoted."""
+    """Return the shell words that start a rank. python: the words that start Python, quoted."""
     return f"{python} -u -m hpc_train.launch.callables.worker {shlex.quote(str(folder))}"

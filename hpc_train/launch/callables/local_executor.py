@@ -1,7 +1,7 @@
-"""Callables as processes of this machine: submitit's local executor with a cap on how many jobs run at once.
+"""Run callables as processes of this machine: submitit's local executor with a limit on the jobs at a time.
 
-All ranks of a job are seen as one process, which is what submitit's LocalJob asks for. Looking at a job drives
-it: nothing runs in the background.
+All ranks of a job are seen as one process, which is what submitit's LocalJob asks for. Polling a job drives it:
+nothing runs in the background.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class JobPool:
     running: list[JobProcesses] = field(default_factory=list)
     waiting: deque[JobProcesses] = field(default_factory=deque)
 
-    def turn(self) -> None:
-        """Notice those that have ended, and start the next; whoever looks at a job calls it."""
-        for job in [job for job in self.running if job.look() is not None]:
+    def advance(self) -> None:
+        """Take out the jobs that have ended, and start those that wait. Polling any job calls this."""
+        for job in [job for job in self.running if job.poll_processes() is not None]:
             self.running.remove(job)
         while self.waiting and len(self.running) < self.at_once:
             job = self.waiting.popleft()
-            if job.look() is None:
-                job.start(min(set(range(self.at_once)) - {it.slot for it in self.running}))
+            if job.poll_processes() is None:
+                job.start(min(set(range(self.at_once)) - {running.slot for running in self.running}))
                 self.running.append(job)
 
 
 def max_parallel_jobs(ranks: int) -> int:
-    """Jobs of so many ranks that this process's cores are enough for."""
+    """Return how many jobs of `ranks` ranks this process's cores are enough for."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
@@ -77,7 +77,7 @@ class LocalCallExecutor(LocalExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """As submitit's own, whose environment it keeps."""
+        """Return submitit's name of its own executor: jobs find the environment of that."""
         return "local"
 
     @property
@@ -86,11 +86,11 @@ class LocalCallExecutor(LocalExecutor):
 
     @property
     def ranks(self) -> int:
-        """Processes of a job."""
+        """Number of processes of a job."""
         return int(self.parameters.get("tasks_per_node", 1))
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
-        """`count` jobs that share one pickle of `call`, which learns from functions.call.element() which it is."""
+        """Queue `count` jobs that share one pickle of `call`; in each, calls.array_element() tells its index."""
         data = self._pickled(DelayedSubmission(call))
         base = _new_job_id()
         shared = JobPaths(self.folder, base).submitted_pickle
@@ -116,16 +116,16 @@ class LocalCallExecutor(LocalExecutor):
 
     def _queue(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
         self._pool.at_once = self._at_once or max_parallel_jobs(self.ranks)
-        process = JobProcesses(self._program(environment), job_id, self._pool.turn)
+        process = JobProcesses(self._program(environment), job_id, self._pool.advance)
         self._pool.waiting.append(process)
-        self._pool.turn()
+        self._pool.advance()
         tasks = list(range(self.ranks))
         return LocalJob(self.folder, job_id, tasks, process)  # type: ignore[arg-type]
 
     def _program(self, environment: Mapping[str, str]) -> JobProgram:
         get = self.parameters.get
         seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
-        visible = [str(it) for it in get("visible_gpus", ())]
+        visible = [str(gpu) for gpu in get("visible_gpus", ())]
         own = {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": str(self.ranks),
@@ -150,7 +150,7 @@ class LocalCallExecutor(LocalExecutor):
 
 
 def visible_devices() -> list[str]:
-    """The CUDA devices that this process may share out, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """Return the CUDA devices of this process, as CUDA_VISIBLE_DEVICES names them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name]
@@ -158,19 +158,19 @@ def visible_devices() -> list[str]:
 
 
 def _new_job_id() -> str:
-    """A number that no job of this folder has had."""
+    """Return a number that no job of this folder has had."""
     return str(time.time_ns() // 1000)
 
 
 @dataclass(frozen=True)
 class LocalJobs:
-    """Who runs local jobs, for waiting: knows every end at once."""
+    """The ends of local jobs, for wait_for_jobs."""
 
     jobs: Mapping[str, LocalJob[Any]]
     grace: float = 0.0
 
     def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """hurry changes nothing."""
+        """Return how the jobs ended that have; every end is known at once, so that `hurry` changes nothing."""
         codes = {job: self.jobs[job]._process.poll() for job in jobs}  # type: ignore[union-attr]
         return {job: _describe_code(code) for job, code in codes.items() if code is not None}
 
@@ -188,7 +188,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class JobProgram:
-    """What a job runs, `ranks` times."""
+    """The program of a job, which each of its ranks runs."""
 
     command: str
     folder: Path
@@ -202,7 +202,7 @@ class JobProgram:
     max_attempts: int = 1
     one_log: bool = False
     devices: Sequence[str] = ()
-    """Of CUDA, shared out over the slots."""
+    """CUDA devices that are shared out over the slots."""
     devices_a_job: int | None = None
     """None: every job sees what this process sees."""
 
@@ -212,7 +212,7 @@ class JobProgram:
         return ["bash", "-c", "\n".join(["set -e", *self.setup, "set +e", f"exec {self.command}"])]
 
     def visible(self, slot: int) -> dict[str, str]:
-        """The devices of the job in this slot."""
+        """Return the environment variable with the devices of the job in this slot."""
         if self.devices_a_job is None:
             return {}
         first = slot * self.devices_a_job
@@ -220,55 +220,58 @@ class JobProgram:
 
 
 class JobProcesses:
-    """A job that waits, runs, or has ended; looking at it is what drives it."""
+    """The ranks of one job, which look like one process to submitit's LocalJob. Polling the job drives it."""
 
-    def __init__(self, program: JobProgram, job_id: str, turn: Callable[[], None]) -> None:
-        """turn: of the pool that the job belongs to."""
-        self._program, self._job_id, self._turn = program, job_id, turn
+    def __init__(self, program: JobProgram, job_id: str, advance_pool: Callable[[], None]) -> None:
+        self._program, self._job_id, self._advance_pool = program, job_id, advance_pool
         self.slot = -1
         self._attempt = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._code: int | None = None
         self._failed: int | None = None
-        self._cancelled = self._told = False
+        self._cancelled = self._told_to_stop = False
         self._over_at = self._kill_at = _NEVER
 
     @property
     def pid(self) -> int:
-        """Of the first rank; 0 before it started."""
+        """Process id of the first rank; 0 before it started."""
         return self._processes[0].pid if self._processes else 0
 
     def poll(self) -> int | None:
-        """The exit code: that of the first rank that failed, -n where signal n ended it; None: not ended."""
-        self._turn()
-        return self.look()
+        """Return the exit code of the first rank that failed, -n where signal n ended it; None: not ended."""
+        self._advance_pool()
+        return self.poll_processes()
 
     def start(self, slot: int) -> None:
-        """Start the ranks. slot: which share of the machine's devices is theirs."""
-        self.slot, self._told, self._failed = slot, False, None
+        """Start the ranks. slot: number of their share of the machine's devices."""
+        self.slot, self._told_to_stop, self._failed = slot, False, None
         self._over_at = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
         with block_stop_signals():
             self._processes = [self._start(rank) for rank in range(self._program.ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        it, paths = self._program, JobPaths(self._program.folder, self._job_id, rank)
+        program, paths = self._program, JobPaths(self._program.folder, self._job_id, rank)
         paths.folder.mkdir(parents=True, exist_ok=True)
-        mine = {"LOCALID": str(rank), "GLOBALID": str(rank), "JOB_ID": self._job_id}
+        variables = {"LOCALID": str(rank), "GLOBALID": str(rank), "JOB_ID": self._job_id}
         with (
             _open_log(paths.stdout) as out,
-            contextlib.nullcontext(out) if it.one_log else _open_log(paths.stderr) as err,
+            contextlib.nullcontext(out) if program.one_log else _open_log(paths.stderr) as err,
         ):
             return subprocess.Popen(
-                it.words(),
-                env={**it.environment, **it.visible(self.slot), **{f"SUBMITIT_LOCAL_{k}": v for k, v in mine.items()}},
+                program.words(),
+                env={
+                    **program.environment,
+                    **program.visible(self.slot),
+                    **{f"SUBMITIT_LOCAL_{k}": v for k, v in variables.items()},
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,  # Ctrl-C is for whoever waits for the job
             )
 
-    def look(self) -> int | None:
-        """The exit code, without giving other jobs their turn."""
+    def poll_processes(self) -> int | None:
+        """Return the exit code, or None; nothing is started but a further run of this job."""
         if self._code is None and self._processes:
             codes = [process.poll() for process in self._processes]
             if self._failed is None:
@@ -295,8 +298,8 @@ class JobProcesses:
     def _watch_clock(self) -> None:
         now = time.monotonic()
         due = self._over_at - self._program.notice
-        if now > due and not self._told and self._program.notice < self._program.seconds:
-            self._told = True
+        if now > due and not self._told_to_stop and self._program.notice < self._program.seconds:
+            self._told_to_stop = True
             self._pass_on(signal.SIGUSR2)
         if now > self._over_at:
             self._over_at, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
@@ -306,7 +309,10 @@ class JobProcesses:
             self._pass_on(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """SIGUSR2 lets the job be run again; any other signal is meant to end it, and soon does."""
+        """Send a signal to the ranks.
+
+        After SIGUSR2 the job may run again; any other signal ends it, soon by SIGKILL.
+        """
         self._cancelled = self._cancelled or number != signal.SIGUSR2
         if not self._processes and self._code is None and self._cancelled:
             self._code = -number
@@ -331,12 +337,12 @@ class JobProcesses:
         self._code = self._code if self._code is not None else -signal.SIGKILL
 
     def wait(self) -> int:
-        """The exit code, when the job has ended."""
+        """Wait for the end of the job, and return its exit code."""
         while (code := self.poll()) is None:
             time.sleep(0.05)
         return code
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """Opened to append, readable by its owner alone."""
+    """Open a log to append, readable by its owner alone."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")

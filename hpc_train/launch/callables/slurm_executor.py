@@ -1,4 +1,4 @@
-"""Callables as Slurm jobs: submitit's executor with our batch script, environment and states; all or nothing.
+"""Run callables as Slurm jobs: submitit's executor with our batch script, environment and states; all or nothing.
 
 The batch script lets a job run again when its ranks stopped on purpose or a node died.
 """
@@ -51,15 +51,15 @@ class StateWatcher(SlurmInfoWatcher):
     def update(self) -> None:
         """Ask about every job that is not known to have ended."""
         self._num_calls += 1
-        wanted = sorted(self._registered - self._finished)
-        polled = poll_jobs(wanted, run_client)
-        for job in wanted:
+        unfinished = sorted(self._registered - self._finished)
+        polled = poll_jobs(unfinished, run_client)
+        for job in unfinished:
             record = polled.records.get(job)
             if record is not None:
                 self._info_dict[job] = {"JobID": job, "State": record.state, "NodeList": ",".join(record.nodes)}
-            elif polled.silent is None:
+            elif polled.slurm_error is None:
                 self._info_dict[job] = {"JobID": job, "State": FORGOTTEN_STATE}
-        self._mark_finished(wanted)
+        self._mark_finished(unfinished)
 
     def _mark_finished(self, jobs: Sequence[str]) -> None:
         self._last_status_check = time.time()
@@ -67,14 +67,14 @@ class StateWatcher(SlurmInfoWatcher):
 
 
 class CallJob(SlurmJob[Any]):
-    """submitit's job, whose end is noticed however it came."""
+    """submitit's job, whose end is noticed with and without accounting."""
 
     watcher = StateWatcher(delay_s=60)
 
 
 @dataclass
 class _Submitted:
-    """What a submission has made so far."""
+    """The files and the jobs that a submission has made so far."""
 
     files: list[Path] = field(default_factory=list)
     jobs: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class _Submitted:
 
 
 class SlurmCallExecutor(SlurmExecutor):
-    """submitit's Slurm executor; what it submits is private to its owner, and ends with a word on how it ended."""
+    """submitit's Slurm executor, whose files are private to their owner, and whose jobs say how they ended."""
 
     job_class = CallJob
 
@@ -111,7 +111,7 @@ class SlurmCallExecutor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """As submitit's own, whose environment it keeps."""
+        """Return submitit's name of its own executor: jobs find the environment of that."""
         return "slurm"
 
     @property
@@ -119,9 +119,9 @@ class SlurmCallExecutor(SlurmExecutor):
         return worker_command(self.python, self.folder)
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[str]:
-        """One array whose `count` elements share one pickle of `call`; returns their job ids.
+        """Submit an array whose `count` elements share one pickle of `call`, and return their job ids.
 
-        The call learns from functions.call.element() which it is. Raises UserError with sbatch's reason.
+        The call learns from calls.array_element() which one it is. Raises UserError with sbatch's reason.
         """
         data = self._pickled(DelayedSubmission(call))
         with self._all_or_nothing():
@@ -152,7 +152,7 @@ class SlurmCallExecutor(SlurmExecutor):
         return str(array._submit_command(self._submitit_command_str).job_id)
 
     def _pickled(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
-        """Before anything is submitted. Raises UserError for calls that are too large to lie in files together."""
+        """Pickle a call before anything is submitted. Raises UserError for calls that are too large for files."""
         delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
         data = pickle_value(delayed)
         if (size := count * len(data) / 1024**3) > self.max_pickle_size_gb:
@@ -183,18 +183,21 @@ class SlurmCallExecutor(SlurmExecutor):
         self._taken.files.append(path)
         write_private(self._make_submission_file_text(command, "").encode(), path)
         try:
-            said = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
+            output = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
         except FailedJobError as refused:
             raise explain_refusal(str(refused)) from None
         job = self.job_class(
-            self.folder, self._get_job_id_from_submission_command(said), list(range(self._num_tasks()))
+            self.folder, self._get_job_id_from_submission_command(output), list(range(self._num_tasks()))
         )
         self._taken.jobs.append(job.job_id)
         self._taken.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))
         return job
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        """The batch script. Raises UserError for a value with a control character: the rest of it would be run."""
+        """Write the batch script.
+
+        Raises UserError for a control character: the rest of the value would run as shell.
+        """
         given = {"setup": None, "teardown": None, "srun_args": None, **self.parameters}
         _refuse_control_characters(given)
         parameters = {
@@ -219,7 +222,7 @@ _STOPPED_EARLY = (128 + 12, 128 + 15)
 
 
 def call_lines_before(folder: Path, setup: Sequence[str], signal_seconds: int) -> list[str]:
-    """Shell lines before the ranks: what the worker has to know, and the user's own set-up."""
+    """Return the shell lines before the ranks: what the worker has to know, and the user's own set-up."""
     user = ["doing=setup", "set -e", *setup, "set +e", 'doing=""'] if setup else []
     return [
         f"calls={shlex.quote(str(folder))}",
@@ -239,12 +242,12 @@ def call_lines_before(folder: Path, setup: Sequence[str], signal_seconds: int) -
 
 
 def call_srun_options(cpus: int | None) -> list[str]:
-    """A rank that fails ends the others."""
+    """Return srun's options: a rank that fails ends the others."""
     return ["--kill-on-bad-exit=1", "--wait=60", *([f"--cpus-per-task={cpus}"] if cpus else [])]
 
 
 def call_lines_after(max_attempts: int) -> list[str]:
-    """Shell lines after the ranks: run again if they stopped on purpose or lost a node; end with their exit code."""
+    """Return the shell lines after the ranks: requeue if they stopped on purpose or lost a node; their exit code."""
     early = " || ".join(f'[ "$code" -eq {code} ]' for code in _STOPPED_EARLY)
     marker = f'"$calls/{requeue_marker_name("${job}")}"'
     left = 'ls "$calls/${job}_"*"_result.pkl" >/dev/null 2>&1'

@@ -1,6 +1,6 @@
-"""A stop signal in a job of functions: rank 0 leaves what is to be called next, and the job is requeued, or it ends.
+"""Act on a stop signal in a job of callables: save what is to be called next and requeue the job, or end it.
 
-Which it is depends on why: a preempted job always goes on, one out of time only as often as was asked for.
+A preempted job always goes on; one that is out of time only as often as was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_train.launch.callables.calls import save_pickle
 from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest
 
 SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"
-"""How long before the time limit the job is told to stop."""
+"""Environment variable: seconds before the time limit at which the job is told to stop."""
 _SLURM_EARLY_SECONDS = 65.0
 """Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -51,11 +51,11 @@ class StopSignalHandler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        if early.signal_name in (name := {it.name: it for it in STOP_SIGNALS}):
+        if early.signal_name in (name := {number.name: number for number in STOP_SIGNALS}):
             self._handle(name[early.signal_name or ""], None)
 
     def too_late(self) -> None:
-        """The call is over: signals change nothing any more."""
+        """Ignore signals from now on: the call is over."""
         self._acting = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -71,8 +71,8 @@ class StopSignalHandler:
     def _stop(self) -> None:
         """Leave by SystemExit with the code of a requeue, or by UncompletedJobError."""
         timed_out = self._is_out_of_time()
-        left = self._delayed._timeout_countdown - timed_out
-        if left < 0:
+        timeouts_left = self._delayed._timeout_countdown - timed_out
+        if timeouts_left < 0:
             raise UncompletedJobError("Job not requeued because: timed-out too many times.")
         following: DelayedSubmission | None = self._delayed
         if calls.can_resume(self._delayed.function):
@@ -82,10 +82,10 @@ class StopSignalHandler:
         if following is None:
             raise UncompletedJobError("Job not requeued because: checkpoint function returned None.")
         paths = self._env.paths
-        following._timeout_min, following._timeout_countdown = self._delayed._timeout_min, left
+        following._timeout_min, following._timeout_countdown = self._delayed._timeout_min, timeouts_left
         save_pickle(following, paths.submitted_pickle)
         write_requeue_marker(self._env)
-        print(f"hpc_train: to be run again ({left} remaining timeouts)", flush=True)
+        print(f"hpc_train: to be run again ({timeouts_left} remaining timeouts)", flush=True)
         raise SystemExit(EXIT_REQUEUE)
 
     def _is_out_of_time(self) -> bool:
@@ -93,21 +93,21 @@ class StopSignalHandler:
         if self._env.cluster != "slurm":
             limit = float(os.environ.get("SUBMITIT_LOCAL_TIMEOUT_S") or "0")
             return limit > 0 and time.monotonic() - self._start >= limit - notice - 2
-        left = _seconds_left(self._env.job_id)
-        if left is None:
-            left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
-        return left <= notice + _SLURM_EARLY_SECONDS
+        seconds_left = _seconds_left(self._env.job_id)
+        if seconds_left is None:
+            seconds_left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
+        return seconds_left <= notice + _SLURM_EARLY_SECONDS
 
 
 def _seconds_left(job_id: str) -> float | None:
-    """Until the job's time limit, as Slurm has it now; None where there is no squeue, as in a container."""
+    """Return the seconds until the job's time limit, as Slurm has it now; None without squeue, as in a container."""
     try:
-        said: Any = subprocess.run(
+        process: Any = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = _TIME_LEFT.fullmatch(said.stdout.strip())
+    match = _TIME_LEFT.fullmatch(process.stdout.strip())
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())

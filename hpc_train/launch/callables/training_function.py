@@ -78,5 +78,5 @@ def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
 def _last_loss(run: Path) -> float:
     from hpc_train.launch.state.progress import read_final_values
 
-    found = read_final_values(run / "metrics.jsonl")
-    return float(found.get("validation_loss", found.get("loss", "nan")))
+    values = read_final_values(run / "metrics.jsonl")
+    return float(values.get("validation_loss", values.get("loss", "nan")))

@@ -22,16 +22,16 @@ _SHORTEST, _LONGEST = 0.05, 1.0
 """Seconds between two looks into the folder."""
 _MOST_LOG_BYTES = 1 << 20
 _LOG_LINES = 10
-"""Of a log that is all there is of a job."""
+"""Part of the log that is shown of a job which left nothing else."""
 _HELD_REASON = "JobHeld"
 _OUT_OF_MEMORY = re.compile(r"oom-kill event|Out Of Memory")
-"""What slurmstepd and srun say of a rank that the kernel has ended."""
+"""Messages of slurmstepd and srun about a rank that the kernel killed for memory."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StartedJob:
-    """A job that was handed over."""
+    """A job that has been submitted."""
 
     job_id: str
     ranks: int = 1
@@ -39,28 +39,28 @@ class StartedJob:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: with what its call returned, or with the reason why there is no such thing."""
+    """The end of a job: the value that its call returned, or the reason why there is none."""
 
     value: Any = None
     error: str = ""
     how: str | None = None
-    """In the words of who ran the job, where it left nothing itself."""
+    """How it ended according to its source, where it left nothing itself."""
 
 
 class JobSource(Protocol):
-    """Who runs the jobs."""
+    """Tells how jobs end."""
 
     @property
     def grace(self) -> float:
         """Seconds between the end of a job and the moment when its files must be visible here."""
 
     def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """Job id -> how it ended, "" for well, of those that have ended. hurry: somebody waits for just that."""
+        """Return how each job ended that has, "" for well. hurry: somebody waits for just that."""
 
 
 @dataclass
 class SlurmJobs:
-    """Asks rarer and rarer: it is only needed for jobs that leave no result."""
+    """The ends of Slurm jobs, asked for less and less often: only jobs that leave no result need it."""
 
     ask: RunClient
     grace: float = 5.0
@@ -74,33 +74,33 @@ class SlurmJobs:
         self._due = time.monotonic() + self._backoff.seconds(changed=False)
 
     def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """As of the last poll, which may be a minute old."""
+        """Return the ends as of the last poll, which may be a minute old."""
         if hurry:
             self._due = min(self._due, self._asked + 1.0)
         if time.monotonic() >= self._due:
             polled = poll_jobs(jobs, self.ask)
-            found = {job: why for job in jobs if (why := _describe_end(job, polled)) is not None}
+            ends = {job: why for job in jobs if (why := _describe_end(job, polled)) is not None}
             self._asked = time.monotonic()
-            self._due = self._asked + self._backoff.seconds(changed=found != self._last)
-            self._last = found
+            self._due = self._asked + self._backoff.seconds(changed=ends != self._last)
+            self._last = ends
             self._tell(polled)
         return self._last
 
     def _tell(self, polled: PollResult) -> None:
         states = Counter(_format_state(record) for record in polled.records.values())
-        text = polled.silent or ", ".join(f"{count} {state}" for state, count in states.most_common())
+        text = polled.slurm_error or ", ".join(f"{count} {state}" for state, count in states.most_common())
         if text and text != self._told:
             log.info(text + _advice(polled.records.values()))
             self._told = text
 
 
 def _advice(records: Collection[JobRecord]) -> str:
-    """Of jobs that start only when somebody does something."""
+    """Say what lets jobs start that are held."""
     held = sorted(
         {
-            it.job_id.partition("_")[0]
-            for it in records
-            if from_slurm_state(it.state).waiting and _HELD_REASON in it.reason
+            record.job_id.partition("_")[0]
+            for record in records
+            if from_slurm_state(record.state).waiting and _HELD_REASON in record.reason
         }
     )
     return f"; `scontrol release {','.join(held)}` lets them start, Ctrl-C cancels them" if held else ""
@@ -112,10 +112,10 @@ def _format_state(record: JobRecord) -> str:
 
 
 def _describe_end(job: str, polled: PollResult) -> str | None:
-    """How a job ended; None if it has not, or if nobody can tell."""
+    """Describe how a job ended; None if it has not, or if Slurm does not answer."""
     record = polled.records.get(job)
     if record is None:
-        return "Slurm does not know the job any more: it was killed" if polled.silent is None else None
+        return "Slurm does not know the job any more: it was killed" if polled.slurm_error is None else None
     state = from_slurm_state(record.state)
     if not state.ended:
         return None
@@ -129,22 +129,22 @@ def _describe_end(job: str, polled: PollResult) -> str | None:
 def wait_for_jobs(
     started: Sequence[StartedJob], folder: Path, source: JobSource, fails: Callable[[Any], bool] = lambda _: False
 ) -> dict[str, JobEnd]:
-    """Job id -> its end, when all have come to theirs. fails: whether a call's own result is a failure."""
-    unended, ends = {it.job_id: it for it in started}, {}
+    """Wait for all jobs, and return the end of each by its id. fails: whether a call's own result is a failure."""
+    unended, ends = {job.job_id: job for job in started}, {}
     noticed: dict[str, float] = {}
     pause = _SHORTEST
     while unended:
-        found = _list_results(folder)
-        hurry = any(it.ranks > 1 and 0 in found.get(it.job_id, ()) for it in unended.values())
-        over = source.ended(list(unended), hurry)
+        results = _list_results(folder)
+        hurry = any(job.ranks > 1 and 0 in results.get(job.job_id, ()) for job in unended.values())
+        reported_ends = source.ended(list(unended), hurry)
         before = len(unended)
         for job in list(unended.values()):
-            if job.job_id in over:
+            if job.job_id in reported_ends:
                 noticed.setdefault(job.job_id, time.monotonic())
             else:
                 noticed.pop(job.job_id, None)  # requeued
             files_are_here = time.monotonic() - noticed.get(job.job_id, math.inf) >= source.grace
-            end = _job_end(job, found.get(job.job_id, {}), over.get(job.job_id), files_are_here, fails)
+            end = _job_end(job, results.get(job.job_id, {}), reported_ends.get(job.job_id), files_are_here, fails)
             if end is not None:
                 ends[job.job_id] = end if end.how is None else _explain_with_log(job, folder, end.how)
                 del unended[job.job_id]
@@ -155,30 +155,34 @@ def wait_for_jobs(
 
 
 def _list_results(folder: Path) -> dict[str, dict[int, Path]]:
-    """Job id -> rank -> file; one listing for all."""
-    found: dict[str, dict[int, Path]] = {}
+    """Return the result file of each rank of each job, by one listing of the folder."""
+    results: dict[str, dict[int, Path]] = {}
     for path in folder.iterdir():
         name = path.name
         if name.endswith(_RESULT) and not name.startswith("."):
             job, _, rank = name.removesuffix(_RESULT).rpartition("_")
-            found.setdefault(job, {})[int(rank)] = path
-    return found
+            results.setdefault(job, {})[int(rank)] = path
+    return results
 
 
 def _job_end(
-    job: StartedJob, results: Mapping[int, Path], over: str | None, files_are_here: bool, fails: Callable[[Any], bool]
+    job: StartedJob,
+    results: Mapping[int, Path],
+    reported_end: str | None,
+    files_are_here: bool,
+    fails: Callable[[Any], bool],
 ) -> JobEnd | None:
-    """The end of one job, if it is known by now. over: how it ended by who runs it; None: it has not.
+    """Return the end of one job, if it is known by now. reported_end: how it ended by its source; None: it has not.
 
     Of a job of several ranks the first result does not tell how the others end.
     """
-    if over is None and (job.ranks > 1 or 0 not in results):
+    if reported_end is None and (job.ranks > 1 or 0 not in results):
         return None
     for rank in sorted(results, reverse=True):  # ranks other than the first leave only failures
         end = _read_result(results[rank])
-        if job.ranks == 1 or not over or end.error or fails(end.value):
+        if job.ranks == 1 or not reported_end or end.error or fails(end.value):
             return end
-    return JobEnd(how=over or "it left no result") if files_are_here else None
+    return JobEnd(how=reported_end or "it left no result") if files_are_here else None
 
 
 def _read_result(path: Path) -> JobEnd:
@@ -187,11 +191,11 @@ def _read_result(path: Path) -> JobEnd:
 
 
 def _explain_with_log(job: StartedJob, folder: Path, how: str) -> JobEnd:
-    """With what the job's own log says."""
+    """Describe the end of a job that left no result by the last lines of its log."""
     path = folder / f"{job.job_id}_0_log.out"
     text = read_tail_text(path, _MOST_LOG_BYTES)
     lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
-    said = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
-    if _OUT_OF_MEMORY.search(said):
+    log_end = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+    if _OUT_OF_MEMORY.search(log_end):
         how = State.OUT_OF_MEMORY + how.removeprefix(State.FAILED)
-    return JobEnd(error=f"job {job.job_id}: {how}\nthe end of its log, {path}:\n{said}")
+    return JobEnd(error=f"job {job.job_id}: {how}\nthe end of its log, {path}:\n{log_end}")

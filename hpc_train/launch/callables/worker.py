@@ -1,4 +1,4 @@
-"""What every rank of a job of functions runs: `python -m hpc_train.launch.callables.worker FOLDER`.
+"""The entry point of every rank of a job of callables: `python -m hpc_train.launch.callables.worker FOLDER`.
 
 It keeps submitit's protocol (its environment, its pickles, its `checkpoint`), and mends what that loses: a signal
 before the handlers are there, SIGTERM, the exit code of a failure, and a short job that is taken for one out of time.
@@ -48,8 +48,8 @@ def main(folder: str) -> int:
         if failed or calls.keeps_result(delayed.function, rank, result):
             save_pickle(("success", result), paths.result_pickle)
         return EXIT_FAILED if failed else 0
-    except SystemExit as left:
-        if left.code == EXIT_REQUEUE:
+    except SystemExit as exit_request:
+        if exit_request.code == EXIT_REQUEUE:
             write_requeue_marker(env)  # of a function that has saved and stopped by itself
             return EXIT_REQUEUE
         return _save_failure(paths.result_pickle)
@@ -73,7 +73,7 @@ def _save_failure(result: Path) -> int:
 
 
 def _end_with_parent() -> None:
-    """No rank of the local pool outlives it (prctl(2), PR_SET_PDEATHSIG)."""
+    """Let the kernel end this rank when the local pool ends (prctl(2), PR_SET_PDEATHSIG)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)

@@ -27,7 +27,10 @@ class RankController(Controller):
     """Starts the tasks, forwards stop signals to them, and lets no task outlive the failure of another."""
 
     def __init__(self, folder: Path, logs: Path, launcher: int) -> None:
-        """launcher: process id of the parent; it may be gone already, so asking for the parent's would be too late."""
+        """Install the stop handlers.
+
+        launcher: process id of the parent, which may be gone already: getppid would come too late.
+        """
         super().__init__(folder)
         self._logs = logs
         self._parent = launcher
@@ -65,15 +68,15 @@ class RankController(Controller):
             time.sleep(_POLL_SECONDS)
 
     def _notice_exits(self) -> None:
-        known = {task for task, _ in self._exits}
+        exited = {task for task, _ in self._exits}
         for index, task in enumerate(self.tasks):
             code = task.poll()
-            if code is not None and index not in known:
+            if code is not None and index not in exited:
                 self._exits.append((index, code))
 
 
 def _shell_exit_code(code: int) -> int:
-    """As a shell says it: 128 + n for a task that signal n ended."""
+    """Convert Popen's return code to a shell's: 128 + n for a task that signal n ended."""
     return 128 - code if code < 0 else code
 
 

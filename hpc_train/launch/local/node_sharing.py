@@ -1,4 +1,4 @@
-"""The part of a node that is a point's own where points run side by side, and nobody else has bound their ranks."""
+"""Share a node between points that run side by side, and whose ranks nobody else has bound."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def format_share(index: int, count: int) -> str:
-    """The value of SHARE for a point on this machine."""
+    """Return the value of SHARE_VARIABLE for a point on this machine."""
     return f"{index}/{count}/{format_cpus(os.sched_getaffinity(0))}"
 
 
 def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
-    """Hold this process, before it starts any thread, to its point's processors; returns them, or nothing.
+    """Bind this process, before it starts any thread, to its point's CPUs; return them, or nothing.
 
-    Nothing is done where a cgroup or the launcher has bound it: it then has less than all of them already.
+    Nothing is done where a cgroup or the launcher has bound the process: it then has less than all of them already.
     """
     text = env.get(SHARE_VARIABLE)
     if text is None:
@@ -29,19 +29,19 @@ def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
     allowed = frozenset(os.sched_getaffinity(0))
     if len(allowed) < len(parse_cpus(together)) or len(allowed) < int(count):
         return frozenset()
-    mine = frozenset(split_cpus(allowed, int(count), read_processors())[int(index)])
-    os.sched_setaffinity(0, mine)
-    return mine
+    cpus = frozenset(split_cpus(allowed, int(count), read_processors())[int(index)])
+    os.sched_setaffinity(0, cpus)
+    return cpus
 
 
 def gpu_share_environment(index: int, ranks: int, env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Variables that show the ranks of the index-th point a GPU each of this machine's `gpus`.
+    """Return the variable that shows each rank of the index-th point its own one of this machine's `gpus`.
 
     Where more points run than there are GPUs for, some share theirs; {} where one alone has too few of them.
     """
     name = next((name for name in _GPU_VARIABLES if name in env), _GPU_VARIABLES[0])
-    there = env[name].split(",") if env.get(name) else [str(number) for number in range(gpus)]
-    if not gpus or ranks > len(there):
+    visible = env[name].split(",") if env.get(name) else [str(number) for number in range(gpus)]
+    if not gpus or ranks > len(visible):
         return {}
-    first = index % (len(there) // ranks) * ranks
-    return {name: ",".join(there[first : first + ranks])}
+    first = index % (len(visible) // ranks) * ranks
+    return {name: ",".join(visible[first : first + ranks])}

@@ -90,19 +90,19 @@ def start_ranks(
 
 
 def local_rank_count(config: RunConfig) -> int:
-    """launch.ranks, else one a GPU of this machine, else 2."""
+    """Return launch.ranks, else the number of GPUs here, else 2."""
     if config.launch.ranks is not None:
         return config.launch.ranks
     return count_gpus() or 2
 
 
 def threads_per_rank(config: RunConfig, ranks: int) -> int:
-    """launch.threads, else the cores this process may use, shared out evenly."""
+    """Return launch.threads, else this process's CPUs shared out evenly."""
     return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def count_gpus() -> int:
-    """Of this machine, as torch counts them."""
+    """Count the GPUs of this machine, as torch does."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
         return 0
     import torch  # only where there may be a GPU: it takes a second
@@ -122,7 +122,7 @@ class JsonTail:
         self._path, self._offset = path, 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What was appended since the last call."""
+        """Yield what was appended since the last call."""
         file = open_if_regular(self._path)
         if file is None:
             return
@@ -154,7 +154,7 @@ class WarningPrinter(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside this context, warnings that hpc_train logs in this process are printed."""
+        """Print warnings that hpc_train logs in this process, inside the context."""
         logger = logging.getLogger("hpc_train")
         logger.addHandler(self)
         try:
@@ -164,7 +164,7 @@ class WarningPrinter(logging.Handler):
 
 
 class ProgressFollower:
-    """Shows one attempt of a run as its files grow: the words of its rank 0, all ranks' warnings, and its progress."""
+    """Shows one attempt of a run as its files grow: rank 0's output, all ranks' warnings, and the progress."""
 
     def __init__(
         self, folder: RunDirectory, attempt: int, log_every: int, printer: WarningPrinter | None = None
@@ -176,7 +176,7 @@ class ProgressFollower:
         self._from = 0
 
     def show(self) -> None:
-        """Everything new since the last call."""
+        """Show everything that is new since the last call."""
         for event in self._events.records():
             if event["attempt"] == self._attempt:
                 self._show_event(event)
@@ -215,7 +215,7 @@ def follow_ranks(
     stop: StopRequest,
     printer: WarningPrinter | None = None,
 ) -> int:
-    """Show a local job until it ends; returns its exit code.
+    """Show the progress of a local job until it ends, and return its exit code.
 
     The first Ctrl-C and the first stop signal are passed on to the ranks. A second Ctrl-C kills them.
     """

@@ -47,27 +47,27 @@ class Container:
     srun: tuple[str, ...] = ()
     """Options of srun, quoted."""
     words: tuple[str, ...] = ()
-    """In front of Python, quoted."""
+    """Words before Python, quoted."""
 
 
 def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -> Container:
-    """How this run's ranks are put into its image. code: snapshot of the code.
+    """Return the words that put this run's ranks into its image. code: snapshot of the code.
 
     Raises UserError for an image that is not there, and for a path that cannot be bound.
     """
-    it = config.container
-    if it.kind == "none":
+    settings = config.container
+    if settings.kind == "none":
         return Container()
-    image = _image(it.kind, it.image)
+    image = _image(settings.kind, settings.image)
     binds = make_binds(config, folder, code)
-    for name in it.env:
+    for name in settings.env:
         if not _VARIABLE_NAME.fullmatch(name):
             raise UserError(f"container.env: {name!r} is not the name of a variable; give names, not values")
-    return _apptainer(config, image, binds) if it.kind == "apptainer" else _pyxis(config, image, binds)
+    return _apptainer(config, image, binds) if settings.kind == "apptainer" else _pyxis(config, image, binds)
 
 
 def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> list[Bind]:
-    """What ranks need of the world outside; of two that mean the same place the last one counts, outer ones first."""
+    """Return the paths that the ranks need, outer ones first; of two with the same destination the last one counts."""
     binds = [_same(path) for path in _readable_paths(config, code)]
     binds += [_parse("container.read", text, False) for text in config.container.read]
     # The run directory comes from the script, where each element of an array has its own.
@@ -78,24 +78,24 @@ def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> li
 
 
 def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
-    here, data = Path.cwd(), config.data
-    found = [] if Path.home().is_relative_to(here) else [here]
-    found += [code] if code else []
-    found += [Path(name) for name in (config.cluster.topology, config.cluster.calibration) if name]
+    cwd, data = Path.cwd(), config.data
+    paths = [] if Path.home().is_relative_to(cwd) else [cwd]
+    paths += [code] if code else []
+    paths += [Path(name) for name in (config.cluster.topology, config.cluster.calibration) if name]
     if isinstance(data, TokenDataConfig):
-        found.append(Path(data.path or data.cache))
+        paths.append(Path(data.path or data.cache))
         if config.launch.setup and data.path is None:
-            found += [Path(name) for name in data.sources if name != "stdlib"]
-    return found
+            paths += [Path(name) for name in data.sources if name != "stdlib"]
+    return paths
 
 
 def _writable_paths(config: RunConfig, folder: RunDirectory) -> list[Path]:
-    found = [folder.path]
+    paths = [folder.path]
     if not folder.checkpoints.is_relative_to(folder.path):
-        found.append(folder.checkpoints)
+        paths.append(folder.checkpoints)
     if isinstance(config.data, TokenDataConfig) and config.data.path is None and config.launch.setup:
-        found.append(Path(config.data.cache))  # the ranks build it
-    return found + [Path(name) for name in (config.checkpoint.stage_dir,) if name]
+        paths.append(Path(config.data.cache))  # the ranks build it
+    return paths + [Path(name) for name in (config.checkpoint.stage_dir,) if name]
 
 
 def _same(path: Path, writable: bool = False) -> Bind:
@@ -127,8 +127,8 @@ def _image(kind: str, image: str | None) -> str:
         raise UserError(f"container.image={image!r}: is neither a file nor the address of an image")
     if address := _ADDRESS.fullmatch(image):
         if address[1] not in _SCHEMES[kind]:
-            known = ", ".join(f"{name}://" for name in _SCHEMES[kind])
-            raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use a file, or {known}")
+            schemes = ", ".join(f"{name}://" for name in _SCHEMES[kind])
+            raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use a file, or {schemes}")
         return _for_enroot(address[1], address[2]) if kind == "pyxis" else image
     path = Path(image).expanduser().absolute()
     if not path.exists():
@@ -139,7 +139,7 @@ def _image(kind: str, image: str | None) -> str:
 
 
 def _for_enroot(scheme: str, name: str) -> str:
-    """Enroot has # where others have the first slash after the name of a registry."""
+    """Write the address of an image for Enroot, which separates a registry from the name by # in place of a slash."""
     host, slash, rest = name.partition("/")
     if scheme == "docker" and slash and "#" not in name and (set(".:") & set(host) or host == "localhost"):
         return f"{scheme}://{host}#{rest}"
@@ -147,7 +147,7 @@ def _for_enroot(scheme: str, name: str) -> str:
 
 
 def _mount(bind: Bind) -> str:
-    """For Pyxis, which hands Enroot a line of an fstab."""
+    """Write a bind for Pyxis, which hands it to Enroot as a line of an fstab."""
     if set(" \\") & set(bind.source + bind.destination):
         raise UserError(
             f"container: {bind.source!r} cannot be bound: Pyxis has no way to write its spaces or backslashes"
@@ -156,7 +156,7 @@ def _mount(bind: Bind) -> str:
 
 
 def _winning(config: RunConfig) -> str:
-    """Shell: a list of the variables, by now set, whose value outside is to win."""
+    """Return a shell command that lists the variables whose value outside overrides the image's."""
     names = "".join(f"|{name}" for name in ("PYTHONPATH", "PYTHONUNBUFFERED", *config.container.env))
     return f"compgen -e | grep -E '^(({_WINNING})_.*{names})$'"
 
@@ -188,17 +188,17 @@ def _pyxis(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
 
 
 def _workdir(binds: Sequence[Bind]) -> str:
-    """The current folder where it is inside, too; else the run directory, which is written to in any case."""
-    here = str(Path.cwd())
-    if any(bind.source == bind.destination and Path(here).is_relative_to(bind.source) for bind in binds):
-        return here
+    """Return the current folder if it is bound; else the run directory, which always is."""
+    cwd = str(Path.cwd())
+    if any(bind.source == bind.destination and Path(cwd).is_relative_to(bind.source) for bind in binds):
+        return cwd
     return next(bind.destination for bind in binds if bind.writable)
 
 
 def _vendor(config: RunConfig) -> str:
-    it, name = config.container, config.cluster.gpu.name or ""
-    if it.gpu != "auto":
-        return it.gpu
+    settings, name = config.container, config.cluster.gpu.name or ""
+    if settings.gpu != "auto":
+        return settings.gpu
     if re.search(r"nvidia|tesla|geforce", name, re.IGNORECASE):
         return "nvidia"
     if re.search(r"\bamd\b|instinct|\bmi\d{2,3}", name, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""From a run to what is asked of Slurm, as plain data, and whether a partition can ever run it.
+"""Turn a run into a request to Slurm, as plain data, and check whether a partition can ever run it.
 
 make_request returns the sbatch options, the batch script's lines and the command of the ranks; nothing is sent.
 check_partition compares the request with what sinfo says before sbatch is called, and names what would fit.
@@ -46,7 +46,7 @@ _FORBIDDEN_OPTIONS = {
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is asked of Slurm: the parameters of submitit's executor, and the command that runs in the job."""
+    """A request to Slurm: the parameters of submitit's executor, and the command that runs in the job."""
 
     nodes: int
     ranks_per_node: int
@@ -57,30 +57,33 @@ class JobRequest:
     export: tuple[str, ...] = ()
     """launch.export."""
     code: Snapshot | None = None
-    """What the job imports from; None: what is installed."""
+    """Snapshot that the job imports from; None: it imports what is installed."""
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
     def after(self, jobs: Sequence[str]) -> JobRequest:
-        """The same, to start only when these jobs (or arrays, or elements of them) have ended well."""
+        """Return this request, to start only when these jobs (or arrays, or elements of them) have ended well."""
         if not jobs:
             return self
-        wanted = ":".join(["afterok", *dict.fromkeys(jobs)])
-        more = [word for word in (wanted, self.parameters.get("dependency")) if word]
+        condition = ":".join(["afterok", *dict.fromkeys(jobs)])
+        more = [word for word in (condition, self.parameters.get("dependency")) if word]
         extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
         return replace(self, parameters=parameters)
 
     def held(self) -> JobRequest:
-        """The same, to start only when it is released."""
+        """Return this request, to start only when it is released."""
         extra = {**self.parameters["additional_parameters"], "hold": True}
         return replace(self, parameters={**self.parameters, "additional_parameters": extra})
 
 
 def node_count(config: RunConfig) -> int:
-    """cluster.nodes, else the fewest that the parallel degrees fit on. Raises UserError if the site has fewer."""
+    """Return cluster.nodes, else the fewest nodes that the parallel degrees fit on.
+
+    Raises UserError if the site has fewer.
+    """
     cluster = config.cluster
     nodes = cluster.nodes or math.ceil(smallest_world(config.parallel) / cluster.ranks_per_node)
     if cluster.total_nodes and nodes > cluster.total_nodes:
@@ -89,7 +92,10 @@ def node_count(config: RunConfig) -> int:
 
 
 def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None = None) -> JobRequest:
-    """What this run asks of Slurm. Raises UserError for what the cluster cannot give, and for what cannot be quoted."""
+    """Build the request of a run.
+
+    Raises UserError for what the cluster cannot give, and for values that cannot be quoted.
+    """
     nodes, per_node = node_count(config), config.cluster.ranks_per_node
     options = sbatch_options(config, folder)
     container = make_container(config, folder, code.path if code else None)
@@ -97,13 +103,16 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
         *batch_script.lines_before_ranks(config, folder, code.python_path if code else ()),
         *container.before,
     ]
-    options["teardown"] = batch_script.lines_after_ranks(config)
+    options["teardown"] = [batch_script.LINE_AFTER_RANKS]
     command, export = batch_script.srun_line(config, container), tuple(config.launch.export)
     return JobRequest(nodes, per_node, command, options, config.launch.chain, export, code)
 
 
 def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
-    """Everything for sbatch but the script, as parameters of submitit's executor. Raises UserError as make_request."""
+    """Return everything for sbatch but the script, as parameters of submitit's executor.
+
+    Raises UserError as make_request.
+    """
     _check_time(config)
     _check_options(config.launch.extra)
     options = _resource_options(config, folder, node_count(config), config.cluster.ranks_per_node)
@@ -112,7 +121,7 @@ def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
 
 
 def _file_pattern(path: Path) -> str:
-    """A path as Slurm wants it where % introduces a pattern."""
+    """Escape a path for options in which % starts a pattern."""
     return str(path).replace("%", "%%")
 
 
@@ -125,7 +134,7 @@ def _check_options(options: dict[str, str]) -> None:
 
 
 def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str, Any]) -> None:
-    """A newline in a value would end its comment line, and the rest would run as shell."""
+    """Refuse control characters. After a newline in an #SBATCH line, the rest of the value would run as shell."""
     values = {f"launch.{name}": value for name, value in options.items() if isinstance(value, str)}
     values |= {f"launch.extra.{name}": value for name, value in config.launch.extra.items()}
     values |= {"launch.reservation": config.launch.reservation or "", "run_dir": str(folder.path)}
@@ -137,7 +146,7 @@ def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str
 
 def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_node: int) -> dict[str, Any]:
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
-    wanted = {
+    options = {
         "job_name": _job_name(config, folder),
         "time": launch.time_minutes,
         "nodes": nodes,
@@ -160,16 +169,16 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     if launch.reservation:
         extra["reservation"] = launch.reservation
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
-    return {key: value for key, value in wanted.items() if value is not None} | fixed
+    return {key: value for key, value in options.items() if value is not None} | fixed
 
 
 def _extra_options(launch: LaunchConfig) -> dict[str, Any]:
-    """An empty value is that of an option that takes none, such as hold."""
+    """Return launch.extra; an empty value means an option without one, such as hold."""
     return {name: value or True for name, value in launch.extra.items()}
 
 
 def _job_name(config: RunConfig, folder: RunDirectory) -> str:
-    """Jobs of a chain wait for those of the same name: it is the run's own."""
+    """Return launch.name; of a chain, with a hash of the run, as its jobs wait for each other by their name."""
     if config.launch.chain == 1:
         return config.launch.name
     return f"{config.launch.name}-{hashlib.sha256(str(folder.path).encode()).hexdigest()[:8]}"
@@ -209,13 +218,13 @@ class PartitionNodes:
 
 
 def parse_sinfo(text: str) -> list[PartitionNodes]:
-    """What SINFO printed; a line of another form is nobody's."""
-    found = []
+    """Parse what SINFO_COMMAND printed; lines of another form are skipped."""
+    partitions = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) == 7 and all(fields[index].rstrip("+").isdecimal() for index in (3, 4, 5)):
             name, up, limit, nodes, cpus, memory, gres = fields
-            found.append(
+            partitions.append(
                 PartitionNodes(
                     name.rstrip("*"),
                     name.endswith("*"),
@@ -227,11 +236,11 @@ def parse_sinfo(text: str) -> list[PartitionNodes]:
                     sum(int(count) for count in _GPUS.findall(gres)),
                 )
             )
-    return found
+    return partitions
 
 
 def parse_minutes(limit: str) -> int | None:
-    """Slurm's `days-hours:minutes:seconds` in minutes; None for `infinite` and what is no limit."""
+    """Convert Slurm's `days-hours:minutes:seconds` to minutes; None for `infinite` and other words."""
     match = _TIME_LIMIT.fullmatch(limit)
     if match is None:
         return None
@@ -244,44 +253,44 @@ def check_partition(config: RunConfig, request: JobRequest, ask: RunClient) -> N
 
     What sinfo does not say is left to sbatch.
     """
-    said = ask(SINFO_COMMAND)
-    everything = parse_sinfo(said.out) if said.code == 0 else []
+    answer = ask(SINFO_COMMAND)
+    everything = parse_sinfo(answer.out) if answer.code == 0 else []
     names = request.parameters.get("partition")
     if not everything:
         return
-    mine = [it for it in everything if (it.partition in names.split(",") if names else it.default)]
-    if not mine and names:
-        known = ", ".join(dict.fromkeys(it.partition for it in everything))
-        raise UserError(f"launch.partition={names}: invalid partition; this cluster has {known}")
-    if mine:
-        _check_hardware(config, request, mine, everything)
+    chosen = [nodes for nodes in everything if (nodes.partition in names.split(",") if names else nodes.default)]
+    if not chosen and names:
+        existing = ", ".join(dict.fromkeys(nodes.partition for nodes in everything))
+        raise UserError(f"launch.partition={names}: invalid partition; this cluster has {existing}")
+    if chosen:
+        _check_hardware(config, request, chosen, everything)
 
 
 def _check_hardware(
-    config: RunConfig, request: JobRequest, mine: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
+    config: RunConfig, request: JobRequest, chosen: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
 ) -> None:
-    name = "/".join(dict.fromkeys(it.partition for it in mine))
-    others = _elsewhere(config, request, everything, mine)
-    if not any(it.up for it in mine):
+    name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
+    others = _elsewhere(config, request, everything, chosen)
+    if not any(kind.up for kind in chosen):
         raise UserError(f"launch.partition={name}: it is down{others}")
     asked = config.launch.time_minutes
-    if all(it.minutes is not None and it.minutes < asked for it in mine):
-        most = max(it.minutes or 0 for it in mine)
+    if all(kind.minutes is not None and kind.minutes < asked for kind in chosen):
+        longest = max(kind.minutes or 0 for kind in chosen)
         raise UserError(
-            f"launch.time_minutes={asked}: partition {name} allows {most}; use launch.time_minutes={most}, a run that "
-            f"is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
+            f"launch.time_minutes={asked}: partition {name} allows {longest}; use launch.time_minutes={longest}, a run "
+            f"that is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
         )
-    fitting = [it for it in mine if _fits(config, it)]
+    fitting = [kind for kind in chosen if _fits(config, kind)]
     if not fitting:
-        raise UserError(f"{_missing(config, mine)}{others}")
-    nodes = sum(it.nodes for it in fitting) if len({it.partition for it in fitting}) == 1 else _largest(fitting)
+        raise UserError(f"{_missing(config, chosen)}{others}")
+    nodes = sum(kind.nodes for kind in fitting) if len({kind.partition for kind in fitting}) == 1 else _largest(fitting)
     if nodes < request.nodes:
         raise UserError(_too_many(request, name, nodes) + others)
 
 
 def _largest(fitting: Sequence[PartitionNodes]) -> int:
-    names = {it.partition for it in fitting}
-    return max(sum(it.nodes for it in fitting if it.partition == name) for name in names)
+    names = {kind.partition for kind in fitting}
+    return max(sum(kind.nodes for kind in fitting if kind.partition == name) for name in names)
 
 
 def _too_many(request: JobRequest, name: str, nodes: int) -> str:
@@ -293,23 +302,23 @@ def _too_many(request: JobRequest, name: str, nodes: int) -> str:
 
 
 def _needs(config: RunConfig) -> tuple[int, int, int]:
-    """CPUs, MiB and GPUs of a node."""
+    """Return the CPUs, the MiB and the GPUs that the run takes on each node."""
     gpus = config.cluster.node.gpus if config.cluster.slurm.gpu_request != "none" else 0
     memory = round((config.launch.memory_gib or 0) * 1024)
     return (cpus_per_rank(config) or 1) * config.cluster.ranks_per_node, memory, gpus
 
 
-def _fits(config: RunConfig, it: PartitionNodes) -> bool:
+def _fits(config: RunConfig, kind: PartitionNodes) -> bool:
     cpus, memory, gpus = _needs(config)
-    return it.cpus >= cpus and it.memory_mib >= memory and it.gpus >= gpus
+    return kind.cpus >= cpus and kind.memory_mib >= memory and kind.gpus >= gpus
 
 
-def _missing(config: RunConfig, mine: Sequence[PartitionNodes]) -> str:
-    """What no node of the partition has enough of."""
+def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
+    """Describe what no node of the partition has enough of."""
     cpus, memory, gpus = _needs(config)
-    name = "/".join(dict.fromkeys(it.partition for it in mine))
-    most_cpus, most_memory = max(it.cpus for it in mine), max(it.memory_mib for it in mine)
-    most_gpus = max(it.gpus for it in mine)
+    name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
+    most_cpus, most_memory = max(kind.cpus for kind in chosen), max(kind.memory_mib for kind in chosen)
+    most_gpus = max(kind.gpus for kind in chosen)
     if gpus > most_gpus:
         use = f"use cluster.node.gpus={most_gpus}" if most_gpus else "it has none"
         return f"cluster.node.gpus={gpus}: the nodes of partition {name} have {most_gpus}; {use}"
@@ -327,14 +336,14 @@ def _missing(config: RunConfig, mine: Sequence[PartitionNodes]) -> str:
 
 
 def _elsewhere(
-    config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], mine: Sequence[PartitionNodes]
+    config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], chosen: Sequence[PartitionNodes]
 ) -> str:
-    """The other partitions that this request fits in."""
-    tried = {it.partition for it in mine}
+    """Name the other partitions in which this request fits."""
+    tried = {kind.partition for kind in chosen}
     fitting: dict[str, int] = {}
-    for it in everything:
-        long_enough = it.minutes is None or it.minutes >= config.launch.time_minutes
-        if it.partition not in tried and it.up and long_enough and _fits(config, it):
-            fitting[it.partition] = fitting.get(it.partition, 0) + it.nodes
+    for kind in everything:
+        long_enough = kind.minutes is None or kind.minutes >= config.launch.time_minutes
+        if kind.partition not in tried and kind.up and long_enough and _fits(config, kind):
+            fitting[kind.partition] = fitting.get(kind.partition, 0) + kind.nodes
     names = [name for name, nodes in fitting.items() if nodes >= request.nodes]
     return f"; it fits in partition {', '.join(names)}" if names else ""

@@ -41,18 +41,24 @@ class BatchExecutor(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Always usable: a dry run needs no Slurm, and `submit` says itself when there is none."""
+        """Return a number above zero: usable everywhere.
+
+        A dry run needs no Slurm, and `submit` checks for sbatch itself.
+        """
         return 2
 
     def script(self) -> str:
-        """The batch script, as it is handed to sbatch."""
+        """Return the batch script, as it is handed to sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
     def _submit_command(self, command: str) -> SlurmJob[Any]:
         return SlurmJob(folder=self.folder, job_id=self.send(), tasks=list(range(self._num_tasks())))
 
     def send(self, *options: str) -> str:
-        """Hand the script, readable by its owner alone, to sbatch, in the environment that the job gets; the job id."""
+        """Hand the script to sbatch in the environment that the job gets, and return the job id.
+
+        options: more options of sbatch. The script is readable by its owner alone.
+        """
         with make_files_private():  # Slurm runs a job with the umask of its submission
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self.folder / f"script-{uuid.uuid4().hex}.sh"
@@ -65,20 +71,20 @@ class BatchExecutor(SlurmExecutor):
 
 
 def submission_environment(request: JobRequest) -> dict[str, str]:
-    """The variables that the job gets; what is in the snapshot of its code is looked for there alone."""
-    found = job_environment(request.export)
-    if request.code and (path := found.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
-        found["PYTHONPATH"] = rest
-    return found
+    """Return the variables that the job gets, without PYTHONPATH entries whose code is in the snapshot."""
+    variables = job_environment(request.export)
+    if request.code and (path := variables.pop("PYTHONPATH", "")) and (rest := request.code.without_sources(path)):
+        variables["PYTHONPATH"] = rest
+    return variables
 
 
 def render_script(folder: RunDirectory, request: JobRequest) -> str:
-    """The batch script that `submit` would send."""
+    """Return the batch script that `submit` would send."""
     return BatchExecutor(folder, request).script()
 
 
 def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
-    """Hand the script to sbatch; returns the job id, or those of the chain, all or none of which are submitted.
+    """Hand the script to sbatch, and return the job id, or those of the chain, all or none of which are submitted.
 
     Raises UserError with sbatch's own reason if it refuses.
     """
@@ -86,7 +92,7 @@ def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
     submission_environment(request)  # before anything is written
     jobs: list[str] = []
     make_submitit_directory(folder)
-    there = set(folder.submitit.glob("*"))
+    earlier = set(folder.submitit.glob("*"))
     try:
         for _ in range(request.chain):
             with make_files_private():
@@ -94,8 +100,8 @@ def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
     except UserError:
         if jobs:
             run_client(["scancel", *jobs])
-        for left in set(folder.submitit.glob("*")) - there:
-            left.unlink()
+        for path in set(folder.submitit.glob("*")) - earlier:
+            path.unlink()
         raise
     return jobs
 
@@ -109,15 +115,18 @@ def require_sbatch() -> None:
 
 
 def _run_sbatch(command: list[str], env: dict[str, str]) -> str:
-    said = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    match = _SUBMITTED.search(said.stdout)
-    if said.returncode or match is None:
-        raise explain_refusal(said.stderr or said.stdout)
+    process = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    match = _SUBMITTED.search(process.stdout)
+    if process.returncode or match is None:
+        raise explain_refusal(process.stderr or process.stdout)
     return match[1]
 
 
 def explain_refusal(text: str) -> UserError:
-    """What sbatch said in place of a job id. A controller that answers too late may have taken the job all the same."""
+    """Turn what sbatch printed in place of a job id into an error.
+
+    Where the controller answered too late, it may have taken the job all the same.
+    """
     reason = parse_sbatch_error(text)
     if _NO_ANSWER.search(reason):
         after = "if Slurm took the job all the same, it ends at once, for its files were taken back; submit again"
@@ -127,7 +136,7 @@ def explain_refusal(text: str) -> UserError:
 
 
 def parse_sbatch_error(text: str) -> str:
-    """sbatch's first error, without its own name in front."""
+    """Return sbatch's first error, without its own name in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
     return first.removeprefix("sbatch: ").removeprefix("error: ")
@@ -155,18 +164,20 @@ _VARIABLE_PATTERN = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?%]*")
 
 
 def job_environment(export: Sequence[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What of `env` a job gets. export: launch.export, more names or patterns; only they can name a secret.
+    """Return the part of `env` that a job gets.
 
-    Raises UserError for a name that is none, or that is not set here: the job would miss it.
+    export: launch.export, more names or patterns; only they can name a secret.
+
+    Raises UserError for what is not a name, or is not set here: the job would miss it.
     """
     chosen = {name: value for name, value in env.items() if _is_allowed(name)}
     for pattern in export:
         if not _VARIABLE_PATTERN.fullmatch(pattern):
             raise UserError(f"launch.export: {pattern!r} is not the name of a variable; give names, not values")
-        found = {name: value for name, value in env.items() if fnmatchcase(name, pattern)}
-        if not found and not set("*?") & set(pattern):
+        matching = {name: value for name, value in env.items() if fnmatchcase(name, pattern)}
+        if not matching and not set("*?") & set(pattern):
             raise UserError(f"launch.export: {pattern} is not set here; set it, or leave it out")
-        chosen |= found
+        chosen |= matching
     return chosen
 
 

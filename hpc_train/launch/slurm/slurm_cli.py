@@ -29,7 +29,7 @@ _CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTE
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answered."""
+    """The answer of a command."""
 
     code: int
     out: str = ""
@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """Why it gave up, else its first line of complaint, without the names in front."""
+        """Return its fatal error, else the first line that it printed, without the program's name."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()] or [f"exit code {self.code}"]
         line = next((line for line in lines if re.match(r"(\w+: )?fatal: ", line)), lines[0])
         return re.sub(r"^(\w+:? )?(error|fatal): ", "", line)
@@ -47,9 +47,9 @@ RunClient = Callable[[Sequence[str]], Answer]
 
 
 def client_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`env` without what a surrounding job, or a user's taste in formats, would make a client do differently.
+    """Return `env` without the variables of a surrounding job, or of a user's settings, that would change the output.
 
-    What says where the cluster is stays.
+    The variables that say where the cluster is stay.
     """
     return {
         name: value for name, value in env.items() if name in _CLUSTER_VARIABLES or not _CLIENT_VARIABLES.match(name)
@@ -79,26 +79,29 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def handle_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Inside, these signals are this handler's. Python lets only the main thread see to it: elsewhere nothing changes.
+    """Let `handler` handle these signals inside the context.
+
+    Outside the main thread, Python allows no handlers: no effect.
 
     A handler that was not set by Python cannot be put back, and stays.
     """
-    here = threading.current_thread() is threading.main_thread()
-    before = {it: known for it in numbers if here and (known := signal.getsignal(it)) is not None}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    earlier = {number: signal.getsignal(number) for number in numbers if in_main_thread}
+    replaceable = {number: previous for number, previous in earlier.items() if previous is not None}
     try:
-        for number in before:
+        for number in replaceable:
             signal.signal(number, handler)
         yield
     finally:
-        for number, known in before.items():
-            signal.signal(number, known)
+        for number, previous in replaceable.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
 def delay_signals() -> Iterator[None]:
-    """Signals that would end this process wait, so that no job is submitted that nobody writes down.
+    """Delay signals that would end this process, so that no job is submitted without being recorded.
 
-    A terminal's Ctrl-C ends sbatch, which then has refused.
+    A terminal's Ctrl-C ends sbatch itself, too, which then has submitted nothing.
     """
     came: list[int] = []
     try:
@@ -110,7 +113,7 @@ def delay_signals() -> Iterator[None]:
 
 
 def current_job_id(env: Mapping[str, str]) -> str | None:
-    """The job that `env` is of, as users name it: `12`, or `12_3` of an array; None outside of Slurm."""
+    """Return the id of the job that `env` belongs to: `12`, or `12_3` for an array element; None outside of Slurm."""
     if array := env.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{env.get('SLURM_ARRAY_TASK_ID', '0')}"
     return env.get("SLURM_JOB_ID")
@@ -138,7 +141,7 @@ class JobRecord:
 
 
 def parse_exit_code(text: str) -> int | None:
-    """Slurm's `code:signal` as a shell would say it: 128 + n where signal n ended the job; None if it is neither."""
+    """Convert Slurm's `code:signal` to a shell's exit code (128 + n for signal n); None for other texts."""
     match = re.fullmatch(r"(\d{1,5}):(\d{1,3})", text.strip())
     if match is None:
         return None
@@ -147,7 +150,7 @@ def parse_exit_code(text: str) -> int | None:
 
 
 def parse_nodes(text: str) -> tuple[str, ...]:
-    """The names of a host list; () for Slurm's words for none."""
+    """Expand a host list into node names; () for Slurm's words for none."""
     if text in _EMPTY_WORDS:
         return ()
     try:
@@ -157,7 +160,7 @@ def parse_nodes(text: str) -> tuple[str, ...]:
 
 
 def parse_word(text: str) -> str:
-    """A value, or "" for Slurm's words for none."""
+    """Return the text, or "" for Slurm's words for none."""
     return "" if text in _EMPTY_WORDS else text
 
 
@@ -165,51 +168,51 @@ _SQUEUE_FORMAT = "%i|%A|%T|%N|%r"
 
 
 def squeue_command(job_ids: Iterable[str]) -> list[str]:
-    """The call for all of `job_ids`; the elements of an array come a line each."""
-    wanted = ",".join(job_ids)
+    """Return the squeue command for all these jobs; it prints a line for each element of an array."""
+    ids = ",".join(job_ids)
     return [
         "squeue",
         "--noheader",
         "--array",
         "--all",
         "--states=all",
-        f"--jobs={wanted}",
+        f"--jobs={ids}",
         f"--format={_SQUEUE_FORMAT}",
     ]
 
 
 def parse_squeue(text: str) -> list[JobRecord]:
-    """The jobs that squeue printed; a line of another form is nobody's."""
-    found = []
+    """Parse what squeue printed; lines of another form are skipped."""
+    records = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 4)]
         if len(fields) == 5 and fields[0] and "[" not in fields[0]:
             job_id, raw, state, where, reason = fields
-            found.append(JobRecord(job_id, raw, state, "squeue", parse_nodes(where), parse_word(reason)))
-    return found
+            records.append(JobRecord(job_id, raw, state, "squeue", parse_nodes(where), parse_word(reason)))
+    return records
 
 
 _SCONTROL_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")
 
 
 def scontrol_command(job_id: str) -> list[str]:
-    """scontrol takes one id a call; that of an array shows all its elements."""
+    """Return the scontrol command for one job or for a whole array; scontrol takes one id a call."""
     return ["scontrol", "-o", "show", "job", job_id]
 
 
 def parse_scontrol(text: str) -> list[JobRecord]:
-    """The jobs of `scontrol -o show job`, a line each."""
+    """Parse what `scontrol -o show job` printed, a line for each job."""
     shown = (parse_scontrol_fields(line) for line in text.splitlines() if line.startswith("JobId="))
     return [_scontrol_record(values) for values in shown if "[" not in values.get("ArrayTaskId", "")]
 
 
 def parse_scontrol_fields(line: str) -> dict[str, str]:
-    """Key -> value of one line; values may hold blanks, and the first of two equal keys counts."""
-    found: dict[str, str] = {}
+    """Split one line of scontrol into keys and values. Values may contain blanks; of equal keys the first counts."""
+    fields: dict[str, str] = {}
     keys = list(_SCONTROL_KEY.finditer(line))
     for key, following in zip(keys, [*keys[1:], None], strict=True):
-        found.setdefault(key[1], line[key.end() : following.start() if following else None].strip())
-    return found
+        fields.setdefault(key[1], line[key.end() : following.start() if following else None].strip())
+    return fields
 
 
 def _scontrol_record(values: Mapping[str, str]) -> JobRecord:
@@ -230,7 +233,7 @@ _SACCT_FIELDS = "JobID,JobIDRaw,State,ExitCode,NodeList"
 
 
 def sacct_command(job_ids: Iterable[str]) -> list[str]:
-    """The call for all of `job_ids`: of a requeued job its newest run, steps left out."""
+    """Return the sacct command for all these jobs: no steps, and only the newest run of a requeued job."""
     return [
         "sacct",
         "--allocations",
@@ -242,14 +245,14 @@ def sacct_command(job_ids: Iterable[str]) -> list[str]:
 
 
 def parse_sacct(text: str) -> list[JobRecord]:
-    """The jobs that sacct printed; array elements that were never started share a line, which is left out."""
-    found = []
+    """Parse what sacct printed. Array elements that never started share one line, which is skipped."""
+    records = []
     for line in text.splitlines():
         values = line.split("|")
         if len(values) == 5 and "[" not in values[0]:
             job_id, raw, state, code, where = values
-            found.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
-    return found
+            records.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
+    return records
 
 
 _MAX_SCONTROL_CALLS = 16
@@ -258,43 +261,43 @@ _MAX_SCONTROL_CALLS = 16
 
 @dataclass(frozen=True)
 class PollResult:
-    """Slurm's answers."""
+    """Slurm's answers about many jobs."""
 
     records: dict[str, JobRecord] = field(default_factory=dict)
-    """By job id as the user knows it."""
-    silent: str | None = None
+    """Job id, as the user knows it, to its record."""
+    slurm_error: str | None = None
     """Why slurmctld could not be asked; None: it answered, and what is not in `records` it does not know."""
 
 
 def poll_jobs(job_ids: Iterable[str], ask: RunClient) -> PollResult:
-    """What Slurm knows of these jobs; asks nothing if there are none."""
-    wanted = list(dict.fromkeys(job_ids))
-    if not wanted:
+    """Ask Slurm about these jobs, with as few calls as possible; no call if there are none."""
+    ids = list(dict.fromkeys(job_ids))
+    if not ids:
         return PollResult()
-    said = ask(squeue_command(_whole_arrays(wanted)))
-    answered = said.code == 0 or UNKNOWN_JOB in said.err
-    records = {record.job_id: record for record in parse_squeue(said.out)}
+    answer = ask(squeue_command(_whole_arrays(ids)))
+    answered = answer.code == 0 or UNKNOWN_JOB in answer.err
+    records = {record.job_id: record for record in parse_squeue(answer.out)}
     if answered:
-        records |= _complete_records(wanted, records, ask)
-    missing = [job for job in wanted if job not in records or _lacks_exit_code(records[job])]
+        records |= _complete_records(ids, records, ask)
+    missing = [job for job in ids if job not in records or _lacks_exit_code(records[job])]
     if missing:
         for record in parse_sacct(ask(sacct_command(_whole_arrays(missing))).out):
             if record.job_id not in records or _lacks_exit_code(records[record.job_id]):
                 records[record.job_id] = record
-    return PollResult({job: records[job] for job in wanted if job in records}, None if answered else _no_answer(said))
+    return PollResult({job: records[job] for job in ids if job in records}, None if answered else _no_answer(answer))
 
 
-def _no_answer(said: Answer) -> str:
-    return f"Slurm does not answer: {said.reason}"
+def _no_answer(answer: Answer) -> str:
+    return f"Slurm does not answer: {answer.reason}"
 
 
 def _whole_arrays(job_ids: Sequence[str]) -> list[str]:
-    """Arrays are asked for as wholes: a thousand elements are one word."""
+    """Replace array elements by their array: Slurm then gets one id instead of a thousand."""
     return list(dict.fromkeys(job.partition("_")[0] for job in job_ids))
 
 
 def _lacks_exit_code(record: JobRecord) -> bool:
-    """Whether it says that a job failed, and not how."""
+    """Whether a record says that a job failed, but not with which exit code."""
     return (
         record.exit_code is None
         and from_slurm_state(record.state).ended
@@ -302,13 +305,13 @@ def _lacks_exit_code(record: JobRecord) -> bool:
     )
 
 
-def _complete_records(wanted: Sequence[str], records: dict[str, JobRecord], ask: RunClient) -> dict[str, JobRecord]:
-    """The same records with their exit codes, of jobs that ended badly."""
-    bare = [job for job in wanted if job in records and _lacks_exit_code(records[job])]
-    found: dict[str, JobRecord] = {}
+def _complete_records(ids: Sequence[str], records: dict[str, JobRecord], ask: RunClient) -> dict[str, JobRecord]:
+    """Return the records of failed jobs that lack an exit code, with that code."""
+    bare = [job for job in ids if job in records and _lacks_exit_code(records[job])]
+    completed: dict[str, JobRecord] = {}
     for base in _whole_arrays(bare)[:_MAX_SCONTROL_CALLS]:
-        found |= {record.job_id: record for record in parse_scontrol(ask(scontrol_command(base)).out)}
-    return {job: found[job] for job in bare if job in found}
+        completed |= {record.job_id: record for record in parse_scontrol(ask(scontrol_command(base)).out)}
+    return {job: completed[job] for job in bare if job in completed}
 
 
 _MIN_SECONDS, _MAX_SECONDS = 2.0, 60.0
@@ -317,14 +320,14 @@ _MIN_SECONDS, _MAX_SECONDS = 2.0, 60.0
 
 @dataclass
 class Backoff:
-    """Doubles from `least` to `most`, and begins again when something changed."""
+    """Seconds between polls: doubled from `least` to `most`, and `least` again when something has changed."""
 
     least: float = _MIN_SECONDS
     most: float = _MAX_SECONDS
     _next: float = 0.0
 
     def seconds(self, changed: bool) -> float:
-        """How long to wait before the next poll, after one that showed a change or did not."""
+        """Return how long to wait before the next poll. changed: whether the last poll showed a change."""
         self._next = self.least if changed or not self._next else min(self.most, 2 * self._next)
         return self._next
 
@@ -336,21 +339,15 @@ _ARRAY_LIMITS = (re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE), re.comp
 
 
 def max_array_size(ask: RunClient) -> int:
-    """Elements of the largest array that this cluster takes, the first of which has index 0.
-
-    The smaller of MaxArraySize, which no index may reach, and max_array_tasks of SchedulerParameters. 0: no arrays.
-    """
-    said = ask(_SHOW_CONFIG)
-    found = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(said.out))]
-    return min(found) if said.code == 0 and found else DEFAULT_ARRAY_SIZE
+    """Return how many elements an array may have on this cluster."""
+    answer = ask(_SHOW_CONFIG)
+    limits = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(answer.out))]
+    return min(limits) if answer.code == 0 and limits else DEFAULT_ARRAY_SIZE
 
 
-def split_evenly(count: int, most: int) -> list[range]:
-    """0 to `count` - 1 in as few consecutive ranges of at most `most` (1 or more) as there can be, of sizes as equal.
-
-    [] for a count of 0.
-    """
+def split_evenly(count: int, max_size: int) -> list[range]:
+    """Split range(count) into as few ranges of at most `max_size` as possible, of sizes as equal as possible."""
     assert count >= 0
-    assert most >= 1
-    parts = -(-count // most)
+    assert max_size >= 1
+    parts = -(-count // max_size)
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

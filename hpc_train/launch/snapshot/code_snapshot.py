@@ -31,7 +31,7 @@ from hpc_train.regular_files import read_text
 
 _MIB = 1 << 20
 PATHS_FILE = "paths.json"
-"""In a snapshot: its folders for PYTHONPATH, in order."""
+"""File in a snapshot: its folders for PYTHONPATH, in order."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class SourceTree:
     """Whether it differed from the commit; None without git."""
 
     def row(self) -> dict[str, Any]:
-        """For a job spec and an event."""
+        """Return what a job spec and an event say of this tree."""
         return {"root": str(self.root), "commit": self.commit, "dirty": self.dirty, "files": len(self.entries)}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run's code was when it was submitted. Making it writes nothing; `keep` does."""
+    """A run's code at its submission. Making this object writes nothing; `keep` does."""
 
     hash: str
     path: Path
-    """Where it lies, or will: a folder whose name is the hash."""
+    """Its folder in the store, which may not exist yet; named by the hash."""
     python_path: tuple[str, ...]
     """Folders that Python searches first, in `path`."""
     sources: tuple[dict[str, Any], ...]
@@ -65,34 +65,34 @@ class Snapshot:
     entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
 
     def keep(self) -> int:
-        """Store it, if it is not stored yet; returns what `discard` takes. Raises UserError if it cannot be stored."""
+        """Store the snapshot, unless it is stored; return what `discard` takes. Raises UserError if that fails."""
         return files.store_snapshot(self.path, self.entries)
 
     @contextmanager
     def kept_for(self, run: Path) -> Iterator[None]:
-        """Store it for a run (or sweep) directory; what is raised inside takes back what was stored."""
-        kept = 0
+        """Store the snapshot for a run or sweep directory; an exception inside takes back what was stored."""
+        stored = 0
         try:
             add_reference(self.path, run)
-            kept = self.keep()
+            stored = self.keep()
             yield
         except BaseException:
-            self.discard(kept)
+            self.discard(stored)
             drop_reference(self.path.parent, run)
             raise
 
-    def discard(self, kept: int) -> None:
+    def discard(self, stored: int) -> None:
         """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
-        files.discard_snapshot(self.path, kept)
+        files.discard_snapshot(self.path, stored)
 
     def without_sources(self, python_path: str) -> str:
-        """A PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
+        """Return a PYTHONPATH without the folders whose modules are in the snapshot: jobs must not look there."""
         folders = [folder for folder in python_path.split(os.pathsep) if folder]
         return os.pathsep.join(folder for folder in folders if Path(folder).resolve() not in self.replaced)
 
 
 def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot | None:
-    """The code of this run, and of others that run with it, as it is now; None where launch.snapshot=off.
+    """Read the code of this run, and of others that run with it; None where launch.snapshot=off.
 
     run: the run or sweep directory; without launch.snapshot_dir the store lies beside it.
     Raises UserError, one line, for code that cannot be read, is too much, or would be left out though it is needed.
@@ -114,7 +114,9 @@ def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot 
         _check_modules(modules, theirs)
         _check_included(theirs, config.launch)
         _check_size(theirs, config.launch.snapshot_max_mib)
-    entries = [replace(it, path=f"{index}/{it.path}") for index, tree in enumerate(trees) for it in tree.entries]
+    entries = [
+        replace(entry, path=f"{index}/{entry.path}") for index, tree in enumerate(trees) for entry in tree.entries
+    ]
     entries.append(SnapshotEntry(PATHS_FILE, json.dumps(python_path).encode()))
     name = files.hash_entries(entries)
     path = _snapshot_path(config.launch, run) / name
@@ -124,7 +126,7 @@ def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot 
 
 
 def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
-    """Folder of all snapshots. Several users may have runs in one folder: each has a store of their own there."""
+    """Return the folder of all snapshots. Several users may have runs in one folder: each has a store of their own."""
     chosen = launch.snapshot_dir
     place = Path(chosen).expanduser().absolute() if chosen else run.parent / f".hpc_train-code-{os.getuid()}"
     if ":" in str(place) or not str(place).isprintable():
@@ -133,93 +135,101 @@ def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
 
 
 def _own_tree() -> list[SourceTree]:
-    """The package itself, with conf/ where its wheel has it; [] if it is installed: then its version tells."""
+    """Read this package, with conf/ where its wheel has it; [] if it is installed: then its version is enough."""
     package = code_sources.own_checkout()
     if package is None:
         return []
     conf = code_sources.shipped_conf()
-    found = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
-    entries = {entry.path: entry for entry in found if entry.kind != "link"}
-    known = code_sources.find_repository(package)
-    told = (known.commit, known.dirty) if known else (None, None)
-    return [SourceTree(package, tuple(entries.values()), *told)]
+    paths = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
+    entries = {entry.path: entry for entry in paths if entry.kind != "link"}
+    repository = code_sources.find_repository(package)
+    commit = (repository.commit, repository.dirty) if repository else (None, None)
+    return [SourceTree(package, tuple(entries.values()), *commit)]
 
 
 def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
-    found = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
-    return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in found if entry]
+    read = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
+    return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in read if entry]
 
 
 def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTree]:
-    """The repositories of these folders, and the folders that are in none."""
-    known = {folder: code_sources.find_repository(folder) for folder in folders}
-    roots = dict.fromkeys(it.root if it else folder for folder, it in known.items())
-    plain = [root for root in roots if not any(it and it.root == root for it in known.values())]
+    """Read the repositories of these folders, and the folders that are in none."""
+    repositories = {folder: code_sources.find_repository(folder) for folder in folders}
+    roots = dict.fromkeys(repository.root if repository else folder for folder, repository in repositories.items())
+    plain = [
+        root
+        for root in roots
+        if not any(repository and repository.root == root for repository in repositories.values())
+    ]
     inner = [root for root in plain if any(root != other and root.is_relative_to(other) for other in plain)]
-    of_root = {it.root: it for it in known.values() if it}
+    of_root = {repository.root: repository for repository in repositories.values() if repository}
     return [_make_tree(root, of_root.get(root), launch) for root in roots if root not in inner]
 
 
-def _make_tree(root: Path, known: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
-    paths = _paths_of_git(root) if known else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
+def _make_tree(root: Path, repository: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
+    paths = _paths_of_git(root) if repository else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
     paths = [path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)] + _included_paths(
         root, launch
     )
     _check_number(root, paths)
     _check_bytes({str(root / path): files.total_size(root, path) for path in paths}, launch.snapshot_max_mib)
-    found = {path: files.read_entry(root, path) for path in paths}
-    if left := [path for path in paths if found[path] is None and (root / path).is_symlink()]:
+    entries_by_path = {path: files.read_entry(root, path) for path in paths}
+    if left_out := [path for path in paths if entries_by_path[path] is None and (root / path).is_symlink()]:
         print(
-            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left[:3])}"
-            f"{f' and {len(left) - 3} more links' if len(left) > 3 else ''}",
+            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left_out[:3])}"
+            f"{f' and {len(left_out) - 3} more links' if len(left_out) > 3 else ''}",
             file=sys.stderr,
         )
-    entries = tuple(entry for entry in found.values() if entry)
-    return SourceTree(root, entries, known.commit if known else None, known.dirty if known else None)
+    entries = tuple(entry for entry in entries_by_path.values() if entry)
+    return SourceTree(
+        root, entries, repository.commit if repository else None, repository.dirty if repository else None
+    )
 
 
 def _paths_of_git(root: Path) -> list[str]:
-    """What is tracked is the project's, whatever it is; of the rest, what looks like code."""
+    """List all tracked files, whatever they are; of the other files, those that look like code."""
     elsewhere = files.inside_of_no_project(root)
     return [
-        it.path
-        for it in code_sources.list_files(root)
-        if it.tracked or not (files.is_data(it.path) or elsewhere(it.path))
+        file.path
+        for file in code_sources.list_files(root)
+        if file.tracked or not (files.is_data(file.path) or elsewhere(file.path))
     ]
 
 
 def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
-    """launch.snapshot_include, as far as it lies in this tree."""
-    found: list[str] = []
+    """List the files of launch.snapshot_include that lie in this tree."""
+    paths: list[str] = []
     for name in launch.snapshot_include:
         path = Path(name).expanduser().resolve()
         if path.is_relative_to(root):
             below = str(path.relative_to(root))
-            found += (
-                [os.path.normpath(f"{below}/{it}") for it in files.walk_tree(path, None)] if path.is_dir() else [below]
+            paths += (
+                [os.path.normpath(f"{below}/{file}") for file in files.walk_tree(path, None)]
+                if path.is_dir()
+                else [below]
             )
-    return found
+    return paths
 
 
 def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], first: int) -> list[str]:
-    """Where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
-    found = []
+    """Return where the modules of these folders are in the snapshot, whose trees are numbered from `first`."""
+    parts = []
     for folder in folders:
         tree = _find_tree(folder, trees)
         below = str(folder.relative_to(tree.root)) if tree else ""
         if tree and any(below == "." or entry.path.startswith(f"{below}/") for entry in tree.entries):
-            found.append(os.path.normpath(f"{first + trees.index(tree)}/{below}"))
-    return list(dict.fromkeys(found))
+            parts.append(os.path.normpath(f"{first + trees.index(tree)}/{below}"))
+    return list(dict.fromkeys(parts))
 
 
 def _find_tree(path: Path, trees: Sequence[SourceTree]) -> SourceTree | None:
-    """The innermost one around a path."""
+    """Return the innermost tree around a path."""
     around = [tree for tree in trees if path.is_relative_to(tree.root)]
     return max(around, key=lambda tree: len(tree.root.parts), default=None)
 
 
 def _check_modules(modules: Sequence[str], trees: Sequence[SourceTree]) -> None:
-    """A module that git ignores would be missed by the job only hours later."""
+    """Refuse a module that git ignores: the job would miss it, only hours later."""
     for name in modules:
         place = code_sources.locate_module(name)
         if place is None or code_sources.is_installed(place):
@@ -251,20 +261,20 @@ def _check_number(root: Path, paths: Sequence[str]) -> None:
         )
 
 
-def _check_size(trees: Sequence[SourceTree], most: float) -> None:
-    """All trees of the user together; each by itself was looked at before it was read."""
-    _check_bytes({str(tree.root / it.path): len(it.content) for tree in trees for it in tree.entries}, most)
+def _check_size(trees: Sequence[SourceTree], max_mib: float) -> None:
+    """Check the size of all trees of the user together; that of each was checked before it was read."""
+    _check_bytes({str(tree.root / entry.path): len(entry.content) for tree in trees for entry in tree.entries}, max_mib)
 
 
-def _check_bytes(sizes: dict[str, int], most: float) -> None:
+def _check_bytes(sizes: dict[str, int], max_mib: float) -> None:
     total = sum(sizes.values())
-    if total <= most * _MIB:
+    if total <= max_mib * _MIB:
         return
     largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:3]
     shown = ", ".join(f"{path} ({sizes[path] / _MIB:.1f} MiB)" for path in largest if sizes[path] > total // 100)
     raise UserError(
-        f"launch.snapshot_max_mib={most:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; leave "
-        "them out with launch.snapshot_exclude, or raise it"
+        f"launch.snapshot_max_mib={max_mib:g}: the code is {total / _MIB:.1f} MiB; its largest files are {shown}; "
+        "leave them out with launch.snapshot_exclude, or raise it"
     )
 
 
@@ -275,10 +285,10 @@ _GRACE_SECONDS = 86400.0
 
 
 def add_reference(path: Path, run: Path) -> None:
-    """Write down that the run (or sweep) in this directory needs the snapshot at `path`.
+    """Record that the run or sweep in this directory needs the snapshot at `path`.
 
-    Before it is looked whether it is there: `tidy` looks for users after it has moved a snapshot away. Raises UserError
-    as `store.write`.
+    Call this before looking whether it is there: remove_unused_snapshots looks for references after it has moved a
+    snapshot away. Raises UserError as store_snapshot.
     """
     try:
         files.make_store(path.parent)
@@ -288,7 +298,7 @@ def add_reference(path: Path, run: Path) -> None:
 
 
 def drop_reference(place: Path, run: Path) -> None:
-    """Of a submission that was refused: a store that it was the first in goes with it."""
+    """Remove the store of a submission that was refused, if it was the only one to use it."""
     users = place / REFERENCES_FILE
     if {event.get("run") for event in sweep_directory.read_ledger(users)} <= {str(run)} and {*place.glob("*")} <= {
         users
@@ -311,7 +321,10 @@ def remove_unused_snapshots(place: Path) -> None:
 
 
 def _remove_snapshot(path: Path) -> None:
-    """Out of the way first: who asks for it now finds none and stores it again, or is found here and gets it back."""
+    """Remove a snapshot that no run needs; moved away first, so that a submission finds it whole or not at all.
+
+    One that a submission has asked for meanwhile is moved back.
+    """
     away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     path.rename(away)
     if _is_needed(path):
@@ -323,10 +336,10 @@ def _remove_snapshot(path: Path) -> None:
 
 def _is_needed(path: Path) -> bool:
     events = sweep_directory.read_ledger(path.parent / REFERENCES_FILE)
-    mine = (event for event in reversed(events) if event.get("code") == path.name)
+    uses = (event for event in reversed(events) if event.get("code") == path.name)
     return any(
         time.time() - float(event["time"]) < _GRACE_SECONDS or _run_refers_to(Path(event["run"]), path)
-        for event in mine
+        for event in uses
     )
 
 

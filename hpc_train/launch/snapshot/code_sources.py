@@ -1,4 +1,4 @@
-"""Where the code of a run comes from: hpc_train's own checkout, folders of users' components, and git."""
+"""Find the code of a run: hpc_train's own checkout, the folders of users' modules, and what git says of them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PACKAGE_FOLDER = Path(hpc_train.__file__).resolve().parent
 
 
 def own_checkout() -> Path | None:
-    """Folder of the package hpc_train where it is an editable install or a checkout; None: installed from a wheel."""
+    """Return the folder of the package hpc_train in a checkout or an editable install; None: installed from a wheel."""
     return None if any(PACKAGE_FOLDER.parent.glob("hpc_train-*.dist-info")) else PACKAGE_FOLDER
 
 
 def shipped_conf() -> Path:
-    """Where conf/ lies: an editable install leaves it beside the package."""
+    """Return the folder conf/: an editable install has it beside the package."""
     return Path(str(files("hpc_train.conf"))).resolve()
 
 
 def user_modules(configs: Sequence[RunConfig]) -> list[str]:
-    """Python modules of users that these runs name, by import or by entry point."""
+    """Return the users' Python modules that these runs name, by import or by entry point."""
     names: dict[str, None] = {}
     offered = {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}
     for config in configs:
@@ -46,34 +46,31 @@ def user_modules(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def locate_module(module: str) -> Path | None:
-    """File of a module's outermost package, found as an import would find it; nothing of it is run. None: not here."""
+    """Find the file of a module's outermost package as an import would, running nothing of it; None: not here."""
     top = module.partition(".")[0]
     try:
-        found = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError, AttributeError):
         return None
-    return _module_path(found) if found else None
+    return _module_path(spec) if spec else None
 
 
-def _module_path(found: ModuleSpec) -> Path | None:
-    if found.submodule_search_locations:
-        return Path(next(iter(found.submodule_search_locations))).absolute()
-    return Path(found.origin).resolve() if found.has_location and found.origin else None
+def _module_path(spec: ModuleSpec) -> Path | None:
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).absolute()
+    return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
 
 
 def import_folders(modules: Sequence[str]) -> list[Path]:
-    """Folders that users' modules are imported from, in the order of the search; what is installed is not theirs.
-
-    Those on the path, those of packages that are installed as editable, that of each module, the current folder.
-    """
-    here = Path.cwd()
-    found = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
-    found = [folder for folder in found if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
+    """Return the folders that users' modules are imported from, in search order; not what is installed."""
+    cwd = Path.cwd()
+    folders = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
+    folders = [folder for folder in folders if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
     for name in [*_editable_packages(), *modules]:
         place = locate_module(name)
         if place is not None and not is_installed(place):
-            found.append(place.parent)
-    return list(dict.fromkeys([*found, here]))
+            folders.append(place.parent)
+    return list(dict.fromkeys([*folders, cwd]))
 
 
 def is_installed(path: Path) -> bool:
@@ -89,7 +86,7 @@ def _prefixes() -> set[str]:
 
 
 def _holds_user_modules(folder: Path) -> bool:
-    """The folder of the command itself, which Python puts on the path, holds no modules."""
+    """Whether a folder of the path may hold modules: that of the command itself, which Python adds, does not."""
     if folder.resolve() == Path(sys.argv[0]).resolve().parent != Path.cwd() or not folder.is_dir():
         return False
     return not is_installed(folder.absolute()) and folder.stat().st_uid == os.getuid()
@@ -98,8 +95,8 @@ def _holds_user_modules(folder: Path) -> bool:
 def _editable_packages() -> Iterator[str]:
     """Names that can be imported of distributions that pip installed as editable."""
     for distribution in distributions():
-        told = distribution.read_text("direct_url.json") or ""
-        if '"editable": true' in told and distribution.name != "hpc_train":
+        text = distribution.read_text("direct_url.json") or ""
+        if '"editable": true' in text and distribution.name != "hpc_train":
             yield from _top_level_names(distribution)
 
 
@@ -132,11 +129,11 @@ class ListedFiles:
 
 
 def find_repository(folder: Path) -> Repository | None:
-    """The repository that `folder` lies in; None without one, without git, or where git does not trust its owner."""
-    said = _run_git(folder, "rev-parse", "--show-toplevel")
-    if not said:
+    """Return the repository of `folder`; None without one, without git, or where git does not trust its owner."""
+    output = _run_git(folder, "rev-parse", "--show-toplevel")
+    if not output:
         return None
-    root = Path(os.fsdecode(said.rstrip(b"\n")))
+    root = Path(os.fsdecode(output.rstrip(b"\n")))
     status = _run_git(root, "status", "--porcelain=v2", "--branch", "-z", "--ignore-submodules=none")
     if status is None:
         return None
@@ -146,21 +143,21 @@ def find_repository(folder: Path) -> Repository | None:
 
 
 def list_files(root: Path, below: str = "") -> list[ListedFiles]:
-    """What is tracked, and what is not but is not ignored either; of submodules and repositories inside, too."""
-    said = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
-    found: dict[str, ListedFiles] = {}
-    for word in filter(None, said.split(b"\0")):
+    """List the files that are tracked or not ignored, those of submodules and repositories inside, too."""
+    output = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
+    files: dict[str, ListedFiles] = {}
+    for word in filter(None, output.split(b"\0")):
         mark, path = word[:1], os.fsdecode(word[2:])
         inner = (root / path).is_dir() and not (root / path).is_symlink()
         if inner and (root / path / ".git").exists():
-            found |= {it.path: it for it in list_files(root / path, f"{below}{path.rstrip('/')}/")}
+            files |= {file.path: file for file in list_files(root / path, f"{below}{path.rstrip('/')}/")}
         elif not inner:
-            found[below + path] = ListedFiles(below + path, mark != b"?")
-    return list(found.values())
+            files[below + path] = ListedFiles(below + path, mark != b"?")
+    return list(files.values())
 
 
 def _run_git(folder: Path, *words: str) -> bytes | None:
-    """What git answers; None if it refuses. No hook of the repository is run and nothing is written."""
+    """Return what git prints; None if it refuses. No hook of the repository runs, and nothing is written."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

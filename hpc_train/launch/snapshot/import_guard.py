@@ -1,4 +1,4 @@
-"""In a rank: what runs here is what was submitted, or the job ends with a line that says what is not."""
+"""Check in each rank that it imports what was submitted; else the job ends with a line that names the module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def guard_imports(spec: JobSpec, first: bool) -> None:
 
 
 def _check_own_package(path: Path) -> None:
-    """hpc_train must be that of the snapshot, if it was frozen, too: the path that a job is given may get lost."""
+    """Check that hpc_train comes from the snapshot, if it was frozen, too: a job's PYTHONPATH may get lost."""
     if (path / "0/hpc_train/launch/snapshot").is_dir() and not code_sources.PACKAGE_FOLDER.is_relative_to(
         path.resolve()
     ):
@@ -57,13 +57,13 @@ class SnapshotFinder(MetaPathFinder):
         self._snapshot, self._roots = snapshot.resolve(), tuple(roots)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """As the other finders. Raises UserError for a module that may have been edited since."""
+        """Find a module with the other finders. Raises UserError for one that may have been edited since."""
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
-            found = None if finder is self or find is None else find(name, path, target)
-            if found is not None:
-                self._check(name, found.origin if found.has_location else None)
-                return found  # type: ignore[no-any-return]
+            spec = None if finder is self or find is None else find(name, path, target)
+            if spec is not None:
+                self._check(name, spec.origin if spec.has_location else None)
+                return spec  # type: ignore[no-any-return]
         return None
 
     def _check(self, name: str, origin: str | None) -> None:

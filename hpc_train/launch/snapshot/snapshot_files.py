@@ -20,10 +20,10 @@ from pathlib import Path
 from hpc_train.errors import UserError
 
 CACHE_FOLDER = "__pycache__"
-CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed"})
-"""What a package is made of."""
+CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".typed", ".sh"})
+"""Files that belong to a package."""
 SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
-"""What is taken of a folder without git."""
+"""Files that belong to a project without git."""
 _FOLDERS = frozenset(
     {
         *(
@@ -56,7 +56,7 @@ _PROJECT_MARKS = (
     ("job.json", "config.yaml", "logs"),
     ("points.jsonl", "ledger.jsonl"),
 )
-"""What a folder holds that is a virtual environment, a run or a sweep."""
+"""Files that mark a folder as a virtual environment, a run or a sweep."""
 MAX_FILES = 50_000
 """More than that is no project."""
 
@@ -68,15 +68,15 @@ class SnapshotEntry:
     path: str
     """Relative to the tree."""
     content: bytes
-    """Of a link: where it points to, relative and inside of the tree."""
+    """The bytes of a file; the target of a link, relative and inside of the tree."""
     kind: str = "file"
     """file, program (executable), or link."""
 
 
 def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
-    """A name for just these contents under these paths: the first 160 bits of a SHA-256."""
+    """Name a snapshot by its contents and their paths: the first 160 bits of a SHA-256."""
     total = hashlib.sha256()
-    for entry in sorted(entries, key=lambda it: it.path):
+    for entry in sorted(entries, key=lambda entry: entry.path):
         path = os.fsencode(entry.path)
         total.update(f"{entry.kind} {len(path)} {len(entry.content)} ".encode())
         total.update(path)
@@ -85,7 +85,7 @@ def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
 
 
 def read_entry(root: Path, path: str) -> SnapshotEntry | None:
-    """One entry of the tree at `root`; None for what is no file, and for links that leave the tree.
+    """Read one entry of the tree at `root`; None for what is no file, and for links that leave the tree.
 
     Raises UserError for a file that cannot be read.
     """
@@ -108,7 +108,7 @@ def read_entry(root: Path, path: str) -> SnapshotEntry | None:
 
 
 def _read_link(root: Path, path: str) -> SnapshotEntry | None:
-    """A link is kept as one, so that what it points to is there once; it must stay inside of the tree."""
+    """Read a link as a link, so that its target is stored once; None for one that leaves the tree."""
     top = root.resolve()
     # Of a link to itself realpath gives the link, which does not exist; Path.resolve raises.
     target, parent = Path(os.path.realpath(root / path)), (root / path).parent.resolve()
@@ -118,7 +118,7 @@ def _read_link(root: Path, path: str) -> SnapshotEntry | None:
 
 
 def total_size(root: Path, path: str) -> int:
-    """Bytes of a file; 0 for anything else."""
+    """Return the bytes of a file; 0 for anything else."""
     try:
         status = os.lstat(f"{root}/{path}")
     except OSError:
@@ -127,13 +127,10 @@ def total_size(root: Path, path: str) -> int:
 
 
 def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
-    """Files and links with one of these suffixes (None: all), in order; folders of no project left out.
-
-    Raises UserError for a tree that is too large for one.
-    """
+    """Yield files and links with one of these suffixes (None: all), in order; folders such as caches are left out."""
     seen = 0
     for folder, names, files in os.walk(root):
-        here = os.path.relpath(folder, root)
+        folder_path = os.path.relpath(folder, root)
         links = [name for name in names if (Path(folder) / name).is_symlink()]
         names[:] = sorted(name for name in names if name not in links and not is_no_project(Path(folder) / name))
         seen += len(names) + len(files)
@@ -144,7 +141,7 @@ def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
             )
         for name in sorted([*files, *links]):
             if suffixes is None or os.path.splitext(name)[1] in suffixes or name in links:  # noqa: PTH122
-                yield name if here == "." else f"{here}/{name}"
+                yield name if folder_path == "." else f"{folder_path}/{name}"
 
 
 def is_no_project(folder: Path) -> bool:
@@ -160,12 +157,12 @@ def is_data(path: str) -> bool:
 
 def inside_of_no_project(root: Path) -> Callable[[str], bool]:
     """Whether a path lies in such a folder of the tree; every folder is looked at once."""
-    known: dict[str, bool] = {"": False}
+    decided: dict[str, bool] = {"": False}
 
     def look(folder: str) -> bool:
-        if folder not in known:
-            known[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
-        return known[folder]
+        if folder not in decided:
+            decided[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
+        return decided[folder]
 
     return lambda path: look(os.path.dirname(path))  # noqa: PTH120
 
@@ -196,7 +193,7 @@ def store_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
 
 
 def explain_store_error(error: OSError, path: Path) -> UserError:
-    """Why a snapshot cannot be stored at `path`."""
+    """Explain why a snapshot cannot be stored at `path`."""
     return UserError(
         f"launch.snapshot: {error.filename or path}: {error.strerror}; choose a launch.snapshot_dir that can be written"
     )
@@ -209,7 +206,7 @@ def make_store(folder: Path) -> None:
 
 
 def _write_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
-    """Beside, then renamed: of two that store the same at the same time one wins, and either is whole."""
+    """Write a snapshot beside its place, and rename it: of two that store it at the same time, one wins."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         _write_entries(beside, entries)
@@ -249,13 +246,13 @@ def _write_file(path: str, entry: SnapshotEntry) -> None:
 
 
 def _make_caches(top: Path, entries: Iterable[SnapshotEntry]) -> None:
-    """Where Python leaves what it has compiled: without them every rank of every job compiles all modules again."""
+    """Make the folders of compiled modules: without them every rank of every job compiles all modules again."""
     for folder in {os.path.dirname(entry.path) for entry in entries if entry.path.endswith(".py")}:  # noqa: PTH120
         (top / folder / CACHE_FOLDER).mkdir(0o700, exist_ok=True)
 
 
 def hash_folder(path: Path) -> str:
-    """The hash of what lies there now."""
+    """Hash what lies in a folder now."""
     return hash_entries(_read_stored(str(path), ""))
 
 

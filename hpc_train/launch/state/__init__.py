@@ -1,1 +1,1 @@
-"""The truth about a run's state: its own markers, then squeue, scontrol, sacct; `decide` makes a word of them."""
+"""The state of a run: its own markers first, then squeue, scontrol and sacct; job_state decides."""

@@ -1,4 +1,4 @@
-"""What an attempt left in its log directory: its markers and its rank map.
+"""The markers and the rank map that an attempt leaves in its log directory.
 
 attempt.json appears when the attempt starts and result.json when it ends, each whole or not at all. The batch
 script writes them in shell, so that they are there also where Python is not; of runs without Slurm the process
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """Who runs an attempt."""
+    """The process or job that runs an attempt (attempt.json)."""
 
     host: str
     time: float
     job_id: str | None = None
-    """Of Slurm; None elsewhere."""
+    """Slurm's job id; None elsewhere."""
     launcher: str = "slurm"
     """slurm: the batch script; local: the local pool; srun, torchrun, mpirun, ...: what started the ranks."""
     nodes: str = ""
@@ -39,12 +39,12 @@ class AttemptStart:
     process: int = 0
     started: str = ""
     machine: str = ""
-    """With `process`: tells a process from all others at any time. Not of batch scripts, whose job says more."""
+    """With `process` and `started`, tells a process from all others at any time. Batch scripts leave them empty."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended."""
+    """The end of an attempt (result.json)."""
 
     exit_code: int
     then: str = ""
@@ -65,7 +65,7 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a job, as its markers tell."""
+    """One run of a job, as its markers describe it."""
 
     number: int
     begun: AttemptStart | None = None
@@ -73,7 +73,7 @@ class Attempt:
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
-    """All attempts in a run directory, oldest first."""
+    """Read all attempts of a run directory, oldest first."""
     logs = run / "logs"
     names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
     numbers = sorted(int(name) for name in names if name.isdecimal())
@@ -81,7 +81,7 @@ def read_attempts(run: Path) -> tuple[Attempt, ...]:
 
 
 def read_attempt(logs: Path) -> Attempt:
-    """The attempt whose log directory this is."""
+    """Read the attempt whose log directory this is."""
     return Attempt(
         int(logs.name),
         _read_marker(logs / ATTEMPT_MARKER, AttemptStart),
@@ -92,14 +92,14 @@ def read_attempt(logs: Path) -> Attempt:
 def _read_marker(path: Path, kind: type[T]) -> T | None:
     try:
         values: dict[str, Any] = json.loads(read_tail_text(path, _MAX_MARKER_BYTES))
-        known = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        return kind(**{name: value for name, value in values.items() if name in known})
+        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return kind(**{name: value for name, value in values.items() if name in fields})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | None = None) -> None:
-    """The attempt whose log directory this is runs in `process` of this machine."""
+    """Record that the attempt with this log directory runs in `process` of this machine."""
     from hpc_train.training.run_directory import write_private_file  # which brings half a second of imports
 
     begun = AttemptStart(
@@ -116,7 +116,7 @@ def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | 
 
 
 def write_result_marker(logs: Path, exit_code: int, why: str = "") -> None:
-    """The attempt ended; the first word counts."""
+    """Record how the attempt ended, unless that has been recorded before."""
     from hpc_train.training.run_directory import write_private_file
 
     if not (logs / RESULT_MARKER).exists():
@@ -126,7 +126,7 @@ def write_result_marker(logs: Path, exit_code: int, why: str = "") -> None:
 
 
 def cancel_marker_path(run: Path, job_id: str) -> Path:
-    """There: the job is to end, not to be requeued, and its ranks need not begin."""
+    """Return the file that says: this job is to end and not to be requeued, and its ranks need not begin."""
     return run / "logs" / f"cancel-{job_id}"
 
 
@@ -134,21 +134,21 @@ RANK_MAP = "rankmap.json"
 
 
 def read_rank_entries(folder: Path) -> list[dict[str, Any]]:
-    """The ranks that a rank map in `folder` lists; [] where ranks have not got as far as to write one."""
+    """Read the ranks that the rank map in `folder` lists; [] if no rank map has been written."""
     try:
-        found = json.loads(read_tail_text(folder / RANK_MAP))["ranks"]
+        entries = json.loads(read_tail_text(folder / RANK_MAP))["ranks"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
-    return [entry for entry in found if isinstance(entry, dict)]
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def task_of_rank(folder: Path, rank: int) -> int:
-    """The task that is this rank; without a rank map launchers' order holds."""
+    """Return the task that is this rank; without a rank map, the same number."""
     return next((int(entry["process"]) for entry in read_rank_entries(folder) if entry["rank"] == rank), rank)
 
 
 def rank_of_task(folder: Path, task: int) -> int:
-    """The rank that a task is."""
+    """Return the rank that a task is; without a rank map, the same number."""
     return next((int(entry["rank"]) for entry in read_rank_entries(folder) if entry["process"] == task), task)
 
 
@@ -164,14 +164,14 @@ def open_if_regular(path: Path) -> BinaryIO | None:
         return None
 
 
-def read_tail_text(path: Path, most: int = MAX_BYTES) -> str:
-    """Return the last `most` bytes of a file as text; "" if it cannot be read."""
+def read_tail_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the last `max_bytes` bytes of a file as text; "" if it cannot be read."""
     file = open_if_regular(path)
     if file is None:
         return ""
     with file:
         try:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            return file.read(most).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
+            return file.read(max_bytes).decode(errors="replace")
         except OSError:
             return ""

@@ -1,4 +1,7 @@
-"""From facts to a state: pure, and in one place. What a run says of its own end counts more than what Slurm says."""
+"""Decide the state of a run from the facts about it; pure functions, and the only place that decides.
+
+What a run says of its own end counts more than what Slurm says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _OUT_OF_MEMORY_CODE = 128 + SIGNAL_OUT_OF_MEMORY
 
 
 def decide_state(facts: RunFacts) -> RunStatus:
-    """The state of one point."""
+    """Decide the state of one point."""
     status = _decide_without_note(facts)
     if status.state is State.CANCELLED and facts.cancel_note:
         return replace(status, reason=": ".join(filter(None, (status.reason, facts.cancel_note))))
@@ -47,7 +50,7 @@ def _decide_without_note(facts: RunFacts) -> RunStatus:
 
 
 def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
-    """By srun or mpirun inside of a job, which tells little of the ranks."""
+    """Whether srun or mpirun inside of a job started the ranks; the job's state then says little about them."""
     return newest is not None and newest.begun is not None and newest.begun.launcher != "slurm"
 
 
@@ -57,7 +60,7 @@ def _with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
         return _status_without_record(facts, status)
     status = replace(status, job_id=record.job_id, nodes=record.nodes or status.nodes)
     state, result = from_slurm_state(record.state), facts.newest.result if facts.newest else None
-    began = any(it.begun is not None and it.begun.job_id == record.job_id for it in facts.attempts)
+    began = any(attempt.begun is not None and attempt.begun.job_id == record.job_id for attempt in facts.attempts)
     if state is State.UNKNOWN:
         return replace(status, reason=f"Slurm calls it {record.state}")
     if state.waiting:
@@ -80,19 +83,23 @@ def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
 
 
 def _relevant_record(facts: RunFacts) -> JobRecord | None:
-    """The record that matters: of a chain's the one that runs, else the next one, else that of the newest attempt."""
-    for wanted in (State.RUNNING, State.REQUEUED, State.PENDING):
+    """Return the record of the job that runs, else of the next one of the chain, else of the newest attempt's."""
+    for state in (State.RUNNING, State.REQUEUED, State.PENDING):
         for record in facts.records:
-            if from_slurm_state(record.state) is wanted:
+            if from_slurm_state(record.state) is state:
                 return record
     newest = facts.newest
     job = newest.begun.job_id if newest and newest.begun else None
-    return next((it for it in facts.records if it.job_id == job), facts.records[-1] if facts.records else None)
+    return next(
+        (record for record in facts.records if record.job_id == job), facts.records[-1] if facts.records else None
+    )
 
 
 def _earlier_job_started(facts: RunFacts) -> bool:
     """Whether an earlier job of the chain has begun."""
-    return len(facts.jobs) > 1 and any(it.begun and it.begun.job_id in facts.jobs for it in facts.attempts)
+    return len(facts.jobs) > 1 and any(
+        attempt.begun and attempt.begun.job_id in facts.jobs for attempt in facts.attempts
+    )
 
 
 def _status_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
@@ -102,7 +109,7 @@ def _status_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
 def _status_of_ended_job(
     facts: RunFacts, status: RunStatus, record: JobRecord, result: AttemptResult | None
 ) -> RunStatus:
-    """Slurm says that the job has ended; why it did so the run may know better."""
+    """Return the status of a job that Slurm says has ended; the run may know better why."""
     state = from_slurm_state(record.state)
     code = result.exit_code if result else record.exit_code or None  # Slurm's 0 says only that no code is known
     status = replace(status, state=state, exit_code=code)
@@ -117,26 +124,26 @@ def _status_of_ended_job(
 
 
 def _reason_of_end(facts: RunFacts, result: AttemptResult | None, record: JobRecord) -> str:
-    said = facts.failure or (result.why if result else "")
+    reported = facts.failure or (result.why if result else "")
     state = from_slurm_state(record.state)
     if state is not State.FAILED:
         reason = record.reason or ("TimeLimit" if record.state == "TIMEOUT" else "")  # accounting may keep none
         if reason.startswith("RaisedSignal") and record.exit_code:
             reason = describe_exit(record.exit_code, record.nodes)
-        return ": ".join(filter(None, (reason, said))) or state.lower()
-    if said:
-        return said
+        return ": ".join(filter(None, (reason, reported))) or state.lower()
+    if reported:
+        return reported
     code = record.exit_code
     return f"{describe_exit(code, record.nodes)}; it left no result" if code else record.reason
 
 
 def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """Slurm knows nothing, or says nothing."""
+    """Return the status of a job that Slurm does not know, or about which it does not answer."""
     result = facts.newest.result if facts.newest else None
     if result is not None and not result.goes_on:
         return _status_of_result(facts, status, result)
-    if facts.silent is not None:
-        return replace(status, reason=facts.silent)
+    if facts.slurm_error is not None:
+        return replace(status, reason=facts.slurm_error)
     if facts.cancelled:
         return replace(status, state=State.CANCELLED, reason=_CANCELLED_REASON)
     if facts.newest is None:
@@ -152,7 +159,7 @@ def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
 
 
 def _status_of_result(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
-    """An attempt that told its own end."""
+    """Return the status of an attempt that recorded its own end."""
     status = replace(status, exit_code=result.exit_code)
     if result.then == "cancel":
         return replace(status, state=State.CANCELLED, reason=result.why)
@@ -178,14 +185,14 @@ def _reason_of_result(result: AttemptResult) -> str:
 
 
 def _state_while_completing(word: str, reason: str) -> State:
-    """Why Slurm was ending a job while its script still ran: a job that only fails is RUNNING until its script ends."""
+    """Return why Slurm ended a job whose script still ran. A job that only fails is RUNNING until its script ends."""
     if word != "COMPLETING":
         return from_slurm_state(word)
     return {"TimeLimit": State.TIMEOUT, "OutOfMemory": State.OUT_OF_MEMORY}.get(reason, State.CANCELLED)
 
 
 def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """A run without Slurm, or started by hand inside of a job."""
+    """Return the status of a run without Slurm, or started by hand inside of a job."""
     newest = facts.newest
     if newest is None:
         return _status_not_started(facts, status)
@@ -200,13 +207,15 @@ def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     if facts.alive is False:
         return replace(status, state=State.FAILED, reason="the process that held the ranks was killed")
     host = newest.begun.host
-    if facts.seen is not None and facts.seen < _SIGN_OF_LIFE_SECONDS:
-        return replace(status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seen:.0f} s ago")
+    if facts.seconds_since_sign is not None and facts.seconds_since_sign < _SIGN_OF_LIFE_SECONDS:
+        return replace(
+            status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seconds_since_sign:.0f} s ago"
+        )
     return replace(status, reason=f"runs or ran on {host}; ask there")
 
 
 def _status_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
-    """Of a sweep on this machine, a point whose turn has not come."""
+    """Return the status of a point of a sweep on this machine that has not started."""
     if facts.point.placed is None or facts.alive is None:
         return replace(status, reason="it never started")
     if facts.alive:

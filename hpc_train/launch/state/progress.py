@@ -40,8 +40,8 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     if age is None:
         return status
     quiet = _is_quiet(age, _float_or_none(last.get("step_seconds")))
-    said = f"no step for {format_age(age)}"
-    reason = ": ".join(filter(None, (status.reason, said))) if quiet else status.reason
+    text = f"no step for {format_age(age)}"
+    reason = ": ".join(filter(None, (status.reason, text))) if quiet else status.reason
     return replace(status, seconds_since_step=round(age, 1), reason=reason)
 
 
@@ -81,19 +81,19 @@ _RARE_VALUES = ("validation_loss", "noise_scale")
 
 
 def read_final_values(path: Path) -> dict[str, Any]:
-    """The last whole line, and of the values that not every step has the last ones; {} without any line."""
-    found: dict[str, Any] = {}
+    """Return the last whole line, with the newest of the values that only some steps have; {} without any line."""
+    values: dict[str, Any] = {}
     for record in _lines_from_end(path):
-        if not found:
-            found = record
-        found |= {name: record[name] for name in _RARE_VALUES if name in record and name not in found}
-        if all(name in found for name in _RARE_VALUES):
+        if not values:
+            values = record
+        values |= {name: record[name] for name in _RARE_VALUES if name in record and name not in values}
+        if all(name in values for name in _RARE_VALUES):
             break
-    return found
+    return values
 
 
 def find_best_value(path: Path, metric: str) -> float | None:
-    """The lowest value of all steps (the highest of what is better when it is high); None if no step has it."""
+    """Return the lowest value of all steps, or the highest where higher is better; None if no step has it."""
     opened = open_if_regular(path)
     if opened is None:
         return None
@@ -117,12 +117,12 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def is_higher_better(metric: str) -> bool:
-    """Speeds, not losses."""
+    """Whether a metric is a speed, not a loss."""
     return metric.endswith("per_second") or metric == "mfu"
 
 
 def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines, the last one first."""
+    """Yield the whole lines of a file, the last one first."""
     opened = open_if_regular(path)
     if opened is None:
         return
@@ -141,9 +141,9 @@ def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """{} for a line that a crash has torn off."""
+    """Parse one line; {} for a line that a crash has torn off."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and "step" in found else {}
+    return record if isinstance(record, dict) and "step" in record else {}

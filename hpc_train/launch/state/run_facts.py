@@ -1,4 +1,4 @@
-"""Everything that is known of a point before anybody says what it means: its own files, then Slurm's answers."""
+"""Gather all facts about a point before its state is decided: its own files first, then Slurm's answers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LOG_TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One point, seen at one moment."""
+    """The facts about one point at one moment."""
 
     point: RunPoint
     attempts: tuple[Attempt, ...] = ()
     jobs: tuple[str, ...] = ()
     """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
     failure: str = ""
-    """What the newest attempt's failure event says."""
+    """Reason in the newest attempt's failure event."""
     cancelled: bool = False
     """Whether `hpc-train cancel` was asked for one of `jobs`, or for the newest attempt of a run without Slurm."""
     steps: int | None = None
@@ -40,34 +40,38 @@ class RunFacts:
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
-    seen: float | None = None
+    seconds_since_sign: float | None = None
     """Seconds since anything of the run was written; of runs on another machine."""
     records: tuple[JobRecord, ...] = ()
-    """What Slurm says of `jobs`."""
-    silent: str | None = None
+    """Slurm's records of `jobs`."""
+    slurm_error: str | None = None
     """Why Slurm could not be asked."""
 
     @property
     def newest(self) -> Attempt | None:
-        """The newest attempt of the last submission (of a run without Slurm: of all)."""
-        mine = [it for it in self.attempts if not self.jobs or it.begun is None or it.begun.job_id in self.jobs]
-        return mine[-1] if mine else None
+        """Return the newest attempt of the last submission; without Slurm, the newest of all."""
+        attempts = [
+            attempt
+            for attempt in self.attempts
+            if not self.jobs or attempt.begun is None or attempt.begun.job_id in self.jobs
+        ]
+        return attempts[-1] if attempts else None
 
 
 def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
-    """The facts of all points, with one poll for all of them that have not told their own end.
+    """Gather the facts of all points, with one poll for all that have not recorded their own end.
 
-    A run whose job Slurm does not know may have ended just now: its files are read again.
+    The files of a run whose job Slurm does not know are read again: it may have ended just now.
     """
     first = [read_files(point) for point in points]
     polled = poll_jobs(_open_jobs(first), ask)
-    found = []
+    complete = []
     for facts in first:
         records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
         if facts.jobs and not _has_ended(facts) and any(_is_over(record) for record in records or (None,)):
             facts = read_files(facts.point)
-        found.append(replace(facts, records=records, silent=polled.silent))
-    return found
+        complete.append(replace(facts, records=records, slurm_error=polled.slurm_error))
+    return complete
 
 
 def _is_over(record: JobRecord | None) -> bool:
@@ -75,7 +79,7 @@ def _is_over(record: JobRecord | None) -> bool:
 
 
 def read_files(point: RunPoint) -> RunFacts:
-    """The facts that the run itself has left."""
+    """Read the facts that the run itself has left."""
     attempts = read_attempts(point.run)
     events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
     facts = RunFacts(point, attempts, _latest_jobs(attempts, events))
@@ -92,12 +96,12 @@ def read_files(point: RunPoint) -> RunFacts:
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),
         alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
-        seen=_seconds_since_sign(point.run),
+        seconds_since_sign=_seconds_since_sign(point.run),
     )
 
 
 def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
-    """What the batch script has recorded; else what the ranks have left."""
+    """Return the failure that the batch script has recorded, else the first one that the ranks have left."""
     for event in events:
         if event["event"] == "failure" and event["attempt"] == newest.number:
             return str(event.get("why", ""))
@@ -106,22 +110,22 @@ def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
 
 
 def _seconds_since_sign(run: Path) -> float | None:
-    """Seconds since a step was recorded or a heart beat; the clock of the file server may be another one."""
+    """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
     return max(0.0, time.time() - max(times)) if times else None
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """Whole lines of events.jsonl."""
-    found = []
+    """Read the whole lines of events.jsonl."""
+    events = []
     for line in read_tail_text(run / "events.jsonl").splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _is_number(value: Any) -> bool:
@@ -129,7 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Those of the last submission, unless something else has begun to run here since."""
+    """Return the jobs of the last submission, or of what has begun to run here since."""
     submits = [event for event in events if event["event"] == "submit"]
     last = submits[-1] if submits else None
     jobs = tuple(str(job) for job in last.get("job_ids") or [last["job_id"]]) if last else ()
@@ -149,8 +153,8 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
 
 
 def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:
-    found = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
-    return found[-1] if found and type(found[-1]) is int else None
+    totals = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
+    return totals[-1] if totals and type(totals[-1]) is int else None
 
 
 def _ending_in_log(facts: RunFacts) -> State | None:
@@ -171,14 +175,14 @@ def _ending_in_log(facts: RunFacts) -> State | None:
 
 
 def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
-    mine = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
-    return next((str(event["why"]) for event in reversed(mine) if event.get("why")), "")
+    cancels = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
+    return next((str(event["why"]) for event in reversed(cancels) if event.get("why")), "")
 
 
 def _has_ended(facts: RunFacts) -> bool:
-    """Whether the run says itself that it has come to its end, so that nobody need be asked."""
+    """Whether the run has recorded that it is done, so that Slurm need not be asked."""
     return facts.newest is not None and facts.newest.result is not None and facts.newest.result.done
 
 
 def _open_jobs(facts: Iterable[RunFacts]) -> list[str]:
-    return [job for it in facts if not _has_ended(it) for job in it.jobs]
+    return [job for run in facts if not _has_ended(run) for job in run.jobs]

@@ -1,4 +1,4 @@
-"""RUN on the command line: a run directory, a sweep directory, or a job id. A sweep is a list of runs."""
+"""Resolve RUN of the command line: a run directory, a sweep directory, or a job id. A sweep is a list of runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _JOB_ID = re.compile(r"\d{1,12}(_\d{1,7})?")
 
 @dataclass(frozen=True)
 class RunPoint:
-    """One run: of a sweep its point, else the one there is."""
+    """One run: a point of a sweep, or a run of its own."""
 
     name: str
     run: Path
     """Run directory; that of a point is made when it begins."""
     sweep: SweepDirectory | None = None
     placed: sweep_directory.PointPlacement | None = None
-    """Of a sweep's point: where it was last sent to."""
+    """The job to which a sweep's point was last sent."""
     cancels: tuple[tuple[str, float], ...] = ()
     """(job, time) of each cancellation that was asked for while it waited."""
 
@@ -37,17 +37,17 @@ class RunPoint:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What the sweep's ledger says of it, as events.jsonl would."""
-        found: list[dict[str, Any]] = []
+        """Return what the sweep's ledger says of it, in the form of events.jsonl."""
+        events: list[dict[str, Any]] = []
         if self.placed and self.placed.job:
-            found.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
+            events.append({"event": "submit", "time": self.placed.time, "attempt": -1, "job_id": self.placed.job})
         for job, time in self.cancels:
-            found.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
-        return found
+            events.append({"event": "cancel", "time": time, "attempt": -1, "job_id": job})
+        return events
 
     @property
     def job_logs(self) -> Path:
-        """Where the batch script's own words are."""
+        """Folder of what the batch scripts print."""
         return self.sweep.logs if self.sweep else self.run / "logs"
 
 
@@ -57,12 +57,12 @@ def is_run_directory(path: Path) -> bool:
 
 
 def is_job_id(name: str) -> bool:
-    """Whether it is Slurm's name of a job, and of no directory here."""
+    """Whether this is an id of a Slurm job, and not the name of a directory here."""
     return bool(_JOB_ID.fullmatch(name)) and not Path(name).is_dir()
 
 
 def find_points(name: str, ask: RunClient) -> list[RunPoint]:
-    """The points that `name` stands for, in order. Raises UserError, one line, if it is nothing that we know."""
+    """Return the points that `name` stands for, in order. Raises UserError, one line, if it is no run, sweep or job."""
     path = Path(name).expanduser().absolute()
     if sweep := find_sweep(path):
         return points_of_sweep(sweep) if path == sweep.path else [_point_of_sweep(sweep, path)]
@@ -74,7 +74,7 @@ def find_points(name: str, ask: RunClient) -> list[RunPoint]:
 
 
 def points_of_sweep(sweep: SweepDirectory) -> list[RunPoint]:
-    """All points of a sweep, those that have not begun too."""
+    """Return all points of a sweep, including those that have not begun."""
     events = sweep_directory.read_ledger(sweep.ledger)
     placed, cancels = sweep_directory.latest_placements(events), sweep_directory.find_cancellations(events)
     return [
@@ -84,7 +84,7 @@ def points_of_sweep(sweep: SweepDirectory) -> list[RunPoint]:
 
 
 def require_single(points: Sequence[RunPoint], name: str) -> RunPoint:
-    """The only point, for commands that take one run."""
+    """Return the only point, for commands that take one run. Raises UserError if there are several."""
     if len(points) == 1:
         return points[0]
     raise UserError(f"{name}: a sweep of {len(points)} points; give one of them, such as {points[0].run}")
@@ -109,16 +109,16 @@ def _points_in_directory(path: Path) -> list[RunPoint]:
 
 
 def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
-    """Slurm knows where a job's log and its script are: in folders of its run or sweep directory."""
-    said = ask(slurm_cli.scontrol_command(job_id))
-    if said.code != 0:
-        known = "Slurm does not know it (any more)" if UNKNOWN_JOB in said.err else said.reason
-        raise UserError(f"job {job_id}: {known}; give its run directory")
-    shown = [slurm_cli.parse_scontrol_fields(line) for line in said.out.splitlines() if line.startswith("JobId=")]
+    """Find a job's run by asking Slurm where its log and its script are: in folders of its run or sweep directory."""
+    answer = ask(slurm_cli.scontrol_command(job_id))
+    if answer.code != 0:
+        why = "Slurm does not know it (any more)" if UNKNOWN_JOB in answer.err else answer.reason
+        raise UserError(f"job {job_id}: {why}; give its run directory")
+    shown = [slurm_cli.parse_scontrol_fields(line) for line in answer.out.splitlines() if line.startswith("JobId=")]
     files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
     places = dict.fromkeys(place for file in files for place in file.parents[1:2])
-    if found := _points_of_array(job_id, filter(None, map(find_sweep, places))):
-        return found
+    if points := _points_of_array(job_id, filter(None, map(find_sweep, places))):
+        return points
     runs = [place for place in places if is_run_directory(place)]
     if not runs:
         where = shown[0].get("WorkDir", "an unknown folder") if shown else "an unknown folder"
@@ -127,10 +127,10 @@ def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
 
 
 def _points_of_array(job_id: str, sweeps: Iterable[SweepDirectory]) -> list[RunPoint]:
-    """The points of an array, `12`, or of its element, `12_3`, that it is still the last job of."""
+    """Return the points whose last job is the array `12`, or its element `12_3`."""
 
-    def mine(point: RunPoint) -> bool:
+    def belongs(point: RunPoint) -> bool:
         job = point.placed.job if point.placed and point.placed.job else ""
         return job == job_id or job.startswith(f"{job_id}_")
 
-    return [point for sweep in sweeps for point in points_of_sweep(sweep) if mine(point)]
+    return [point for sweep in sweeps for point in points_of_sweep(sweep) if belongs(point)]

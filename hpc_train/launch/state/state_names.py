@@ -1,4 +1,4 @@
-"""The states of a run, which of Slurm's states is which, and exit codes and signals in plain words."""
+"""The states of a run, Slurm's states in terms of them, and exit codes and signals in plain words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """All there are."""
+    """The state of a run."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -27,18 +27,18 @@ class State(StrEnum):
 
     @property
     def waiting(self) -> bool:
-        """Not started, or to be started again."""
+        """Whether it has not started, or is to be started again."""
         return self in (State.PENDING, State.REQUEUED)
 
     @property
     def ended(self) -> bool:
-        """Nothing more will happen by itself."""
+        """Whether nothing more will happen by itself."""
         return self not in (State.PENDING, State.RUNNING, State.REQUEUED, State.UNKNOWN)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One point of a sweep, or the one of a single run."""
+    """The state and the progress of one point of a sweep, or of a single run."""
 
     point: str
     job_id: str | None
@@ -60,10 +60,10 @@ class RunStatus:
     """Seconds since the last step of a running run, or since its attempt began."""
 
     warnings: tuple[str, ...] = ()
-    """What ranks of the newest attempt have warned of, each text once."""
+    """Warnings of the newest attempt's ranks, each text once."""
 
     def row(self) -> dict[str, Any]:
-        """As `hpc-train status --json` prints it."""
+        """Return the fields as `hpc-train status --json` prints them."""
         return {**asdict(self), "state": str(self.state), "nodes": list(self.nodes), "warnings": list(self.warnings)}
 
 
@@ -102,7 +102,7 @@ _FROM_SLURM = {
 
 
 def from_slurm_state(word: str) -> State:
-    """Our word for one of Slurm's, also as sacct has it (`CANCELLED by 1000`, `CANCELLED+`); UNKNOWN for a new one."""
+    """Translate Slurm's word for a state, also sacct's `CANCELLED by 1000` and `CANCELLED+`; UNKNOWN for a new one."""
     return _FROM_SLURM.get(word.split(" ")[0].split(",")[0].rstrip("+"), State.UNKNOWN)
 
 
@@ -168,11 +168,11 @@ def _describe_signal(number: int, nodes: Sequence[str]) -> str:
 
 def parse_ending(text: str) -> State | None:
     """Parse what slurmstepd and srun wrote into the log about the job's end; None if they wrote nothing."""
-    found = [match["why"] for match in _CANCELLED.finditer(text)] or [
+    reasons = [match["why"] for match in _CANCELLED.finditer(text)] or [
         line for line in text.splitlines() if "slurmstepd: error:" in line or "srun: error:" in line
     ]
-    for said in reversed(found):
+    for reason in reversed(reasons):
         for words, state in _ENDINGS:
-            if words in said:
+            if words in reason:
                 return state
     return None

@@ -1,4 +1,4 @@
-"""From the points of a sweep to job arrays: one for each resource shape, split where the site allows no larger one.
+"""Turn the points of a sweep into job arrays: one for each resource shape, or several where the site limits their size.
 
 launch.parallel_points is shared out over the arrays. The batch script of an array lets each element find its
 point, or the points that share its nodes (launch.points_per_job), in the frozen list.
@@ -14,13 +14,11 @@ from pathlib import Path
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.slurm import batch_script
-from hpc_train.launch.slurm.containers import make_container
+from hpc_train.launch.slurm.containers import Container, make_container
 from hpc_train.launch.slurm.request import JobRequest, make_request, node_count
 from hpc_train.launch.slurm.slurm_cli import split_evenly
 from hpc_train.launch.snapshot.code_snapshot import Snapshot
-from hpc_train.launch.state.attempts import ATTEMPT_MARKER, RESULT_MARKER
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.training.run_directory import RunDirectory
 
@@ -36,9 +34,9 @@ class JobArray:
     elements: tuple[tuple[str, ...], ...]
     """The points of each element."""
     config: RunConfig
-    """Of the job, for a look at its partition."""
+    """The config of the job, to check its partition."""
     ranks: int
-    """Of one point."""
+    """Number of ranks of one point."""
     packed: bool = False
     """Whether its elements have room for several points."""
     behind: int | None = None
@@ -57,9 +55,9 @@ class _ResourceShape:
     """Points that ask for the same."""
 
     config: RunConfig
-    """Of one point, with the CPUs that it has in its job."""
+    """The config of one point, with the CPUs that it has in its job."""
     job: RunConfig
-    """Of the whole job: the same, but where points share one."""
+    """The config of the whole job; it differs from `config` where points share a job."""
     base: JobRequest
     points: tuple[str, ...]
 
@@ -68,19 +66,19 @@ def make_arrays(
     points: Sequence[FrozenPoint],
     folder: SweepDirectory,
     code: Snapshot | None,
-    most: int,
+    max_elements: int,
     config_of: Callable[[FrozenPoint], RunConfig],
 ) -> list[JobArray]:
-    """The arrays that run these points, of at most `most` elements each. Raises UserError naming the first bad point.
+    """Group points into arrays of at most `max_elements` elements. Raises UserError naming the first bad point.
 
-    config_of is asked only once for points whose settings for Slurm are the same.
+    config_of is called only once for points whose settings for Slurm are the same.
     """
     shapes = _group_by_shape(points, folder, code, config_of)
     launch = shapes[0].config.launch
     parts = [
         (shape, [shape.points[index] for index in part])
         for shape in shapes
-        for part in _split_shape(len(shape.points), launch.points_per_job, most)
+        for part in _split_shape(len(shape.points), launch.points_per_job, max_elements)
     ]
     elements = [_group_points(points, launch.points_per_job) for _, points in parts]
     limits = share_throttle(_max_running_jobs(launch.parallel_points, launch.points_per_job), list(map(len, elements)))
@@ -89,18 +87,18 @@ def make_arrays(
     ]
 
 
-def share_throttle(most: int | None, sizes: Sequence[int]) -> list[tuple[int | None, int | None]]:
-    """(elements that run at a time, array that has to end first) of each array, so that never more than `most` run.
+def share_throttle(limit: int | None, sizes: Sequence[int]) -> list[tuple[int | None, int | None]]:
+    """Return how many elements of each array run at a time, and which array it waits for; at most `limit` run.
 
-    The arrays share it, by their sizes, and each has at least one; where there are more arrays than that, one follows
-    another. None: no limit.
+    The arrays share the limit by their sizes, and each has at least one; where there are more arrays than that, one
+    follows another. None: no limit.
     """
-    if most is None:
+    if limit is None:
         return [(None, None)] * len(sizes)
-    if most < len(sizes):
-        return [(1, index - most if index >= most else None) for index in range(len(sizes))]
+    if limit < len(sizes):
+        return [(1, index - limit if index >= limit else None) for index in range(len(sizes))]
     shares = [1] * len(sizes)
-    for _ in range(most - len(sizes)):
+    for _ in range(limit - len(sizes)):
         needy = max(range(len(sizes)), key=lambda index: sizes[index] / shares[index])
         if shares[needy] >= sizes[needy]:
             break
@@ -119,9 +117,9 @@ def _max_running_jobs(parallel: int | None, per_job: int) -> int | None:
     return parallel // per_job
 
 
-def _split_shape(points: int, per_job: int, most: int) -> list[range]:
-    """Of the points of one shape: whole elements, at most `most` of them a part."""
-    jobs = split_evenly(-(-points // per_job), most)
+def _split_shape(points: int, per_job: int, max_elements: int) -> list[range]:
+    """Split the points of one shape into parts of whole elements, at most `max_elements` of them a part."""
+    jobs = split_evenly(-(-points // per_job), max_elements)
     return [range(part.start * per_job, min(part.stop * per_job, points)) for part in jobs]
 
 
@@ -136,13 +134,13 @@ def _group_by_shape(
     config_of: Callable[[FrozenPoint], RunConfig],
 ) -> list[_ResourceShape]:
     alike: dict[str, _ResourceShape] = {}
-    found: dict[str, list[_ResourceShape]] = {}
+    groups: dict[str, list[_ResourceShape]] = {}
     for point in points:
         key = json.dumps([point.spec.config.get(name) for name in _RESOURCE_SECTIONS], sort_keys=True)
         if key not in alike:
             alike[key] = _shape_of_point(point, config_of(point), folder, code)
-        found.setdefault(repr(_request_key(alike[key].base)), []).append(replace(alike[key], points=(point.id,)))
-    return [replace(same[0], points=tuple(it.points[0] for it in same)) for same in found.values()]
+        groups.setdefault(repr(_request_key(alike[key].base)), []).append(replace(alike[key], points=(point.id,)))
+    return [replace(same[0], points=tuple(shape.points[0] for shape in same)) for same in groups.values()]
 
 
 def _request_key(request: JobRequest) -> object:
@@ -162,7 +160,7 @@ def _shape_of_point(
 
 
 def _shared_job_config(config: RunConfig) -> RunConfig:
-    """The job that launch.points_per_job such points share: on the nodes of one, so many times its ranks a node."""
+    """Return the config of the job that launch.points_per_job points share: one's nodes, all ranks."""
     count, cluster, node = config.launch.points_per_job, config.cluster, config.cluster.node
     ranks = cluster.ranks_per_node
     asked = f"launch.points_per_job={count}"
@@ -183,13 +181,16 @@ def _shared_job_config(config: RunConfig) -> RunConfig:
 
 
 def _config_of_part(config: RunConfig, job: RunConfig) -> RunConfig:
-    """One point's part of the job: its ranks, their CPUs (1: whatever the node turns out to have), a GPU for each."""
+    """Return one point's part of the job: its ranks, their CPUs, and a GPU for each.
+
+    node.cpus is 1: what the node turns out to have is shared out in the job.
+    """
     node, cpus = config.cluster.node, batch_script.cpus_per_rank(job)
     gpus = config.cluster.ranks_per_node if node.gpus else 0
-    mine = replace(node, ranks=config.cluster.ranks_per_node, gpus=gpus, cpus=1)
+    part = replace(node, ranks=config.cluster.ranks_per_node, gpus=gpus, cpus=1)
     return replace(
         config,
-        cluster=replace(config.cluster, nodes=job.cluster.nodes, node=mine),
+        cluster=replace(config.cluster, nodes=job.cluster.nodes, node=part),
         launch=replace(config.launch, cpus_per_rank=cpus),
     )
 
@@ -220,64 +221,64 @@ ArrayElements = Sequence[Sequence[str]]
 
 
 def array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> JobRequest:
-    """`base`, which is of one of the points as if it were alone, for an array with one point an element."""
-    setup = base.parameters["setup"]
-    assert setup[0].startswith("run=")
-    lines = [*_point_list_lines(sweep, elements), 'point="${points[$SLURM_ARRAY_TASK_ID]}"', *_ENTER_LINES, *setup[1:]]
-    return _replace_parameters(base, setup=[*lines, *_begin_lines(config, '"$point"')])
+    """Return the request for an array with one point an element. base: of one of its points, as if it were alone."""
+    setup = [
+        *_setting_lines(base, config, sweep, elements),
+        batch_script.shell_functions(),
+        'point="${points[$SLURM_ARRAY_TASK_ID]}"',
+        'enter_point "$point"',
+        "begin_run",
+        *batch_script.setup_lines(config),
+        *_make_container(base, config, sweep).before,
+        'freeze_points "$point"',
+    ]
+    return replace(base, parameters={**base.parameters, "setup": setup})
 
 
 def packed_array_request(
     base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements, size: int
 ) -> JobRequest:
-    """The same with up to `size` points an element, each a job step of its own beside the others.
+    """Return the request for an array with up to `size` points an element, each a job step beside the others.
 
     base: for all of them together. config: of one of them, with the CPUs that it has there.
     """
-    folder = RunDirectory(sweep, sweep / "checkpoints")
-    container = make_container(config, folder, base.code.path if base.code else None)
-    step = batch_script.srun_line(config, container, _share_options(base, config, size))
+    container = _make_container(base, config, sweep)
     setup = [
-        *_point_list_lines(sweep, elements),
-        *batch_script.SHELL_FUNCTIONS,
-        *_PACK_FUNCTIONS,
-        *batch_script.JOB_ID_LINES,
-        'doing="" why="" then="" state="" stopped=""',
-        "runs=() open=() begun=() attempts=()",
-        "for point in ${points[$SLURM_ARRAY_TASK_ID]}; do",
-        *_indent(
-            [
-                *_ENTER_LINES,
-                'runs+=("$run")',
-                "over && continue",
-                *batch_script.ATTEMPT_LINES,
-                batch_script.MARK_STARTED_LINE,
-            ]
-        ),
-        '  open+=("$point") begun+=("$run") attempts+=("$attempt")',
-        "done",
-        "trap 'code=$?; each result \"$code\"' EXIT",
-        "# The ranks save and stop at these signals; this shell has to outlive them to requeue the job.",
-        "trap : TERM USR2",
-        "finish() {",
-        *_indent(_pack_end_lines()),
+        *_setting_lines(base, config, sweep, elements),
+        f"hpc_points_per_job={size} hpc_ranks_per_node={size * config.cluster.ranks_per_node}",
+        batch_script.shell_functions(),
+        "start_ranks() {",
+        f"  {batch_script.srun_line(config, container, _share_options(base, config, size))}",
         "}",
-        '[ "${#open[@]}" -gt 0 ] || finish',
-        *batch_script.setup_lines(config, base.code.python_path if base.code else ()),
+        # shell words: the ids of an element, which have neither spaces nor patterns
+        "begin_points ${points[$SLURM_ARRAY_TASK_ID]}",
+        *batch_script.setup_lines(config),
         *container.before,
-        *_begin_lines(config, '"${open[@]}"'),
-        f"cpus=$((${{SLURM_CPUS_ON_NODE:-1}} / {size * config.cluster.ranks_per_node}))",
-        '[ "$cpus" -gt 0 ] || cpus=1',
-        f'{_CPU_LIST_VARIABLE}="$(sed -n "s/^Cpus_allowed_list:[[:space:]]*//p" /proc/self/status)"',
-        "beside() (",
-        *_indent(_packed_point_lines(config, size, step)),
-        ")",
+        'freeze_points "${open[@]}"',
     ]
-    return _replace_parameters(base, setup=setup, command=_LAUNCH_LINE, teardown=["finish"])
+    parameters = {**base.parameters, "setup": setup, "teardown": ["finish_points"]}
+    return replace(base, command="run_points", parameters=parameters)
+
+
+def _setting_lines(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> list[str]:
+    """Return the assignments that batch.sh reads. The ids of points are letters, digits, dots and dashes."""
+    begin = batch_script.python_command(config, False, "-m", "hpc_train.launch.sweep.point_entrypoint")
+    return [
+        f"sweep={shlex.quote(str(sweep))}",
+        "points=(",
+        *(f"  '{' '.join(points)}'" for points in elements),
+        ")",
+        *batch_script.setting_lines(config, base.code.python_path if base.code else ()),
+        f"hpc_begin_points=({shlex.join(begin)})",
+    ]
+
+
+def _make_container(base: JobRequest, config: RunConfig, sweep: Path) -> Container:
+    return make_container(config, RunDirectory(sweep, sweep / "checkpoints"), base.code.path if base.code else None)
 
 
 def _share_options(base: JobRequest, config: RunConfig, size: int) -> list[str]:
-    """srun's options for the part that one of `size` points has of the job: as many nodes, its ranks, CPUs and GPUs."""
+    """Return srun's options for one of `size` points: all nodes of the job, its own ranks, CPUs and GPUs."""
     ranks, node = config.cluster.ranks_per_node, config.cluster.node
     options = ["--exact", f"--nodes={base.nodes}", f"--ntasks={base.nodes * ranks}", f"--ntasks-per-node={ranks}"]
     if not batch_script.cpus_per_rank(config):
@@ -289,97 +290,3 @@ def _share_options(base: JobRequest, config: RunConfig, size: int) -> list[str]:
     # A step that does not say asks for the memory of the whole job, and the next one then waits for it.
     options.append(f"${{SLURM_MEM_PER_NODE:+--mem=$((SLURM_MEM_PER_NODE / {size}))M}}")
     return [*options, '--job-name="$point"']
-
-
-def _replace_parameters(base: JobRequest, command: str | None = None, **parameters: list[str]) -> JobRequest:
-    return JobRequest(
-        base.nodes,
-        base.ranks_per_node,
-        base.command if command is None else command,
-        {**base.parameters, **parameters},
-        base.chain,
-        base.export,
-        base.code,
-    )
-
-
-def _point_list_lines(sweep: Path, elements: ArrayElements) -> list[str]:
-    """Ids are of letters, digits, dots and dashes."""
-    return [
-        f"sweep={shlex.quote(str(sweep))}",
-        "points=(",
-        *(f"  '{' '.join(points)}'" for points in elements),
-        ")",
-    ]
-
-
-_ENTER_LINES = (
-    'run="$sweep/points/$point"',
-    '[ ! -d "$sweep/points" ] || { mkdir -p -m 700 "$run" && mkdir -p "$run/logs"; }',
-)
-"""Nothing is made where the sweep's directory cannot be seen, which the next lines tell."""
-
-
-def _begin_lines(config: RunConfig, points: str) -> list[str]:
-    """Their job.json and config.yaml, from the frozen ones of the sweep."""
-    begin = shlex.join(batch_script.python_command(config, False, "-m", "hpc_train.launch.sweep.point_entrypoint"))
-    return ['doing="the reading of points.jsonl"', f'{begin} "$sweep" {points} || exit $?', 'doing=""']
-
-
-_CPU_LIST_VARIABLE = "of_the_job"
-_PACK_FUNCTIONS = (
-    "# Whether this job has brought the point to its end before: it was requeued for its neighbours.",
-    "over() {",
-    '  local last; last="$(ls "$run/logs" | grep -Ex "[0-9]+" | sort -n | tail -n 1)"',
-    f'  [ -n "$last" ] && grep -q "\\"job_id\\": \\"$job\\"" '
-    f'"$run/logs/$last/{ATTEMPT_MARKER}" 2>/dev/null || return 1',
-    f'  [ -e "$run/logs/$last/{RESULT_MARKER}" ] && ! grep -q \'"then": "requeue"\' "$run/logs/$last/{RESULT_MARKER}"',
-    "}",
-    "each() {",
-    "  local index",
-    '  for index in "${!begun[@]}"; do',
-    '    run="${begun[index]}" attempt="${attempts[index]}"; logs="$run/logs/$attempt"; "$@"',
-    "  done",
-    "}",
-    "newest() {",
-    '  logs="$run/logs/$(ls "$run/logs" | grep -Ex "[0-9]+" | sort -n | tail -n 1)"',
-    "}",
-)
-"""each COMMAND: with `run`, `attempt` and `logs` of every point that begins now, one after the other."""
-
-
-def _packed_point_lines(config: RunConfig, size: int, step: str) -> list[str]:
-    """One point, in a shell of its own."""
-    return [
-        "trap : TERM USR2",
-        'point="${open[$1]}" run="${begun[$1]}" attempt="${attempts[$1]}"; logs="$run/logs/$attempt"',
-        "trap 'result $?' EXIT",
-        *batch_script.EXPORT_LINES,
-        f'export {SHARE_VARIABLE}="$1/{size}/${_CPU_LIST_VARIABLE}"',
-        step,
-        *batch_script.verdict_lines(config),
-        'exit "$code"',
-    ]
-
-
-_LAUNCH_LINE = 'for index in "${!open[@]}"; do beside "$index" & done; until wait; do [ $? -gt 128 ] || break; done'
-"""A signal ends `wait`, not those it waits for."""
-
-
-def _pack_end_lines() -> list[str]:
-    """One requeue if any of them has to go on; the exit code of the first that did not end well."""
-    return [
-        'code=0 requeue=""',
-        'for run in "${runs[@]}"; do',
-        "  newest",
-        f'  mine="$(sed -n \'s/.*"exit_code": \\([0-9]*\\).*/\\1/p\' "$logs/{RESULT_MARKER}" 2>/dev/null)"',
-        '  [ "$code" -ne 0 ] || code="${mine:-1}"',
-        f'  ! grep -q \'"then": "requeue"\' "$logs/{RESULT_MARKER}" 2>/dev/null || requeue=1',
-        "done",
-        '[ -z "$requeue" ] || scontrol requeue "$job"',
-        'exit "$code"',
-    ]
-
-
-def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in lines]

@@ -50,10 +50,10 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
     freezer = PointFreezer(folder, local_rank_count, _ranks_of_point)
     frozen = freeze_points(grid, composer, freezer)
     print_plans(freezer, frozen)
-    told = {"overrides": list(overrides), "swept": list(grid.keys)}
+    command = {"overrides": list(overrides), "swept": list(grid.keys)}
     with submission_transaction(folder.path):
         write_sweep_directory(folder, frozen.points)
-        sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **told)
+        sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command)
     print(f"{len(frozen.points)} points, sweep directory {folder.path}", flush=True)
     return run_points(folder, frozen.points, stop)
 
@@ -69,19 +69,19 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class MachineShare:
-    """What this machine has for points."""
+    """The resources of this machine, and the number of points that share them."""
 
     slots: int
     """Points at a time."""
     cores: int
     gpus: int
 
-    def threads(self, point: FrozenPoint) -> int:
-        """Of one rank."""
+    def threads_per_rank(self, point: FrozenPoint) -> int:
+        """Return the CPU threads of one rank."""
         return _launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
 
     def environment(self, slot: int, point: FrozenPoint) -> dict[str, str]:
-        """What tells the ranks of a point which part of this machine is theirs; of a single one, all of it is."""
+        """Return the variables that tell the ranks their part of this machine; {} where one point has all of it."""
         if self.slots == 1:
             return {}
         return {
@@ -91,9 +91,7 @@ class MachineShare:
 
 
 def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
-    """launch.parallel_points, else as many as have a core for every thread, and a GPU for every rank where there are
-    GPUs.
-    """
+    """Share this machine out: launch.parallel_points slots, or as many as its cores or GPUs are enough for."""
     cores, gpus = len(os.sched_getaffinity(0)), count_gpus()
     ranks = max(point.spec.ranks for point in points)
     threads = max(_launch_setting(point, "threads") or 1 for point in points)
@@ -107,14 +105,14 @@ def _launch_setting(point: FrozenPoint, name: str) -> int | None:
 
 
 def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest) -> int:
-    """Run these points; returns the exit code: 0 if all are done, 75 if they were stopped and have saved.
+    """Run these points, and return the exit code: 0 if all are done, 75 if they were stopped and have saved.
 
     The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
     kills them.
     """
-    own = os.getpid()
-    mine = {"process": own, "started": read_start_time(own) or "", "machine": identify_machine()}
-    sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **mine)
+    process = os.getpid()
+    identity = {"process": process, "started": read_start_time(process) or "", "machine": identify_machine()}
+    sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **identity)
     pool = _PointPool(folder, plan_slots(points), deque(points), stop)
     try:
         pool.run()
@@ -157,45 +155,45 @@ class _PointPool:
     """The points and where they are at."""
 
     folder: SweepDirectory
-    room: MachineShare
+    share: MachineShare
     waiting: deque[FrozenPoint]
     stop: StopRequest
     running: dict[int, _RunningPoint] = field(default_factory=dict)
-    """By slot."""
+    """Slot to the point that runs there."""
     done: int = 0
     failed: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        told = False
+        asked = False
         while self.running or self.waiting:
-            if self.stop.requested and not told:
-                told = True
+            if self.stop.requested and not asked:
+                asked = True
                 self._ask_to_stop()
             self._start()
-            for slot, it in list(self.running.items()):
-                ended = it.process.poll() is not None  # before reading, so that its last words are read
-                it.show_warnings()
+            for slot, running in list(self.running.items()):
+                ended = running.process.poll() is not None  # before reading, so that its last words are read
+                running.show_warnings()
                 if ended:
                     del self.running[slot]
-                    self._ended(it)
+                    self._ended(running)
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        for it in self.running.values():
+        for running in self.running.values():
             with suppress(ProcessLookupError):
-                os.killpg(it.process.pid, signal.SIGKILL)  # every controller began a session of its own
-            it.process.wait()
-            write_result_marker(it.run.logs(it.attempt), EXIT_KILLED)
+                os.killpg(running.process.pid, signal.SIGKILL)  # every controller began a session of its own
+            running.process.wait()
+            write_result_marker(running.run.logs(running.attempt), EXIT_KILLED)
 
     def _ask_to_stop(self) -> None:
         self.waiting.clear()
         if self.running:
             _print_message(f"{self.stop.signal_name}: asking {len(self.running)} points to save and stop")
-        for it in self.running.values():
-            it.process.send_signal(signal.SIGUSR2)
+        for running in self.running.values():
+            running.process.send_signal(signal.SIGUSR2)
 
     def _start(self) -> None:
-        for slot in range(self.room.slots):
+        for slot in range(self.share.slots):
             while self.waiting and slot not in self.running and not self.stop.requested:
                 self._begin(slot, self.waiting.popleft())
 
@@ -206,21 +204,23 @@ class _PointPool:
             self._tell_done(point)
             return
         attempt = make_attempt(run)
-        job = start_ranks(run, attempt, point.spec.ranks, self.room.threads(point), self.room.environment(slot, point))
+        job = start_ranks(
+            run, attempt, point.spec.ranks, self.share.threads_per_rank(point), self.share.environment(slot, point)
+        )
         assert job._process is not None
         self.running[slot] = _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
 
-    def _ended(self, it: _RunningPoint) -> None:
-        code = it.process.returncode
+    def _ended(self, running: _RunningPoint) -> None:
+        code = running.process.returncode
         code = 128 - code if code < 0 else code
-        logs = it.run.logs(it.attempt)
+        logs = running.run.logs(running.attempt)
         write_result_marker(logs, code)  # where the controller was killed it could not
         if code == EXIT_DONE:
-            self._tell_done(it.point)
+            self._tell_done(running.point)
         elif code != EXIT_REQUEUE:
-            self.failed.append(it.point.id)
+            self.failed.append(running.point.id)
             why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
-            _print_message(f"{it.point.id}: {why[0]}")
+            _print_message(f"{running.point.id}: {why[0]}")
 
     def _tell_done(self, point: FrozenPoint) -> None:
         self.done += 1

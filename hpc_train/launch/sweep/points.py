@@ -1,4 +1,4 @@
-"""From the overrides of `-m` to frozen points.
+"""Expand the overrides of `-m` into points, and freeze each of them.
 
 read_grid understands Hydra's own grammar (a,b  choice()  range()  glob()). Each combination is composed, planned
 and checked before anything is written or submitted. The id of a point is a hash of all that it was frozen with,
@@ -46,7 +46,7 @@ _NOT_SWEEPABLE = {
     "launch.points_per_job": "it is a setting of the whole sweep",
     "launch.chain": "it is a setting of single runs",
 }
-"""What one sweep has one of, and why."""
+"""Settings that are the same for all points of a sweep, and why."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """For a message."""
+        """Return a name for error messages."""
         return " ".join(self.swept) or "the only point"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations of values: of an override that is not swept there is one."""
+    """All combinations of values; an override that is not swept has one value."""
 
     values: tuple[tuple[str, ...], ...]
     """The override's words, `key=value` each, for every override in order."""
@@ -78,31 +78,31 @@ class Grid:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The swept keys, `optim.lr`."""
+        """Return the swept keys, such as `optim.lr`."""
         return tuple(self.values[axis][0].partition("=")[0].lstrip("+") for axis in self.axes)
 
     def __iter__(self) -> Iterator[Combination]:
-        """The last axis varies fastest, as in Hydra's own sweeper."""
+        """Yield every combination; the last axis varies fastest, as in Hydra's own sweeper."""
         for words in product(*self.values):
             yield Combination(words, tuple(words[axis] for axis in self.axes))
 
 
 def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
-    """The points that these overrides describe.
+    """Parse the overrides of a sweep into the grid of its points.
 
-    Raises UserError, in one line, for what cannot be read, for what has no points by itself (interval), and for what
-    one sweep has one of.
+    Raises UserError, in one line, for what cannot be parsed, for an interval, which has no points by itself, and for
+    settings of which a sweep has only one.
     """
     parser = OverridesParser.create(config_loader=_GroupOptions(config_dir))  # type: ignore[arg-type]
-    found: dict[str, tuple[tuple[str, ...], bool]] = {}
+    values: dict[str, tuple[tuple[str, ...], bool]] = {}
     for text in overrides:
         item = _parse_override(text, parser)
         _check_sweepable(item, text)
         # Of two for the same key the last one counts.
-        found[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
+        values[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
     grid = Grid(
-        tuple(words for words, _ in found.values()),
-        tuple(index for index, (_, swept) in enumerate(found.values()) if swept),
+        tuple(words for words, _ in values.values()),
+        tuple(index for index, (_, swept) in enumerate(values.values()) if swept),
     )
     if len(grid) > MAX_POINTS:
         raise UserError(f"{len(grid):,} points: a sweep has at most {MAX_POINTS:,}; leave out some values")
@@ -111,7 +111,7 @@ def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
 
 @dataclass(frozen=True)
 class _GroupOptions:
-    """What Hydra's parser asks for a glob's names: those that a user can choose, without the schemas behind them."""
+    """Answers Hydra's parser, which expands globs: the options that a user can choose, without the schemas."""
 
     config_dir: str | None
 
@@ -152,7 +152,7 @@ def _check_sweepable(item: Override, text: str) -> None:
 
 
 def _expand_values(item: Override, text: str, config_dir: str | None) -> tuple[str, ...]:
-    """`key=value` for each value, at most one more than a sweep can have."""
+    """Return `key=value` for each value, at most one more than a sweep can have."""
     key = item.get_key_element()
     if not item.is_sweep_override():
         return (text,)
@@ -177,7 +177,7 @@ class FrozenSweep:
 
     points: list[FrozenPoint] = field(default_factory=list)
     configs: dict[str, RunConfig] = field(default_factory=dict)
-    """Of each point by its id, with its types."""
+    """Point id to its typed config."""
     same: list[tuple[str, str]] = field(default_factory=list)
     """(what was left out, the point that is the same run)."""
 
@@ -187,20 +187,20 @@ class FrozenSweep:
 
 @dataclass
 class PointFreezer:
-    """What is looked up once for all points that agree in it."""
+    """Freezes points; what several points agree in, such as their token store, is looked up once."""
 
     folder: SweepDirectory
     ranks_before: RankCount
-    """As far as known before parallel=auto is decided."""
+    """The number of ranks, as far as it is known before parallel=auto is decided."""
     ranks: Callable[[RunConfig], int]
-    build: bool = True
+    build_stores: bool = True
     """Whether token stores that are not there are built."""
     plans: Counter[str] = field(default_factory=Counter)
     _stores: dict[str, Path | None] = field(default_factory=dict)
     _checked: set[str] = field(default_factory=set)
 
     def freeze(self, combination: Combination, config: RunConfig) -> tuple[FrozenPoint, RunConfig, str]:
-        """(the point, its config as planned, what tells it from all others).
+        """Freeze one point; return it, its config with its degrees, and the digest that tells it from others.
 
         Raises UserError for the first thing that is wrong with it.
         """
@@ -218,8 +218,8 @@ class PointFreezer:
         spec = make_spec(config, self._folder(config, name), ranks, asdict(degrees), store)
         schedule = read_schedule_file(config)
         files = {"plan.json": why, "schedule.csv": schedule}
-        kept = {file: text for file, text in files.items() if text is not None}
-        return FrozenPoint(name, combination.swept, spec, kept), config, own
+        written = {file: text for file, text in files.items() if text is not None}
+        return FrozenPoint(name, combination.swept, spec, written), config, own
 
     def _planned(self, config: RunConfig) -> tuple[RunConfig, str | None]:
         if not config.parallel.auto:
@@ -235,7 +235,7 @@ class PointFreezer:
         return RunDirectory(path, Path(chosen).expanduser().absolute() if chosen else path / "checkpoints")
 
     def _check_files(self, config: RunConfig, run: RunDirectory) -> None:
-        """Only once for settings that name the same files: a topology is read for it."""
+        """Check the files of a point, only once for settings that name the same files: a topology is read for it."""
         c = config
         named = (c.data, c.cluster.topology, c.cluster.calibration, c.parallel.offload.dir, c.checkpoint.resume)
         key = repr((named, bool(c.launch.setup), c.launch.kind))
@@ -246,34 +246,34 @@ class PointFreezer:
     def _store(self, config: RunConfig) -> Path | None:
         key = repr((config.data, bool(config.launch.setup)))
         if key not in self._stores:
-            self._stores[key] = find_token_store(config, self.build)
+            self._stores[key] = find_token_store(config, self.build_stores)
         return self._stores[key]
 
 
 def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> FrozenSweep:
-    """Every point of the grid; one that is the same run as another is left out, and said.
+    """Freeze every point of the grid; a combination that is the same run as an earlier one is left out, and recorded.
 
-    Several combinations may well mean the same run: with parallel=auto, or two names of one option. None of them is
-    wrong, and running it twice would bring nothing. Raises UserError naming the point for the first that is wrong.
+    Several combinations may well mean the same run: with parallel=auto, or two names of one option. Neither is wrong,
+    and running it twice would bring nothing. Raises UserError naming the first point that is wrong.
     """
-    found, known = FrozenSweep(), dict[str, str]()
+    sweep, ids = FrozenSweep(), dict[str, str]()
     for combination in grid:
         try:
             point, config, own = freezer.freeze(combination, composer.compose(combination.words))
         except UserError as error:
             raise name_point(combination, error) from None
-        if own in known:
-            found.same.append((combination.name, known[own]))
+        if own in ids:
+            sweep.same.append((combination.name, ids[own]))
             continue
-        known[own] = point.id
-        found.points.append(point)
-        found.configs[point.id] = config
-    _check_checkpoint_directories(found)
-    return found
+        ids[own] = point.id
+        sweep.points.append(point)
+        sweep.configs[point.id] = config
+    _check_checkpoint_directories(sweep)
+    return sweep
 
 
 def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[FrozenPoint]:
-    """The same points, to run this code."""
+    """Return the points with the snapshot that they run."""
     if code is None:
         return list(points)
     path, sources = str(code.path), list(code.sources)
@@ -281,15 +281,16 @@ def set_code(points: Sequence[FrozenPoint], code: Snapshot | None) -> list[Froze
 
 
 def name_point(combination: Combination, error: UserError) -> UserError:
+    """Prefix an error with the name of its point."""
     return UserError(f"point {combination.name}: {error}") if combination.swept else error
 
 
-def _check_checkpoint_directories(found: FrozenSweep) -> None:
-    """Points that save into one directory would take each other's checkpoints for their own."""
+def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
+    """Refuse points that save into the same directory: they would take each other's checkpoints for their own."""
     places: dict[str, str] = {}
-    for point in found.points:
-        chosen = found.configs[point.id].checkpoint.dir
-        if chosen is None or not found.configs[point.id].checkpoint.every:
+    for point in sweep.points:
+        chosen = sweep.configs[point.id].checkpoint.dir
+        if chosen is None or not sweep.configs[point.id].checkpoint.every:
             continue
         if chosen in places:
             raise UserError(
@@ -299,13 +300,13 @@ def _check_checkpoint_directories(found: FrozenSweep) -> None:
         places[chosen] = point.id
 
 
-def print_plans(freezer: PointFreezer, found: FrozenSweep) -> None:
-    """What parallel=auto has decided, a line each decision, and which combinations are one run."""
+def print_plans(freezer: PointFreezer, sweep: FrozenSweep) -> None:
+    """Print what parallel=auto has decided, a line for each decision, and which combinations are one run."""
     for line, count in freezer.plans.items():
         print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
-    if found.same:
-        one, other = found.same[0]
-        more = f" and {len(found.same) - 1} more" if len(found.same) > 1 else ""
+    if sweep.same:
+        one, other = sweep.same[0]
+        more = f" and {len(sweep.same) - 1} more" if len(sweep.same) > 1 else ""
         print(f"hpc-train: {one} is the same run as {other}{more}: each is run once", file=sys.stderr)
 
 
@@ -318,23 +319,23 @@ _DIGEST_DIGITS = 12
 
 
 def make_point_id(swept: Sequence[str], own: str) -> str:
-    """`lr-0.1_seed-2-3f9a0c1d2b4e`: the same for the same overrides and the same frozen config, whenever it is asked.
+    """Return an id such as `lr-0.1_seed-2-3f9a0c1d2b4e`. It depends on the overrides and the frozen config alone.
 
-    own: its `digest`.
+    own: the config's digest.
     """
     words = "_".join(filter(None, map(_shorten_override, swept)))[:_MAX_WORDS_LENGTH].rstrip("-_.") or "point"
     return f"{words}-{own[:_DIGEST_DIGITS]}"
 
 
 def config_digest(container: dict[str, Any]) -> str:
-    """Of the frozen config: equal where, and only where, two points are the same run."""
+    """Hash the frozen config: two points have the same digest if, and only if, they are the same run."""
     left_out = _NOT_HASHED | _SWEEP_SETTINGS
     own = {key: value for key, value in _flatten(container, "") if key not in left_out}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _shorten_override(word: str) -> str:
-    """optim.lr=0.1 as lr-0.1."""
+    """Shorten `optim.lr=0.1` to `lr-0.1`."""
     key, _, value = word.partition("=")
     last = re.split(r"[./]", key.lstrip("+~"))[-1]
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{last}-{value}").strip("-.")

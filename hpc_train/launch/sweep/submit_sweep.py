@@ -6,9 +6,9 @@ last one is there, and released together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from hpc_train.launch.submit import jobs_to_wait_for, submission_transaction
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays
 from hpc_train.launch.sweep.points import (
-    FrozenSweep,
     Grid,
     PointFreezer,
     freeze_points,
@@ -38,12 +37,24 @@ from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, 
 from hpc_train.training.run_directory import RunDirectory
 
 
-def submit_sweep(
-    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
-) -> int:
-    """Submit all points of a sweep or, if anything at all is wrong, none; returns the exit code.
+@dataclass(frozen=True)
+class SweepSubmission:
+    """A sweep that Slurm has accepted, or the arrays that it would get."""
 
-    dry_run: print what would be submitted. after: runs that must have ended well before this sweep starts.
+    folder: SweepDirectory
+    points: tuple[str, ...]
+    """Ids, in order."""
+    arrays: tuple[JobArray, ...]
+    jobs: tuple[str, ...] = ()
+    """Job id of each array; empty of a dry run."""
+
+
+def submit_sweep(
+    overrides: Sequence[str], config_dir: str | None, *, dry_run: bool = False, after: Sequence[str] = ()
+) -> SweepSubmission:
+    """Submit all points of a sweep or, if anything at all is wrong, none.
+
+    dry_run: only check. after: runs that must have ended well before this sweep starts. Raises UserError.
     """
     grid = read_grid(overrides, config_dir)
     composer = Composer(frozenset(grid.keys), config_dir)
@@ -51,7 +62,7 @@ def submit_sweep(
     _check_launch(first)
     folder = new_sweep_directory(first)
     freezer = PointFreezer(folder, _known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node)
-    freezer.build = not dry_run
+    freezer.build_stores = not dry_run
     frozen = freeze_points(grid, composer, freezer)
     code = snapshot_code(first, folder.path, *frozen.configs.values())
     points = set_code(frozen.points, code)
@@ -61,15 +72,15 @@ def submit_sweep(
         for array in make_arrays(points, folder, code, require_array_size(run_client), frozen.config_of)
     ]
     print_plans(freezer, frozen)
-    if dry_run:
-        return _print_dry_run(folder, arrays, as_json)
-    check_arrays(arrays, run_client)
-    jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
-    return _print_submission(folder, frozen, arrays, jobs, as_json)
+    jobs: list[str] = []
+    if not dry_run:
+        check_arrays(arrays, run_client)
+        jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
+    return SweepSubmission(folder, tuple(point.id for point in points), tuple(arrays), tuple(jobs))
 
 
 def compose_first(grid: Grid, composer: Composer) -> RunConfig:
-    """What all points agree in is read from the first. Raises UserError naming the point."""
+    """Compose the first point, for the settings that all points share. Raises UserError naming the point."""
     combination = next(iter(grid))
     try:
         return composer.compose(combination.words)
@@ -78,7 +89,7 @@ def compose_first(grid: Grid, composer: Composer) -> RunConfig:
 
 
 def new_sweep_directory(config: RunConfig) -> SweepDirectory:
-    """The directory of a new sweep; nothing is made. Raises UserError if there is something in it."""
+    """Choose the directory of a new sweep, without making it. Raises UserError if there is something in it."""
     now = datetime.now()
     path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -92,7 +103,7 @@ def new_sweep_directory(config: RunConfig) -> SweepDirectory:
 
 
 def write_sweep_directory(folder: SweepDirectory, points: Sequence[FrozenPoint]) -> None:
-    """Write the sweep directory, and of its points only the list; inside of `submission`."""
+    """Write the sweep directory, and of its points only the list; inside of submission_transaction."""
     folder.path.chmod(0o700)
     for place in (folder.logs, folder.runs, folder.scripts):
         place.mkdir(mode=0o700)
@@ -121,13 +132,15 @@ def _submit_arrays(
     points: Sequence[FrozenPoint],
     arrays: Sequence[JobArray],
     code: Snapshot | None,
-    told: dict[str, list[str]],
+    command: dict[str, list[str]],
 ) -> list[str]:
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
     with delay_signals(), submission_transaction(folder.path), code.kept_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
-        sweep_directory.append_event(folder.ledger, "sweep", points=len(points), version=__version__, **told, **source)
+        sweep_directory.append_event(
+            folder.ledger, "sweep", points=len(points), version=__version__, **command, **source
+        )
         record_arrays(folder, arrays, jobs)
     if len(jobs) > 1:
         release_jobs(jobs, run_client)
@@ -136,27 +149,8 @@ def _submit_arrays(
     return jobs
 
 
-def _print_dry_run(folder: SweepDirectory, arrays: Sequence[JobArray], as_json: bool) -> int:
-    if as_json:
-        shown = [
-            {**row, "sbatch": _command_options(arrays, it), "script": render_array_script(folder, it)}
-            for it, row in zip(arrays, _array_rows(arrays), strict=True)
-        ]
-        print(json.dumps({"run_dir": str(folder.path), "arrays": shown}))
-        return 0
-    for index, array in enumerate(arrays):
-        print(f"# array {index + 1} of {len(arrays)}: {describe_array(array)}")
-        print(f"# {' '.join(['sbatch', *_command_options(arrays, array)])}")
-        print(render_array_script(folder, array))
-    return 0
-
-
-def _command_options(arrays: Sequence[JobArray], array: JobArray) -> list[str]:
-    return sbatch_array_options(arrays, array, [f"<job of array {index + 1}>" for index in range(len(arrays))])
-
-
 def describe_array(array: JobArray) -> str:
-    """What it has and asks for, in a few words."""
+    """Describe an array in a few words: its points, and what it asks for."""
     per_job = max(map(len, array.elements))
     shared = f" in {len(array.elements)} jobs of {per_job} side by side" if array.packed else ""
     behind = f", when array {array.behind + 1} has ended" if array.behind is not None else ""
@@ -166,35 +160,16 @@ def describe_array(array: JobArray) -> str:
     return f"{len(array.points)} points{shared}, each nodes {nodes} x ranks {ranks}{limit}{behind}"
 
 
-def _array_rows(arrays: Sequence[JobArray]) -> list[dict[str, object]]:
-    return [{"nodes": it.request.nodes, "ranks": it.ranks, "points": it.points, "behind": it.behind} for it in arrays]
-
-
-def _print_submission(
-    folder: SweepDirectory, frozen: FrozenSweep, arrays: Sequence[JobArray], jobs: Sequence[str], as_json: bool
-) -> int:
-    if as_json:
-        rows = [{"job_id": job, **row} for job, row in zip(jobs, _array_rows(arrays), strict=True)]
-        print(json.dumps({"run_dir": str(folder.path), "points": [it.id for it in frozen.points], "jobs": rows}))
-        return 0
-    for array, job in zip(arrays, jobs, strict=True):
-        print(f"job {job}: {describe_array(array)}")
-    if len(jobs) > 1 and frozen.configs and (most := arrays[0].config.launch.parallel_points):
-        print(f"launch.parallel_points={most} is shared by the {len(jobs)} arrays, so that no more run at a time")
-    print(f"{len(frozen.points)} points, sweep directory {folder.path}")
-    return 0
-
-
 def require_array_size(ask: RunClient) -> int:
-    """Of one array. Raises UserError where a cluster takes none."""
-    most = max_array_size(ask)
-    if most < 1:
+    """Return the elements that an array may have. Raises UserError where a cluster takes no arrays."""
+    size = max_array_size(ask)
+    if size < 1:
         raise UserError("this cluster takes no job arrays (MaxArraySize=0); submit the points one by one")
-    return most
+    return size
 
 
 def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
-    """Everything that can be checked before sbatch is called. Raises UserError."""
+    """Check all that can be checked before sbatch is called. Raises UserError."""
     require_sbatch()
     for array in arrays:
         submission_environment(array.request)
@@ -202,12 +177,12 @@ def check_arrays(arrays: Sequence[JobArray], ask: RunClient) -> None:
 
 
 def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClient, hold: bool = False) -> list[str]:
-    """Submit; returns a job id an array. Several are held until `release`, and so is one with `hold`.
+    """Submit the arrays, and return the job id of each. Several are held until release_jobs, and so is one with `hold`.
 
     Raises UserError with sbatch's own reason if it refuses one; then none is left, and no file of them.
     """
     jobs: list[str] = []
-    there = set(folder.scripts.glob("*"))
+    earlier = set(folder.scripts.glob("*"))
     try:
         for array in arrays:
             options = sbatch_array_options(arrays, array, jobs, hold)
@@ -215,8 +190,8 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
     except BaseException:  # Ctrl-C, too
         if jobs:
             ask(["scancel", *jobs])
-        for left in set(folder.scripts.glob("*")) - there:
-            left.unlink()
+        for path in set(folder.scripts.glob("*")) - earlier:
+            path.unlink()
         raise
     return jobs
 
@@ -224,7 +199,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
 def sbatch_array_options(
     arrays: Sequence[JobArray], array: JobArray, jobs: Sequence[str], hold: bool = False
 ) -> list[str]:
-    """Options of sbatch beside those in the script, whose place they take. jobs: of the arrays so far."""
+    """Return sbatch's options that override those of the script. jobs: ids of the arrays so far."""
     options = ["--hold"] if hold or len(arrays) > 1 else []
     if array.behind is not None:
         waits = [array.request.parameters.get("dependency"), f"afterany:{jobs[array.behind]}"]
@@ -234,9 +209,9 @@ def sbatch_array_options(
 
 def release_jobs(jobs: Sequence[str], ask: RunClient) -> None:
     """Let jobs that were held start. Raises UserError if Slurm will not."""
-    said = ask(["scontrol", "release", ",".join(jobs)])
-    if said.code:
-        raise UserError(f"scontrol release {','.join(jobs)}: {said.reason}; the jobs are held: try that again")
+    answer = ask(["scontrol", "release", ",".join(jobs)])
+    if answer.code:
+        raise UserError(f"scontrol release {','.join(jobs)}: {answer.reason}; the jobs are held: try that again")
 
 
 def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequence[str], **more: Any) -> None:
@@ -247,7 +222,7 @@ def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequ
 
 
 def render_array_script(folder: SweepDirectory, array: JobArray) -> str:
-    """The batch script, as it is handed to sbatch."""
+    """Return the batch script, as it is handed to sbatch."""
     return BatchExecutor(_as_run_folder(folder), array.request).script()
 
 

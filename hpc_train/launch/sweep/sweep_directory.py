@@ -54,12 +54,12 @@ class SweepDirectory:
 
     @property
     def logs(self) -> Path:
-        """What the batch scripts print, a file an element."""
+        """Folder of what the batch scripts print, a file for each element."""
         return self.path / "logs"
 
     @property
     def scripts(self) -> Path:
-        """The batch scripts that were submitted."""
+        """Folder of the batch scripts that were submitted."""
         return self.path / ".submitit"
 
     @property
@@ -72,7 +72,7 @@ class SweepDirectory:
 
 
 def find_sweep(path: Path) -> SweepDirectory | None:
-    """The sweep whose directory this is, or whose point's run directory; None if it is neither."""
+    """Return the sweep with this directory, or with a point in it; None if it is neither."""
     for folder in (path, *([path.parent.parent] if path.parent.name == "points" else [])):
         if (folder / POINTS_FILE).is_file():
             return SweepDirectory(folder)
@@ -89,25 +89,25 @@ def write_points(path: Path, points: Iterable[FrozenPoint]) -> None:
 
 
 def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
-    """All points in their order. Raises UserError as `read_spec` does."""
+    """Read all points in their order. Raises UserError as read_spec does."""
     return [_parse_point(line, folder) for line in read_own_file(folder.points).splitlines()]
 
 
 def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
-    """These points only, which is quicker; in the order of `ids`. Raises UserError if one is missing."""
-    found = {point.id: point for point in _matching_lines(folder, ids)}
-    if missing := [it for it in ids if it not in found]:
+    """Read only these points, in the order of `ids`, which is quicker. Raises UserError if one is missing."""
+    points = {point.id: point for point in _matching_lines(folder, ids)}
+    if missing := [name for name in ids if name not in points]:
         raise UserError(f"{folder.points}: has no point {missing[0]}")
-    return [found[it] for it in ids]
+    return [points[name] for name in ids]
 
 
 def point_ids(folder: SweepDirectory) -> list[str]:
-    """The ids of all points in their order."""
+    """Return the ids of all points in their order."""
     return [str(_parse_record(line, folder)["id"]) for line in read_own_file(folder.points).splitlines()]
 
 
 def _matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
-    starts = tuple(f'{{"id": {json.dumps(it)},' for it in ids)
+    starts = tuple(f'{{"id": {json.dumps(name)},' for name in ids)
     for line in read_own_file(folder.points).splitlines():
         if line.startswith(starts):
             yield _parse_point(line, folder)
@@ -152,21 +152,21 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
 
 
 def read_ledger(path: Path) -> list[LedgerEvent]:
-    """All whole lines, in order."""
-    found = []
+    """Read all whole lines of a ledger, in order."""
+    events = []
     for line in read_regular(path, MAX_TEXT_BYTES, follow=True).split(b"\n") if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and {"event", "time"} <= event.keys():
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 @dataclass(frozen=True)
 class PointPlacement:
-    """Where a point was last sent to."""
+    """The job, or the process here, to which a point was last sent."""
 
     time: float
     job: str | None = None
@@ -176,25 +176,25 @@ class PointPlacement:
     process: int = 0
     started: str = ""
     machine: str = ""
-    """Of the pool: see state.attempts.Begun."""
+    """Of the process that runs the sweep here: see state.attempts.AttemptStart."""
 
 
 def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
-    """Point -> where it was last sent to."""
-    found: dict[str, PointPlacement] = {}
+    """Return the job to which each point was last sent."""
+    placements: dict[str, PointPlacement] = {}
     for event in events:
         if event["event"] == "submit":
             for index, points in enumerate(event["elements"]):
                 job = f"{event['job_id']}_{index}"
-                found |= dict.fromkeys(points, PointPlacement(event["time"], job, bool(event.get("packed"))))
+                placements |= dict.fromkeys(points, PointPlacement(event["time"], job, bool(event.get("packed"))))
         elif event["event"] == "local":
             pool = PointPlacement(event["time"], None, False, event["process"], event["started"], event["machine"])
-            found |= dict.fromkeys(event["points"], pool)
-    return found
+            placements |= dict.fromkeys(event["points"], pool)
+    return placements
 
 
 def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
-    """The arrays of which a point was sent elsewhere since."""
+    """Return the arrays of which a point has been sent elsewhere since."""
     placed = latest_placements(events)
     return {
         event["job_id"]
@@ -206,10 +206,10 @@ def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
 
 
 def find_cancellations(events: list[LedgerEvent]) -> dict[str, list[tuple[str, float]]]:
-    """Point -> (job, time) of each cancellation that was asked for while it waited."""
-    found: dict[str, list[tuple[str, float]]] = {}
+    """Return, for each point, the job and the time of every cancellation that was asked for while it waited."""
+    cancellations: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         if event["event"] == "cancel":
             for point, job in event["points"].items():
-                found.setdefault(point, []).append((job, event["time"]))
-    return found
+                cancellations.setdefault(point, []).append((job, event["time"]))
+    return cancellations

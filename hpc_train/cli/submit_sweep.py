@@ -1,0 +1,62 @@
+"""`hpc-train submit -m`: submit a sweep, and print its arrays or, for a dry run, their scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hpc_train.launch.sweep.arrays import JobArray
+from hpc_train.launch.sweep.submit_sweep import (
+    SweepSubmission,
+    describe_array,
+    render_array_script,
+    sbatch_array_options,
+    submit_sweep,
+)
+
+
+def submit_sweep_command(
+    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
+) -> int:
+    """Submit a sweep, or print what would be submitted, and return the exit code."""
+    submission = submit_sweep(overrides, config_dir, dry_run=dry_run, after=after)
+    if dry_run:
+        _print_scripts(submission, as_json)
+    else:
+        _print_jobs(submission, as_json)
+    return 0
+
+
+def _print_scripts(submission: SweepSubmission, as_json: bool) -> None:
+    folder, arrays = submission.folder, submission.arrays
+    names = [f"<job of array {index + 1}>" for index in range(len(arrays))]  # the ids are not known yet
+    options = [sbatch_array_options(arrays, array, names) for array in arrays]
+    if as_json:
+        rows = [
+            {**_array_row(array), "sbatch": words, "script": render_array_script(folder, array)}
+            for array, words in zip(arrays, options, strict=True)
+        ]
+        print(json.dumps({"run_dir": str(folder.path), "arrays": rows}))
+        return
+    for index, (array, words) in enumerate(zip(arrays, options, strict=True)):
+        print(f"# array {index + 1} of {len(arrays)}: {describe_array(array)}")
+        print(f"# {' '.join(['sbatch', *words])}")
+        print(render_array_script(folder, array))
+
+
+def _print_jobs(submission: SweepSubmission, as_json: bool) -> None:
+    folder, arrays, jobs = submission.folder, submission.arrays, submission.jobs
+    if as_json:
+        rows = [{"job_id": job, **_array_row(array)} for job, array in zip(jobs, arrays, strict=True)]
+        print(json.dumps({"run_dir": str(folder.path), "points": list(submission.points), "jobs": rows}))
+        return
+    for array, job in zip(arrays, jobs, strict=True):
+        print(f"job {job}: {describe_array(array)}")
+    if len(jobs) > 1 and (limit := arrays[0].config.launch.parallel_points):
+        print(f"launch.parallel_points={limit} is shared by the {len(jobs)} arrays, so that no more run at a time")
+    print(f"{len(submission.points)} points, sweep directory {folder.path}")
+
+
+def _array_row(array: JobArray) -> dict[str, Any]:
+    return {"nodes": array.request.nodes, "ranks": array.ranks, "points": array.points, "behind": array.behind}

@@ -1,0 +1,291 @@
+# shellcheck shell=bash
+# The shell around the ranks of a batch job: markers, modules, signals, and what happens at the end.
+#
+# sbatch copies one file, so this text stands whole in every submitted script, between the settings of the job and the
+# calls of these functions (batch_script.py, sweep/arrays.py). The settings, all quoted:
+#   run                where the run directory is; of an array: sweep, and points, a line of ids for each element
+#   hpc_max_attempts   runs of the job, counting those after a requeue
+#   hpc_chain          jobs that follow each other; only the last one's end is the end of the run
+#   hpc_report         command that says why the ranks failed
+#   hpc_threads        CPU threads of a rank; empty: its CPUs
+#   hpc_python_path    where the code of the job is; empty: where it is installed
+#   hpc_modules, hpc_module_path, hpc_module_purge
+#   hpc_begin_points   (arrays) command that writes job.json of points
+#   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
+# shellcheck disable=SC2154
+
+exit_requeue=75 exit_no_requeue=93
+# A task that a stop signal (USR2, TERM) ended before its handler was installed; Slurm's own rules do not requeue it.
+stopped_early_usr2=140 stopped_early_term=143
+
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
+job="${job:-$SLURM_JOB_ID}"
+# What result.json says of an attempt: `doing` names a step that ends the script where it fails.
+doing="" why="" next="" state="" stopped=""
+
+refuse() {
+  echo "$1"
+  exit "$exit_no_requeue"
+}
+
+# write_marker NAME TEXT: readers see the whole file or none.
+write_marker() {
+  printf '%s\n' "$2" >"$logs/.$1" && mv "$logs/.$1" "$logs/$1"
+}
+
+# write_result CODE: how this attempt ended. Only the first call counts; the EXIT trap makes the last.
+write_result() {
+  [ ! -e "$logs/result.json" ] || return 0
+  [ -z "$doing" ] || why="$doing failed"
+  write_marker result.json "{\"exit_code\": $1, \"then\": \"$next\", \"why\": \"$why\", \"slurm\": \"$state\", \"time\": $(date +%s)}"
+}
+
+# Make the log directory of the next attempt at `run`, and its marker.
+make_attempt() {
+  [ -d "$run/logs" ] || refuse "$run/logs is not visible on $(hostname)"
+  attempt=0
+  until mkdir "$run/logs/$attempt" 2>/dev/null; do
+    [ -d "$run/logs/$attempt" ] || refuse "$run/logs cannot be written from $(hostname)"
+    attempt=$((attempt + 1))
+  done
+  logs="$run/logs/$attempt"
+}
+
+mark_started() {
+  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$SLURM_JOB_NODELIST\", \"time\": $(date +%s)}"
+}
+
+export_attempt() {
+  export HPC_TRAIN_ATTEMPT="$attempt" HPC_TRAIN_RENDEZVOUS="$logs"
+}
+
+begin_run() {
+  make_attempt
+  trap 'write_result $?' EXIT
+  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
+  trap : TERM USR2
+  mark_started
+  export_attempt
+}
+
+# --- threads, modules, code
+
+# Ranks that all take every core of a node slow each other down by an order of magnitude.
+set_threads() {
+  export OMP_NUM_THREADS="${hpc_threads:-${SLURM_CPUS_PER_TASK:-1}}"
+}
+
+# The code of the job comes before all that modules and the user's set-up have added.
+prepend_python_path() {
+  [ -z "$hpc_python_path" ] || export PYTHONPATH="$hpc_python_path${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# refuse_module WHAT MESSAGE: only characters that a JSON string and a status line can hold are kept of the message.
+refuse_module() {
+  why="$1: $(tr -s '[:space:]' ' ' <<<"$2" | tr -cd 'A-Za-z0-9 ._/:,()+@=-' | cut -c 1-300)" doing=""
+  echo "hpc-train: $why"
+  exit "$exit_no_requeue"
+}
+
+# Batch scripts are no login shells: `module` may have to be defined first.
+define_module_command() {
+  local init
+  type module >/dev/null 2>&1 && return
+  for init in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh \
+    /usr/share/lmod/{lmod,*}/init/bash /usr/share/{modules,Modules}/init/bash /opt/cray/pe/lmod/lmod/init/bash; do
+    # shellcheck source=/dev/null
+    [ ! -r "$init" ] || . "$init" >/dev/null 2>&1
+    type module >/dev/null 2>&1 && return
+  done
+  refuse_module cluster.modules "neither Lmod nor Environment Modules is on $(hostname)"
+}
+
+use_module_path() {
+  [ -d "$1" ] || refuse_module "cluster.module_path" "$1 is not there on $(hostname)"
+  module use "$1"
+}
+
+is_loaded() {
+  module is-loaded "$1" >/dev/null 2>&1 && return
+  case ":$LOADEDMODULES:" in *":$1:"* | *":$1/"*) ;; *) return 1 ;; esac
+}
+
+load_module() {
+  local output="$logs/.module" before="$LOADEDMODULES"
+  module load "$1" >"$output" 2>&1 || refuse_module "cluster.modules: $1 cannot be loaded" "$(cat "$output")"
+  cat "$output"
+  if is_loaded "$1"; then
+    loaded+=("$1")
+  elif [ "$before" = "$LOADEDMODULES" ]; then # an alias is loaded under another name: the list has changed
+    refuse_module "cluster.modules: $1 was not loaded" "$(cat "$output")"
+  fi
+  rm -f "$output"
+}
+
+# Load the modules of the job, and end the attempt with 93 where one is missing.
+load_modules() {
+  local name
+  [ "${#hpc_modules[@]}${#hpc_module_path[@]}$hpc_module_purge" != 00false ] || return 0
+  loaded=()
+  define_module_command
+  [ "$hpc_module_purge" != true ] || module purge
+  for name in "${hpc_module_path[@]}"; do use_module_path "$name"; done
+  for name in "${hpc_modules[@]}"; do load_module "$name"; done
+  for name in "${loaded[@]}"; do
+    is_loaded "$name" || refuse_module "cluster.modules: $name" "a later one of the list has unloaded it"
+  done
+  module -t list >"$logs/modules.txt" 2>&1
+}
+
+# --- the ranks, and how they ended
+
+# run_ranks SRUN...: nothing starts in a job that was cancelled by then.
+run_ranks() {
+  doing=""
+  [ ! -e "$run/logs/cancel-$job" ] || return "$exit_requeue"
+  "$@" 2>"$logs/srun.err"
+}
+
+# Slurm itself requeues a job whose node dies, but only after SlurmdTimeout (300 s by default); the ranks on the other
+# nodes fail long before that.
+has_lost_node() {
+  sinfo -h -N -n "$SLURM_JOB_NODELIST" -o %T | grep -Eq '[*]|^down|^fail'
+}
+
+# settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
+settle_attempt() {
+  code="$1" requeue=""
+  # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
+  [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
+  if [ -e "$logs/requeue" ] || [ "$code" -eq "$stopped_early_usr2" ] || [ "$code" -eq "$stopped_early_term" ]; then
+    why="the ranks stopped on purpose" stopped=1
+  elif [ "$code" -ne 0 ] && has_lost_node; then
+    why="a node of the job does not answer" stopped=1
+  fi
+  # A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.
+  [ "$code" -eq 0 ] || state="$(squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ ')"
+  if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
+    why="stopped by hpc-train cancel" next=cancel
+  elif [ -n "$stopped" ] && [ "${state%% *}" = RUNNING ]; then
+    continue_after_stop
+  fi
+  write_result "$code"
+  [ "$code" -eq 0 ] || "${hpc_report[@]}" "$run" "$attempt" "$code" "$requeue"
+}
+
+# The next job of the chain goes on, or else this one.
+continue_after_stop() {
+  if [ "$hpc_chain" -gt 1 ]; then
+    next=chain
+  elif [ "$((${SLURM_RESTART_COUNT:-0} + 1))" -lt "$hpc_max_attempts" ]; then
+    requeue="$why" next=requeue
+  else
+    why="launch.max_attempts=$hpc_max_attempts"
+    echo "not requeued: $why"
+  fi
+}
+
+# finish_run CODE: the end of a script that has one run.
+finish_run() {
+  settle_attempt "$1"
+  # The jobs that wait to go on with a run that is over, however it ended, have nothing to do.
+  if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
+    scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"
+  fi
+  [ -z "$requeue" ] || scontrol requeue "$job"
+  [ "$next" != cancel ] || scancel "$job"
+  exit "$code"
+}
+
+# --- arrays
+
+# enter_point POINT: nothing is made where the sweep's directory cannot be seen, which make_attempt then says.
+enter_point() {
+  run="$sweep/points/$1"
+  # shellcheck disable=SC2174 # -m is meant for the last folder alone: those above it are there
+  [ ! -d "$sweep/points" ] || { mkdir -p -m 700 "$run" && mkdir -p "$run/logs"; }
+}
+
+# freeze_points POINT...: their job.json and config.yaml, from the frozen ones of the sweep.
+freeze_points() {
+  doing="the reading of points.jsonl"
+  "${hpc_begin_points[@]}" "$sweep" "$@" || exit $?
+  doing=""
+}
+
+newest_attempt() {
+  find "$run/logs" -mindepth 1 -maxdepth 1 -printf '%f\n' 2>/dev/null | grep -Ex "[0-9]+" | sort -n | tail -n 1
+}
+
+# Whether this job has brought the point to its end before: it was requeued for the other points of the job.
+point_is_over() {
+  local last
+  last="$(newest_attempt)"
+  [ -n "$last" ] && grep -q "\"job_id\": \"$job\"" "$run/logs/$last/attempt.json" 2>/dev/null || return 1
+  [ -e "$run/logs/$last/result.json" ] && ! grep -q '"then": "requeue"' "$run/logs/$last/result.json"
+}
+
+# for_each_attempt COMMAND...: with `run`, `attempt` and `logs` of every point that begins now, one after the other.
+for_each_attempt() {
+  local index
+  for index in "${!begun[@]}"; do
+    run="${begun[index]}" attempt="${attempts[index]}"
+    logs="$run/logs/$attempt"
+    "$@"
+  done
+}
+
+# begin_points POINT...: those that are not over; the script ends where there is none.
+begin_points() {
+  local point
+  runs=() open=() begun=() attempts=()
+  for point in "$@"; do
+    enter_point "$point"
+    runs+=("$run")
+    point_is_over && continue
+    make_attempt
+    mark_started
+    open+=("$point") begun+=("$run") attempts+=("$attempt")
+  done
+  trap 'code=$?; for_each_attempt write_result "$code"' EXIT
+  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
+  trap : TERM USR2
+  [ "${#open[@]}" -gt 0 ] || finish_points
+}
+
+# run_points: each as a job step of its own, beside the others.
+run_points() {
+  local index
+  cpus=$((${SLURM_CPUS_ON_NODE:-1} / hpc_ranks_per_node))
+  [ "$cpus" -gt 0 ] || cpus=1
+  job_cpus="$(sed -n "s/^Cpus_allowed_list:[[:space:]]*//p" /proc/self/status)"
+  for index in "${!open[@]}"; do run_point "$index" & done
+  until wait; do [ $? -gt 128 ] || break; done # a signal ends `wait`, not those it waits for
+}
+
+# run_point INDEX: one point, in a shell of its own. start_ranks, in the script, calls run_ranks.
+run_point() (
+  trap : TERM USR2
+  point="${open[$1]}" run="${begun[$1]}" attempt="${attempts[$1]}"
+  logs="$run/logs/$attempt"
+  trap 'write_result $?' EXIT
+  export_attempt
+  export HPC_TRAIN_SHARE="$1/$hpc_points_per_job/$job_cpus"
+  start_ranks
+  settle_attempt $?
+  exit "$code"
+)
+
+# One requeue if any of the points has to go on; the exit code of the first that did not end well.
+finish_points() {
+  local code_of_point
+  code=0 requeue=""
+  for run in "${runs[@]}"; do
+    logs="$run/logs/$(newest_attempt)"
+    code_of_point="$(sed -n 's/.*"exit_code": \([0-9]*\).*/\1/p' "$logs/result.json" 2>/dev/null)"
+    [ "$code" -ne 0 ] || code="${code_of_point:-1}"
+    ! grep -q '"then": "requeue"' "$logs/result.json" 2>/dev/null || requeue=1
+  done
+  [ -z "$requeue" ] || scontrol requeue "$job"
+  exit "$code"
+}

@@ -1,0 +1,56 @@
+"""The shell functions of batch scripts, and the Python that reads what they leave, agree in names and codes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.launch.failures import SRUN_ERRORS
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
+from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
+from hpc_train.launch.slurm.batch_script import shell_functions
+from hpc_train.launch.slurm.request import make_request
+from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.state.attempts import ATTEMPT_MARKER, RESULT_MARKER, cancel_marker_path
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
+from hpc_train.training.run_directory import RunDirectory
+
+
+def run_functions(lines: str) -> str:
+    done = subprocess.run(["bash", "-c", f"{shell_functions()}\n{lines}"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_exit_codes_are_those_of_python() -> None:
+    shown = run_functions('echo "$exit_requeue $exit_no_requeue $stopped_early_usr2 $stopped_early_term"')
+    codes = (EXIT_REQUEUE, EXIT_NO_REQUEUE, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
+    assert shown == " ".join(str(int(code)) for code in codes)
+
+
+@pytest.mark.parametrize("name", [ATTEMPT_MARKER, RESULT_MARKER, SRUN_ERRORS])
+def test_files_of_an_attempt_have_the_names_that_python_reads(name: str) -> None:
+    assert f"$logs/{name}" in shell_functions() or f"write_marker {name} " in shell_functions()
+
+
+def test_variables_and_the_cancel_marker_have_the_names_that_python_reads() -> None:
+    for variable in (SHARE_VARIABLE, ATTEMPT_VARIABLE, RENDEZVOUS_VARIABLE):
+        assert f"{variable}=" in shell_functions()
+    assert str(cancel_marker_path(Path("$run"), "$job")) in shell_functions()
+
+
+def test_the_functions_stand_whole_in_the_script_that_is_submitted(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path / "it's a run", tmp_path / "checkpoints")
+    script = render_script(folder, make_request(compose(default_to_slurm([])), folder))
+    assert shell_functions() in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_a_result_is_written_once(tmp_path: Path) -> None:
+    lines = f'logs="{tmp_path}" why=first; write_result 3; why=second; write_result 4; cat "$logs/result.json"'
+    assert '"exit_code": 3, "then": "", "why": "first"' in run_functions(lines)
