@@ -5,7 +5,6 @@ The command, its result and the result's file. Needs no torch; gemm_device.py do
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,26 +38,6 @@ class GemmOptions:
                 raise UserError(f"{option} {name}: name a file in a folder that exists")
         if self.plot is not None and Path(self.plot).suffix not in (".png", ".svg"):
             raise UserError(f"--plot {self.plot}: must end in .png or .svg")
-
-
-def add_gemm_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of the command line."""
-    usual = GemmOptions()
-    told = f"repeatable (default {' and '.join(usual.precisions)})"
-    command.add_argument("--precision", action="append", choices=PRECISIONS, help=told)
-    command.add_argument("--min", type=int, default=usual.smallest, help=f"smallest width (default {usual.smallest})")
-    command.add_argument("--max", type=int, default=usual.largest, help=f"largest width (default {usual.largest})")
-    command.add_argument("--rounds", type=int, default=usual.rounds, help=f"of each (default {usual.rounds})")
-    command.add_argument("--out", metavar="FILE", help="write the result, for `hpc-train plan calibrate --gemm FILE`")
-    command.add_argument("--plot", metavar="FILE", help="draw speed against size (.png or .svg)")
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def gemm_options(arguments: argparse.Namespace) -> GemmOptions:
-    """What `add_arguments` has parsed."""
-    a = arguments
-    precisions = tuple(dict.fromkeys(a.precision or GemmOptions().precisions))
-    return GemmOptions(precisions, a.min, a.max, a.rounds, a.json, a.plot, a.out)
 
 
 def gemm_command(options: GemmOptions) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,42 +79,6 @@ class CollectivesOptions:
         for option, path in (("--plot", self.plot), ("--out", self.out)):
             words += [option, path] if path is not None else []
         return words
-
-
-def add_collectives_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of the command line."""
-    usual, add = CollectivesOptions(), command.add_argument
-    add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest, in bytes (default {usual.smallest})")
-    add("--max", default=usual.largest, metavar="SIZE", help=f"largest (default {usual.largest})")
-    add("--factor", type=int, default=usual.factor, help=f"from size to size (default {usual.factor})")
-    add("--rounds", type=int, default=usual.rounds, help=f"interleaved rounds (default {usual.rounds})")
-    add("--iterations", type=int, default=usual.iterations, help=f"of a round, at most (default {usual.iterations})")
-    add("--operation", action="append", choices=usual.operations, help="only this one; repeatable")
-    add("--algorithm", action="append", choices=ALGORITHMS, help="only this one; repeatable (ring and tree are ours)")
-    add("--backend", action="append", choices=BACKENDS, help="only this one; repeatable (default: all there are)")
-    add("--out", metavar="FILE", help="write the levels' constants, for cluster.calibration=FILE")
-    add("--plot", metavar="FILE", help="draw bus bandwidth against size (.png or .svg)")
-    output = command.add_mutually_exclusive_group()
-    output.add_argument("--plain", action="store_true", help="print lines like those of nccl-tests")
-    output.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def collectives_options(arguments: argparse.Namespace) -> CollectivesOptions:
-    """What `add_arguments` has parsed."""
-    usual = CollectivesOptions()
-    return CollectivesOptions(
-        smallest=arguments.min,
-        largest=arguments.max,
-        factor=arguments.factor,
-        rounds=arguments.rounds,
-        iterations=arguments.iterations,
-        operations=tuple(dict.fromkeys(arguments.operation or usual.operations)),
-        algorithms=tuple(dict.fromkeys(arguments.algorithm or usual.algorithms)),
-        backends=tuple(dict.fromkeys(arguments.backend or ())),
-        output="json" if arguments.json else "plain" if arguments.plain else "table",
-        plot=arguments.plot,
-        out=arguments.out,
-    )
 
 
 def parse_size(option: str, text: str) -> int:
