@@ -9,6 +9,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.arguments import add_examples, add_json
@@ -125,9 +126,11 @@ def _add_reshard(commands: _Commands) -> None:
 
 def _add_export(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.convert import ExportOptions, export_command
+        from hpc_train.checkpoint.convert.export_step import ExportOptions
+        from hpc_train.cli.checkpoint.convert import export_command
 
-        options = ExportOptions(arguments.format, arguments.weights, arguments.dtype, arguments.config)
+        config = Path(arguments.config).expanduser() if arguments.config else None
+        options = ExportOptions(arguments.format, arguments.weights, arguments.dtype, config)
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 
     summary = "write a step in the format of another library"
@@ -155,7 +158,8 @@ def _add_export(commands: _Commands) -> None:
 
 def _add_import(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.convert import ImportOptions, import_command
+        from hpc_train.checkpoint.convert.import_weights import ImportOptions
+        from hpc_train.cli.checkpoint.convert import import_command
 
         options = ImportOptions(arguments.format, arguments.prefix, arguments.dtype, arguments.ranks)
         return import_command(arguments.source, arguments.run_dir, options, arguments.json)

@@ -29,7 +29,7 @@ from hpc_train.checkpoint.storage.step_directory import (
     list_committed_steps,
     try_read_manifest,
 )
-from hpc_train.cli.checkpoint.selection import (
+from hpc_train.checkpoint.storage.step_selection import (
     CheckpointTarget,
     Leftover,
     OpenStep,

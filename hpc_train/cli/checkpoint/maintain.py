@@ -17,7 +17,7 @@ from hpc_train.checkpoint.storage.step_directory import (
     mark_bad,
     unmark_bad,
 )
-from hpc_train.cli.checkpoint.selection import CheckpointTarget, find_leftovers, find_target
+from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, find_leftovers, find_target
 from hpc_train.cli.output import escape_unprintable, print_json
 from hpc_train.errors import UserError
 

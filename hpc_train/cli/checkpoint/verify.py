@@ -13,7 +13,7 @@ from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.load.verify import verify_in_one_process
 from hpc_train.checkpoint.storage.step_directory import find_steps, list_committed_steps, locate_step
-from hpc_train.cli.checkpoint.selection import find_target, newest_step
+from hpc_train.checkpoint.storage.step_selection import find_target, newest_step
 from hpc_train.cli.output import escape_unprintable, format_bytes, print_json, progress_bar
 from hpc_train.errors import UserError
 

@@ -65,7 +65,7 @@ def add_rehearse(command: argparse.ArgumentParser) -> None:
     )
     add_examples(
         command,
-        "hpc-train plan rehearse model=llama_8b cluster=dgx_h100 cluster.nodes=64 parallel=hsdp precision=bf16",
+        "hpc-train plan rehearse model=llama_8b cluster=dgx_h100 cluster.nodes=2 parallel=fsdp precision=bf16",
         "hpc-train plan rehearse model=llama_tiny launch.ranks=4 parallel=fsdp --ranks all",
     )
     command.set_defaults(run=_rehearse)
