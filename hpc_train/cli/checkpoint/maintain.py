@@ -18,8 +18,9 @@ from hpc_train.checkpoint.storage.step_directory import (
     unmark_bad,
 )
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, find_leftovers, find_target
-from hpc_train.cli.output import escape_unprintable, print_json
+from hpc_train.cli.output import print_json
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> i
     if json:
         print_json({"step": place.step, "path": str(path), "bad": why})
     elif why is None:
-        print(escape_unprintable(f"{path}: is good: checkpoint.resume=auto takes it"))
+        print(one_line(f"{path}: is good: checkpoint.resume=auto takes it"))
     else:
-        print(escape_unprintable(f"{path}: {why}: checkpoint.resume=auto passes it over"))
+        print(one_line(f"{path}: {why}: checkpoint.resume=auto passes it over"))
     return 0
 
 

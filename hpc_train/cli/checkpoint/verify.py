@@ -14,8 +14,9 @@ from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.load.verify import verify_in_one_process
 from hpc_train.checkpoint.storage.step_directory import find_steps, list_committed_steps, locate_step
 from hpc_train.checkpoint.storage.step_selection import find_target, newest_step
-from hpc_train.cli.output import escape_unprintable, format_bytes, print_json, progress_bar
+from hpc_train.cli.output import format_bytes, print_json, progress_bar
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 _MAX_THREADS = 8
 
@@ -86,6 +87,6 @@ def _manifest_bytes(path: Path, step: int) -> int:
 
 def _print_result(path: Path, verdict: VerifyResult) -> None:
     if not verdict.problems:
-        print(f"{escape_unprintable(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
+        print(f"{one_line(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
     for problem in verdict.problems:
-        print(escape_unprintable(f"{path}: damaged: {problem}"), file=sys.stderr)
+        print(one_line(f"{path}: damaged: {problem}"), file=sys.stderr)
