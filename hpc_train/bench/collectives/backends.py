@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hpc_train import _torch
 from hpc_train.bench.collectives.definitions import CollectiveOperation
-from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, RankGroup
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.mpi import load_mpi
+from hpc_train.traffic.rank_groups import WORLD_AXIS, RankGroup
 
 if TYPE_CHECKING:
     from mpi4py import MPI

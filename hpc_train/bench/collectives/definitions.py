@@ -90,15 +90,3 @@ def make_shape(operation: CollectiveOperation, ranks: int, size: int) -> Collect
 def algorithm_bandwidth(size: int, seconds: float) -> float:
     """Bytes/s: the size over the time."""
     return size / seconds
-
-
-def bus_factor(name: Collective, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the share of the size that every link carries at least.
-
-    all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all (n - 1) / n; broadcast, reduce, send_recv 1.
-    """
-    if name == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if name in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0

@@ -30,12 +30,11 @@ from hpc_train.bench.collectives.cases import (
     make_probe_cells,
     time_cases,
 )
-from hpc_train.bench.collectives.definitions import algorithm_bandwidth, bus_factor
+from hpc_train.bench.collectives.definitions import algorithm_bandwidth
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.bench.collectives.rank_groups import (
     RankLevel,
     describe_unprobed,
-    groups_of_rank,
     make_probes,
     make_rank_levels,
 )
@@ -49,6 +48,7 @@ from hpc_train.placement.node_locations import locate_hosts
 from hpc_train.runtime.host_info import gather_all_facts
 from hpc_train.runtime.rank_assignment import NotPlacedError, arrange_ranks, group_by_node, make_hosts
 from hpc_train.runtime.start import join, leave_process_group, start
+from hpc_train.traffic.rank_groups import bus_factor, groups_of_rank
 
 
 def measure_collectives(config: RunConfig, options: CollectivesOptions) -> CollectivesResult:

@@ -1,52 +1,17 @@
-"""Which ranks talk to each other: the groups of every mesh axis, and the pairs that probe a level of the fabric.
+"""Choose the pairs of ranks that probe each level of the fabric.
 
 A probe's messages leave one group of its level, and no group of a higher one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.placement.fabric import NamedLevel
-
-WORLD_AXIS = "world"
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """This rank's group of one axis; the axis's other groups run at the same time, as they do in training."""
-
-    axis: str
-    """A mesh axis, or world."""
-    ranks: tuple[int, ...]
-    """In the order of the group."""
-    index: int
-    """Of this rank among them."""
-    groups: int
-    """How many of them the axis has."""
-
-
-def groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
-    """Those of every axis with a degree above 1, outermost first, then the world where no axis is the whole of it."""
-    found = [_axis_group(degrees, axis, rank) for axis in AXES if getattr(degrees, axis) > 1]
-    if not any(group.groups == 1 for group in found):
-        found.append(RankGroup(WORLD_AXIS, tuple(range(degrees.world)), rank, 1))
-    return found
-
-
-def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
-    at = AXES.index(axis)
-    size, stride = degrees.sizes[at], math.prod(degrees.sizes[at + 1 :])
-    index = rank // stride % size
-    first = rank - index * stride
-    return RankGroup(axis, tuple(first + i * stride for i in range(size)), index, degrees.world // size)
-
 
 INSIDE_LEVEL = "inside"
 GroupOfRank = NDArray[np.int64]
