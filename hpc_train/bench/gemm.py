@@ -1,4 +1,4 @@
-"""`hpc-train bench gemm`: what the device at hand multiplies and copies, for the planner's calibration.
+"""`hpc-train bench gemm`: measure matrix products and a copy on this device, to calibrate the planner.
 
 The command, its result and the result's file. Needs no torch; gemm_device.py does the work.
 """
@@ -17,7 +17,7 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """Of the command."""
+    """Options of `bench gemm`."""
 
     precisions: Sequence[str] = ("fp32", "bf16")
     smallest: int = 256
@@ -28,7 +28,7 @@ class GemmOptions:
     out: str | None = None
 
     def check(self) -> None:
-        """Raises UserError, one line, for what cannot be measured or written."""
+        """Raise UserError for sizes that cannot be measured and files that cannot be written."""
         if not 16 <= self.smallest <= self.largest <= 1 << 16:
             raise UserError(f"--min {self.smallest} --max {self.largest}: sizes go from 16 to 65536")
         if self.rounds < 1:
@@ -51,7 +51,7 @@ def gemm_command(options: GemmOptions) -> int:
 
 
 def report_result(result: GemmResult, options: GemmOptions) -> int:
-    """Print and write what was found."""
+    """Print the result, and write it to the files that were asked for."""
     from hpc_train.bench import gemm_device
 
     if options.json:
@@ -73,14 +73,14 @@ RESULT_VERSION = 1
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """[m, k] x [k, n] in one format."""
+    """Time of one product [m, k] x [k, n] in one precision."""
 
     precision: str
     m: int
     n: int
     k: int
     seconds: float
-    """Median over rounds."""
+    """Seconds, median over rounds."""
 
     @property
     def tflops(self) -> float:
@@ -89,20 +89,20 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class GemmResult:
-    """Of one device."""
+    """Measured products and copy of one device."""
 
     device: str
-    """As torch calls it; cpu."""
+    """Name that torch gives the GPU, or cpu."""
     date: str
     """ISO 8601, UTC."""
     threads: int
-    """Of a CPU."""
+    """CPU threads of torch."""
     copy_gb_s: float
     """10^9 bytes/s that a copy within the device's memory reads and writes together."""
     products: tuple[MatrixProduct, ...]
 
     def best(self) -> dict[str, MatrixProduct]:
-        """Precision -> its quickest product, by FLOP/s."""
+        """Return the product with the most FLOP/s of each precision."""
         names = dict.fromkeys(it.precision for it in self.products)
         return {name: max((it for it in self.products if it.precision == name), key=_speed) for name in names}
 
@@ -115,7 +115,7 @@ def _speed(product: MatrixProduct) -> float:
 
 
 def read_gemm_result(path: Path) -> GemmResult:
-    """Raises UserError, one line, for a file that `bench gemm --out` has not written."""
+    """Read a file of `bench gemm --out`. Raises UserError for any other file."""
     try:
         content = json.loads(path.read_text())
         if content.pop("version") != RESULT_VERSION:
@@ -132,8 +132,10 @@ def read_gemm_result(path: Path) -> GemmResult:
 
 
 def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
-    """(m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width: 2,048 tokens
-    times its attention's output and both of its feed-forward matrices, four times as wide."""
+    """List shapes (m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width.
+
+    These are 2,048 tokens times its attention's output matrix and both of its feed-forward matrices, four times as wide.
+    """
     found = []
     size = smallest
     while size <= largest:

@@ -1,4 +1,4 @@
-"""The options of `bench collectives`, and how they are told to ranks that are started here."""
+"""Define the options of `bench collectives`, and the command line that passes them to local ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_BYTES = 1 << 40
 
 @dataclass(frozen=True)
 class CollectivesOptions:
-    """What is measured, and where the answer goes."""
+    """Options of `bench collectives`."""
 
     smallest: str = "1K"
     """Bytes, with K, M, G for powers of 1024."""
@@ -38,7 +38,7 @@ class CollectivesOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes, rising."""
+        """Return the sizes in bytes, in rising order."""
         size, largest = parse_size("--min", self.smallest), parse_size("--max", self.largest)
         sizes = []
         while size <= largest:
@@ -47,7 +47,7 @@ class CollectivesOptions:
         return sizes
 
     def check(self) -> None:
-        """Raises UserError, one line, for what cannot be measured or written."""
+        """Raise UserError for options that cannot be measured and files that cannot be written."""
         for name, value, least in (
             ("factor", self.factor, 2),
             ("rounds", self.rounds, 2),
@@ -66,7 +66,7 @@ class CollectivesOptions:
             _check_plot(Path(self.plot))
 
     def words(self) -> list[str]:
-        """The command line that gives these options."""
+        """Return the command-line words that give these options."""
         words = ["--min", self.smallest, "--max", self.largest, "--factor", str(self.factor)]
         words += ["--rounds", str(self.rounds), "--iterations", str(self.iterations)]
         for option, names in (
@@ -82,7 +82,7 @@ class CollectivesOptions:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes of 512, 1K, 64M or 1G. Raises UserError, also below one element."""
+    """Parse a size such as 512, 1K, 64M or 1G into bytes. Raises UserError, also below one element."""
     match = re.fullmatch(r"(\d{1,12})([KMG]?)", text.upper().removesuffix("B"), re.ASCII)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not DTYPE_BYTES <= size <= _MAX_BYTES:

@@ -19,7 +19,7 @@ GroupOfRank = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankLevel:
-    """One level as ranks see it."""
+    """Groups of ranks at one level of the fabric."""
 
     name: str
     group: GroupOfRank
@@ -28,7 +28,7 @@ class RankLevel:
 
 @dataclass(frozen=True)
 class LevelProbe:
-    """Ranks that exchange messages at the same time."""
+    """Pairs of ranks that exchange messages at the same time."""
 
     level: str
     partner: tuple[int, ...]
@@ -38,7 +38,7 @@ class LevelProbe:
 
 
 def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequence[NamedLevel]) -> list[RankLevel]:
-    """Innermost first: every rank by itself (inside), then the given levels, the first of which is the node.
+    """List the levels, innermost first: every rank by itself (inside), then the given levels from the node up.
 
     hosts: [ranks], the node of each. nodes: those whose groups the levels tell; they must be all of the job's.
     """
@@ -49,14 +49,14 @@ def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequenc
 
 
 def make_probes(levels: Sequence[RankLevel]) -> list[LevelProbe]:
-    """Of every level that has two groups within one of the next; two of a level where their number is odd."""
+    """Make a probe for each level with two groups inside one of the next level; two probes if their number is odd."""
     everything = np.zeros_like(levels[0].group)
     above = [*(level.group for level in levels[1:]), everything]
     return [probe for level, parent in zip(levels, above, strict=True) for probe in _probes_of_level(level, parent)]
 
 
 def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe]) -> list[str]:
-    """A line for each level that this job cannot probe; one node has nothing above it."""
+    """Return a line for each level that this job cannot probe; none for a job on one node."""
     found = {probe.level for probe in probes}
     if len(np.unique(levels[1].group)) == 1:
         return []
@@ -65,7 +65,7 @@ def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe])
 
 
 def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
-    """Neighbouring groups in pairs; a last one that is left over meets the first of its parent by itself."""
+    """Pair neighbouring groups; an odd last group is paired with its parent's first in a second probe."""
     first, second = [], []
     for above in dict.fromkeys(parent.tolist()):
         members = _group_members(level.group, parent == above)
@@ -81,7 +81,7 @@ def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
 
 
 def _group_members(group: GroupOfRank, chosen: NDArray[np.bool_]) -> list[list[int]]:
-    """Ranks of every group among the chosen ones, the groups with most ranks first."""
+    """List the chosen ranks of each group, largest group first."""
     members = {int(index): np.flatnonzero(chosen & (group == index)).tolist() for index in np.unique(group[chosen])}
     return sorted(members.values(), key=lambda ranks: (-len(ranks), ranks))
 

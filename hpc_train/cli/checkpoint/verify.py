@@ -1,4 +1,4 @@
-"""`hpc-train checkpoint verify`: is what was committed still there, bit for bit?"""
+"""`hpc-train checkpoint verify`: compare all bytes of a step with its checksums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Of one step."""
+    """Problems found in one step."""
 
     step: int
     tensors: int
@@ -31,7 +31,7 @@ class VerifyResult:
     problems: list[Problem]
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `verify --json`."""
+        """Return the fields of `verify --json`."""
         problems = [asdict(problem) for problem in self.problems]
         return {
             "step": self.step,
@@ -43,7 +43,7 @@ class VerifyResult:
 
 
 def verify_command(where: str, step: int | None, every: bool, jobs: int | None, json: bool) -> int:
-    """Print what is wrong; returns 1 if anything is, else 0."""
+    """Verify the chosen steps and print their problems; returns 1 if there are any, else 0."""
     place = find_target(where)
     if place.step is not None and (every or step not in (None, place.step)):
         raise UserError(f"{where}: is one step already; --step and --all are for a directory of several")
@@ -61,7 +61,7 @@ def verify_command(where: str, step: int | None, every: bool, jobs: int | None, 
 
 
 def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> VerifyResult:
-    """Everything of one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
+    """Verify one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
     manifest, problems = verify_in_one_process(path, step, jobs, tell)
     if manifest is None:
         return VerifyResult(step, 0, 0, problems)
