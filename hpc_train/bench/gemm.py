@@ -134,7 +134,7 @@ def read_gemm_result(path: Path) -> GemmResult:
 def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
     """List shapes (m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width.
 
-    These are 2,048 tokens times its attention's output matrix and both of its feed-forward matrices, four times as wide.
+    These are 2,048 tokens times its attention's output and both of its feed-forward matrices, four times as wide.
     """
     found = []
     size = smallest
