@@ -177,3 +177,10 @@ def test_each_shell_has_a_script_that_asks_for_candidates(shell: str) -> None:
 
 def test_the_bash_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n"], input=completion_script("bash"), text=True, check=True)
+
+
+def test_explain_completes_keys_of_every_model_and_its_parts() -> None:
+    assert candidates("explain", "train.st") == ["train.steps"]
+    assert "model." in candidates("explain", "mo")
+    assert candidates("explain", "model.patch") == ["model.patch_size"]
+    assert candidates("explain", "parallel.pip") == ["parallel.pipeline."]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.main import make_parser
-from hpc_train.cli.plan.plan_arguments import joined
+from hpc_train.cli.main import join_plan_command, make_parser
 from hpc_train.config.compose import compose
 from hpc_train.config.reference import describe_key, list_keys, related_keys
 from hpc_train.errors import UserError
@@ -84,7 +83,9 @@ def test_commands_on_the_pages_parse_and_their_settings_compose(page: str, line:
         return
     words = words[: words.index("--")] if "--" in words else words
     given = [word for word in words if re.match(r"\+?[a-z_]+(?:[./][a-z_]+)*=", word)]
-    arguments, unknown = make_parser().parse_known_args(joined([word for word in words if word not in given]))
+    arguments, unknown = make_parser().parse_known_args(
+        join_plan_command([word for word in words if word not in given])
+    )
     assert not [word for word in unknown if word.startswith("-")], unknown
     if arguments.command in ("train", "submit", "plan") and "-m" not in words:
         settings = [word for word in given if not any(mark in word for mark in PLACEHOLDERS if mark != "[")]

@@ -1,4 +1,4 @@
-"""`hpc-train bench bubble`: what each pipeline schedule really loses, beside what its simulated order says.
+"""`hpc-train bench bubble`: measure the bubble of each pipeline schedule, and compare it with the simulation.
 
 Every rank is a process whose stages sleep for known times, run by the engine's own stages and torch's schedules over
 gloo. Torch's time to send, receive and choose the next action, which the simulation has not, is part of what is lost.
@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class BubbleOptions:
-    """What is measured."""
+    """Options of `bench bubble`."""
 
     schedules: tuple[str, ...]
     """Names, or files .csv."""
@@ -34,7 +34,7 @@ class BubbleOptions:
     rounds: int
     """Interleaved rounds of one step of each schedule."""
     milliseconds: float
-    """Of F, of I and of W of one micro-batch on one rank, over all its stages."""
+    """Time of F, of I and of W of one micro-batch on one rank, over all its stages."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ScheduleResult:
     name: str
     stages: int
     simulated_bubble: float
-    """Mean over ranks."""
+    """Simulated bubble, mean over ranks."""
     measured_bubble: float
-    """Median over rounds of the same."""
+    """Measured bubble, mean over ranks, median over rounds."""
     quartiles: tuple[float, float]
     difference: float
     """Measured over simulated, less 1."""
@@ -67,7 +67,7 @@ class BubbleResult:
     options: BubbleOptions
     schedules: list[ScheduleResult]
     refused: dict[str, str]
-    """Schedules that cannot do these numbers, and why."""
+    """Schedules that are impossible with these numbers, and why."""
     cpus: int
     load_average: float
     """Of the last minute, at the end; the ranks themselves sleep."""
@@ -102,7 +102,7 @@ def bubble_command(options: BubbleOptions, as_json: bool) -> int:
 
 
 def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str, str]]:
-    """The order of each schedule that can do these numbers, and why the others cannot. UserError if none can."""
+    """Return the order of each schedule that is possible, and why others are not. Raises UserError if none is."""
     for name, value, least in (("ranks", options.ranks, 2), ("micro-batches", options.micro_batches, 1)):
         if value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
@@ -142,7 +142,7 @@ def _rank_arguments(options: BubbleOptions, as_json: bool) -> list[str]:
 
 
 def _check_ranks(me: ProcessIdentity, options: BubbleOptions) -> None:
-    """Ranks of another launcher are welcome if they are as many, on one node: their clocks are compared."""
+    """Check the ranks of another launcher: as many as asked for, on one node, because their clocks are compared."""
     if me.nodes > 1 or me.processes != options.ranks:
         raise UserError(
             f"bench bubble: is one of {me.processes} processes on {me.nodes} nodes, but --ranks {options.ranks} are "
@@ -151,7 +151,7 @@ def _check_ranks(me: ProcessIdentity, options: BubbleOptions) -> None:
 
 
 def format_bubbles(result: BubbleResult) -> str:
-    """The result for a person."""
+    """Format the result as text."""
     options = result.options
     wide = max(len(schedule.name) for schedule in result.schedules)
     lines = [

@@ -1,11 +1,10 @@
-"""`hpc-train bench gemm`: what the device at hand multiplies and copies, for the planner's calibration.
+"""`hpc-train bench gemm`: measure matrix products and a copy on this device, to calibrate the planner.
 
 The command, its result and the result's file. Needs no torch; gemm_device.py does the work.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """Of the command."""
+    """Options of `bench gemm`."""
 
     precisions: Sequence[str] = ("fp32", "bf16")
     smallest: int = 256
@@ -29,7 +28,7 @@ class GemmOptions:
     out: str | None = None
 
     def check(self) -> None:
-        """Raises UserError, one line, for what cannot be measured or written."""
+        """Raise UserError for sizes that cannot be measured and files that cannot be written."""
         if not 16 <= self.smallest <= self.largest <= 1 << 16:
             raise UserError(f"--min {self.smallest} --max {self.largest}: sizes go from 16 to 65536")
         if self.rounds < 1:
@@ -39,26 +38,6 @@ class GemmOptions:
                 raise UserError(f"{option} {name}: name a file in a folder that exists")
         if self.plot is not None and Path(self.plot).suffix not in (".png", ".svg"):
             raise UserError(f"--plot {self.plot}: must end in .png or .svg")
-
-
-def add_gemm_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of the command line."""
-    usual = GemmOptions()
-    told = f"repeatable (default {' and '.join(usual.precisions)})"
-    command.add_argument("--precision", action="append", choices=PRECISIONS, help=told)
-    command.add_argument("--min", type=int, default=usual.smallest, help=f"smallest width (default {usual.smallest})")
-    command.add_argument("--max", type=int, default=usual.largest, help=f"largest width (default {usual.largest})")
-    command.add_argument("--rounds", type=int, default=usual.rounds, help=f"of each (default {usual.rounds})")
-    command.add_argument("--out", metavar="FILE", help="write the result, for `hpc-train plan calibrate --gemm FILE`")
-    command.add_argument("--plot", metavar="FILE", help="draw speed against size (.png or .svg)")
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def gemm_options(arguments: argparse.Namespace) -> GemmOptions:
-    """What `add_arguments` has parsed."""
-    a = arguments
-    precisions = tuple(dict.fromkeys(a.precision or GemmOptions().precisions))
-    return GemmOptions(precisions, a.min, a.max, a.rounds, a.json, a.plot, a.out)
 
 
 def gemm_command(options: GemmOptions) -> int:
@@ -72,7 +51,7 @@ def gemm_command(options: GemmOptions) -> int:
 
 
 def report_result(result: GemmResult, options: GemmOptions) -> int:
-    """Print and write what was found."""
+    """Print the result, and write it to the files that were asked for."""
     from hpc_train.bench import gemm_device
 
     if options.json:
@@ -94,14 +73,14 @@ RESULT_VERSION = 1
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """[m, k] x [k, n] in one format."""
+    """Time of one product [m, k] x [k, n] in one precision."""
 
     precision: str
     m: int
     n: int
     k: int
     seconds: float
-    """Median over rounds."""
+    """Seconds, median over rounds."""
 
     @property
     def tflops(self) -> float:
@@ -110,20 +89,20 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class GemmResult:
-    """Of one device."""
+    """Measured products and copy of one device."""
 
     device: str
-    """As torch calls it; cpu."""
+    """Name that torch gives the GPU, or cpu."""
     date: str
     """ISO 8601, UTC."""
     threads: int
-    """Of a CPU."""
+    """CPU threads of torch."""
     copy_gb_s: float
     """10^9 bytes/s that a copy within the device's memory reads and writes together."""
     products: tuple[MatrixProduct, ...]
 
     def best(self) -> dict[str, MatrixProduct]:
-        """Precision -> its quickest product, by FLOP/s."""
+        """Return the product with the most FLOP/s of each precision."""
         names = dict.fromkeys(it.precision for it in self.products)
         return {name: max((it for it in self.products if it.precision == name), key=_speed) for name in names}
 
@@ -136,7 +115,7 @@ def _speed(product: MatrixProduct) -> float:
 
 
 def read_gemm_result(path: Path) -> GemmResult:
-    """Raises UserError, one line, for a file that `bench gemm --out` has not written."""
+    """Read a file of `bench gemm --out`. Raises UserError for any other file."""
     try:
         content = json.loads(path.read_text())
         if content.pop("version") != RESULT_VERSION:
@@ -153,8 +132,10 @@ def read_gemm_result(path: Path) -> GemmResult:
 
 
 def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
-    """(m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width: 2,048 tokens
-    times its attention's output and both of its feed-forward matrices, four times as wide."""
+    """List shapes (m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width.
+
+    These are 2,048 tokens times its attention's output and both of its feed-forward matrices, four times as wide.
+    """
     found = []
     size = smallest
     while size <= largest:

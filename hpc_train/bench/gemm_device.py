@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,16 +13,17 @@ from rich.table import Table
 
 from hpc_train.bench.gemm import GemmResult, MatrixProduct
 from hpc_train.errors import UserError
+from hpc_train.timing import time_calls
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_BYTES = 1 << 28
 _ROUND_SECONDS = 0.05
-"""As many calls as take about so long are one round."""
-_MOST_CALLS = 1000
+"""A round repeats the call for about this long."""
+_MAX_CALLS = 1000
 
 
 def measure_device(precisions: Sequence[str], sizes: Sequence[tuple[int, int, int]], rounds: int) -> GemmResult:
-    """Every product in every precision. Raises UserError for a precision that the device cannot multiply in."""
+    """Time every product in every precision. Raises UserError for a precision that the device does not support."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     products = [_measure_product(precision, *size, device, rounds) for precision in precisions for size in sizes]
     return GemmResult(
@@ -47,36 +47,22 @@ def _measure_product(precision: str, m: int, n: int, k: int, device: torch.devic
 
 
 def _measure_copy(device: torch.device, rounds: int) -> float:
-    """10^9 bytes/s, read and written."""
+    """Return the copy bandwidth in 10^9 bytes/s; every byte counts twice, as it is read and written."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2e-9 * _COPY_BYTES / _median_seconds(lambda: target.copy_(source), device, rounds)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of one call: median over rounds of the mean of a round."""
-    work()
-    one = _time_calls(work, 1, device)
-    calls = min(_MOST_CALLS, max(1, round(_ROUND_SECONDS / max(one, 1e-9))))
-    return statistics.median(_time_calls(work, calls, device) / calls for _ in range(rounds))
-
-
-def _time_calls(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        work()
-    _synchronize(device)
-    return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Return seconds of one call: the median over rounds of the mean of a round."""
+    work()  # the first call allocates and chooses a kernel
+    once = time_calls(work, 1, device)
+    calls = min(_MAX_CALLS, max(1, round(_ROUND_SECONDS / max(once, 1e-9))))
+    return statistics.median(time_calls(work, calls, device) for _ in range(rounds))
 
 
 def print_gemm_result(result: GemmResult) -> None:
-    """Print every product, the best of each precision marked."""
+    """Print a table of all products, with the fastest of each precision marked."""
     best = set(result.best().values())
     table = Table("precision", "m", "n", "k", "ms", "TFLOP/s", title=_table_title(result), title_justify="left")
     for it in result.products:
@@ -92,7 +78,7 @@ def _table_title(result: GemmResult) -> str:
 
 
 def plot_gemm_result(result: GemmResult, path: Path) -> None:
-    """TFLOP/s against FLOPs, a line a precision; .png or .svg by the name."""
+    """Plot TFLOP/s against FLOPs, one line for each precision, as .png or .svg."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.8), layout="constrained")

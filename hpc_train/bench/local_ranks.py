@@ -1,4 +1,4 @@
-"""Run a command of ours as several ranks of this machine: the same command, told by its environment who it is."""
+"""Run an hpc-train command as several local ranks, each told its rank by environment variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.05
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as an exception would: what it has started is cleaned up."""
+    """Turn SIGTERM into SystemExit, so that cleanup code runs."""
     before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield
@@ -28,7 +28,7 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
-    """Run `hpc-train <arguments>` on `ranks` processes of `threads` threads; returns the first exit code that is not 0.
+    """Run `hpc-train <arguments>` as `ranks` processes; return the first exit code that is not 0.
 
     Their output is this process's. None of them outlives the failure of another or a stop of this process.
     """
@@ -57,7 +57,7 @@ def _environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str,
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or a moment after the first that failed, so that others can still say why.
+    """Wait until all have ended, or until shortly after the first failure, so that others can still report why.
 
     Returns the first exit code that is not 0.
     """

@@ -32,7 +32,7 @@ MEASURED_FILE = "measured.json"
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """What is measured; every size in numbers of elements."""
+    """Options of `bench overlap`; sizes are numbers of elements."""
 
     rounds: int
     """Interleaved rounds of all sides."""
@@ -48,13 +48,13 @@ class OverlapOptions:
 
     @property
     def feed_forward(self) -> int:
-        """Features between the two layers."""
+        """Return the number of features between the two layers."""
         return 4 * self.hidden
 
 
 @dataclass(frozen=True)
 class OverlapMeasurement:
-    """What the ranks report."""
+    """Measurements of both ranks."""
 
     mbit_per_second: float
     link_bytes: int
@@ -139,7 +139,7 @@ def _run_ranks(options: OverlapOptions, folder: str) -> int:
 
 
 def summarize_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
-    """From rounds to medians; the exposed wait is a median of differences, so that a slow round cancels."""
+    """Summarise the rounds by medians. The exposed wait is a median of differences, so that a slow round cancels."""
     return OverlapResult(
         options=options,
         mbit_per_second=measured.mbit_per_second,
@@ -166,7 +166,7 @@ def _summarize_kind(measured: OverlapMeasurement, name: str, alone: str) -> Over
 
 
 def format_overlap(result: OverlapResult) -> str:
-    """The result for a person."""
+    """Format the result as text."""
     options, plain, overlapping = result.options, result.synchronous, result.asynchronous
     lines = [
         f"{options.tokens} tokens, {options.hidden} -> {options.feed_forward} -> {options.hidden}, float32, "
@@ -227,7 +227,7 @@ def start_in_namespaces(
 
 
 def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes, and with them their namespaces."""
+    """Stop the processes; their namespaces disappear with them."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -238,14 +238,14 @@ def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def configure_link(index: int) -> None:
-    """Called in a namespace: give its end of the link the address of process `index`."""
+    """Give this namespace's end of the link the address of process `index`."""
     _run_command("ip", "address", "add", _ADDRESSES[index], "dev", INTERFACE)
     for device, mtu in (("lo", "65536"), (INTERFACE, _FRAME)):
         _run_command("ip", "link", "set", device, "mtu", mtu, "up")
 
 
 def limit_rate(mbit_per_second: float) -> None:
-    """Called in a namespace: limit what it sends to a rate, by a token bucket."""
+    """Limit the sending rate of this namespace with a token bucket."""
     bits = max(1, round(mbit_per_second * 1e6))
     burst = max(1 << 16, bits // 8 // 250)  # what may go out between two ticks of a slow kernel clock
     bucket = ["rate", f"{bits}bit", "burst", str(burst), "latency", "100ms"]
@@ -253,7 +253,7 @@ def limit_rate(mbit_per_second: float) -> None:
 
 
 def count_sent_bytes() -> int:
-    """Called in a namespace: what it has sent over the link so far, with the headers of every protocol."""
+    """Return the bytes that this namespace has sent over the link, with all protocol headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:

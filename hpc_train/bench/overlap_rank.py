@@ -59,7 +59,7 @@ class LayerPair:
 
 
 def make_layer_pair(mesh: DeviceMesh, tokens: int, hidden: int, feed_forward: int) -> LayerPair:
-    """In float32; the ranks hold different values."""
+    """Make float32 parameters and input, different on each rank."""
     torch.manual_seed(mesh.get_local_rank())
     ranks = mesh.size()
     sizes = (1, tokens // ranks, hidden), (feed_forward // ranks, hidden), (hidden, feed_forward // ranks)
@@ -138,7 +138,7 @@ _COUNTED_STEPS = 2
 
 
 def main(rank: int, options: OverlapOptions, folder: Path) -> int:
-    """Measure and leave the result in `folder`. Waits first for a line on stdin that says that the link is there."""
+    """Wait for a line on stdin that says that the link is up; then measure, and write the result to `folder`."""
     sys.stdin.readline()
     try:
         configure_link(rank)
@@ -157,7 +157,7 @@ def main(rank: int, options: OverlapOptions, folder: Path) -> int:
 
 
 def measure_overlap(options: OverlapOptions) -> OverlapMeasurement:
-    """Seconds and bytes of every side, with the link at the rate that makes communication comparable to compute."""
+    """Measure seconds and bytes of every side, after setting the link rate."""
     pair = make_layer_pair(init_device_mesh("cpu", (RANKS,)), options.tokens, options.hidden, options.feed_forward)
     compute = _warm_up(pair, compute_alone)
     rate = options.rate or _link_rate(pair, compute, options.ratio)
@@ -178,13 +178,13 @@ def _warm_up(pair: LayerPair, way: Callable[[LayerPair], Steps]) -> Side:
 
 
 def _link_rate(pair: LayerPair, compute: Side, ratio: float) -> float:
-    """Mbit/s at which a step's bytes take `ratio` times its compute; the same on every rank."""
+    """Return the rate in Mbit/s at which a step communicates `ratio` times as long as it computes."""
     seconds = time_rounds([compute], _CALIBRATION_STEPS, 1).wall
     return pair.link_bytes * 8e-6 / (ratio * float(np.median(seconds)))
 
 
 def _bytes_per_step(side: Side) -> int:
-    """Bytes that a step of this rank puts on the link."""
+    """Measure the bytes that a step of this rank sends over the link."""
     dist.barrier()
     before = count_sent_bytes()
     for _ in range(_COUNTED_STEPS):

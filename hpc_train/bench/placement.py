@@ -39,12 +39,12 @@ _REFERENCE_ORDER = "by_leaf"
 
 @dataclass(frozen=True)
 class OrderResult:
-    """One order: what was measured, and what the model says."""
+    """Measured and predicted times of one order of the nodes."""
 
     name: str
     what: str
     hosts: tuple[str, ...]
-    """In the order of the ranks."""
+    """Hosts, in the order of the ranks."""
     seconds: float
     """Median over the rounds of the median step."""
     rounds: tuple[float, ...]
@@ -54,13 +54,13 @@ class OrderResult:
     """Seconds a step: what computation takes in the reference order, and this order's communication."""
 
     def error(self, reference: OrderResult) -> float:
-        """How far the predicted ratio to the reference is from the measured one, as a part of it."""
+        """Return the relative error of the predicted ratio to the reference order."""
         return (self.predicted / reference.predicted) / (self.seconds / reference.seconds) - 1
 
 
 @dataclass(frozen=True)
 class PlacementBenchOptions:
-    """Of the command line."""
+    """Options of `bench placement`."""
 
     rounds: int
     steps: int
@@ -136,7 +136,7 @@ def _summarize_orders(
 
 
 def predict_communication(config: RunConfig, where: NodeLocations, nodes: Sequence[str]) -> float:
-    """Modelled seconds a step of the nodes in this order."""
+    """Predict the communication seconds of a step with the nodes in this order."""
     ranks = config.cluster.ranks_per_node
     world = ranks * len(nodes)
     fabric = build_located_fabric(config, replace(where, nodes=tuple(nodes)), ranks)
@@ -196,7 +196,7 @@ def make_orders(nodes: Sequence[str], paths: Mapping[str, Sequence[str]], seed: 
 
 
 def deal_over_leaves(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """One node of each leaf in turn."""
+    """Deal the nodes out over the leaves in turn: a bad order, in which neighbours are far apart."""
     leaves: dict[tuple[str, ...], list[str]] = {}
     for node in nodes:
         leaves.setdefault(tuple(paths[node]), []).append(node)

@@ -1,4 +1,4 @@
-"""Rounds of all sides in turn, in the same processes: what disturbs the machine disturbs all of them alike."""
+"""Time several training loops ("sides") in interleaved rounds in the same processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from hpc_train.messages import all_gather_values
+from hpc_train.timing import interleave_rounds
 
 Samples = npt.NDArray[np.float64]
 WARM_UP_STEPS = 2
@@ -23,28 +24,28 @@ WARM_UP_STEPS = 2
 
 @dataclass
 class Side:
-    """One of the loops that are compared."""
+    """A training loop that is compared with others."""
 
     name: str
     steps: Iterator[float]
     first_loss: float
-    """Mean over ranks."""
+    """Loss of the first warm-up step, mean over ranks."""
     kept_mib: float
-    """By how much the resident memory of rank 0 grew for it: parameters, gradients, optimizer, buckets."""
+    """Growth of rank 0's resident memory: parameters, gradients, optimizer, buckets."""
 
 
 @dataclass(frozen=True)
 class RoundTimings:
-    """Seconds a step of every round and side, (rounds, sides)."""
+    """Seconds per step of every round and side, as arrays of shape (rounds, sides)."""
 
     wall: Samples
-    """Of the slowest rank."""
+    """Wall time of the slowest rank."""
     cpu: Samples
-    """CPU time of all threads of all ranks."""
+    """CPU time, summed over all threads of all ranks."""
 
 
 def warm_up_side(name: str, make: Callable[[], Iterator[float]]) -> Side:
-    """Make a side and take its warm-up steps."""
+    """Build a side and run its warm-up steps."""
     before = _resident_mib()
     steps = make()
     losses = [next(steps) for _ in range(WARM_UP_STEPS)]
@@ -52,18 +53,16 @@ def warm_up_side(name: str, make: Callable[[], Iterator[float]]) -> Side:
 
 
 def time_rounds(sides: list[Side], rounds: int, steps: int) -> RoundTimings:
-    """Time `rounds` rounds of `steps` steps of each side, every second one in reverse order: A B C, C B A, ..."""
+    """Time `rounds` rounds of `steps` steps of each side, the sides interleaved."""
     seconds = np.zeros((rounds, len(sides), 2))
-    for number in range(rounds):
-        forward = range(len(sides))
-        for index in forward if number % 2 == 0 else reversed(forward):
-            seconds[number, index] = _time_steps(sides[index].steps, steps)
+    for number, index in interleave_rounds(rounds, len(sides)):
+        seconds[number, index] = _time_steps(sides[index].steps, steps)
     ranks = _gather(seconds)
     return RoundTimings(wall=ranks[..., 0].max(axis=0), cpu=ranks[..., 1].sum(axis=0))
 
 
 def _time_steps(side: Iterator[float], steps: int) -> tuple[float, float]:
-    """(wall, CPU) seconds a step of this rank; each step ends when its loss is known, on a GPU too."""
+    """Return (wall, CPU) seconds per step of this rank. Reading the loss synchronises with a GPU."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -71,13 +70,13 @@ def _time_steps(side: Iterator[float], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
 
 
-def _gather(mine: float | Samples) -> Samples:
-    """Every rank's value, in rank order."""
-    return np.array(all_gather_values(mine))
+def _gather(value: float | Samples) -> Samples:
+    """Gather the value of every rank, in rank order."""
+    return np.array(all_gather_values(value))
 
 
 def _resident_mib() -> float:
-    """What this process really needs now: garbage and the allocator's free pages are given back first."""
+    """Return the resident memory in MiB, after freeing garbage and the allocator's unused pages."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""`hpc-train bench step`: our training step against the loop that a person writes, in one process group.
+"""`hpc-train bench step`: compare our training step with a hand-written loop, in one process group.
 
 Also the seconds of the start-up by part, from the start of the process on.
 """
@@ -17,7 +17,7 @@ from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 
 _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
-"""Evaluation and checkpoints are no part of a step."""
+"""Switch off evaluation and checkpoints, which are not part of a step."""
 
 
 def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
@@ -43,7 +43,7 @@ def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: boo
     except UserError:
         if me.process == 0:
             raise
-        return EXIT_USER_ERROR  # process 0 says it
+        return EXIT_USER_ERROR  # process 0 prints the error for all
 
 
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
@@ -94,12 +94,12 @@ class StartupTimer:
     """Seconds of each part, in the order of time."""
 
     def mark(self, part: str) -> None:
-        """The time since the last mark belongs to `part`."""
+        """Count the time since the last mark as `part`."""
         self.parts[part] = process_age() - sum(self.parts.values())
 
 
 def process_age() -> float:
-    """Seconds since the kernel started this process, to a clock tick (proc(5), field `starttime` of stat)."""
+    """Return the seconds since the kernel started this process (proc(5), field `starttime` of stat)."""
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
     ticks = int(after_name.split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -44,7 +44,7 @@ _LOSS_TOLERANCE = 0.05
 
 @contextmanager
 def start_job(config: RunConfig, startup: StartupTimer) -> Iterator[tuple[World, RunDirectory]]:
-    """This rank as a run starts it, and a folder that is gone afterwards."""
+    """Start this rank as a run does; yields it with a temporary folder."""
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -61,7 +61,7 @@ def start_job(config: RunConfig, startup: StartupTimer) -> Iterator[tuple[World,
 
 
 def measure_step(config: RunConfig, rounds: int, steps: int, startup: StartupTimer) -> StepResult:
-    """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
+    """Measure on all ranks of this job; every rank returns the result. Raises UserError as a run would."""
     with start_job(config, startup) as (world, folder):
         return _measure(config, world, folder, rounds, steps, startup)
 
@@ -108,14 +108,14 @@ def assemble_bench_run(
 
 
 def make_same_model(config: RunConfig, world: World) -> nn.Module:
-    """The same module with the same initial values as the engine's."""
+    """Build the module with the same initial values as the engine's."""
     model = cast_parameters(make_model(config), config.precision)
     materialise_parameters(model, {}, config.train.seed, world.device)
     return model.to(world.device)
 
 
 def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
-    """The samples that the loader gives this rank in each step, drawn beforehand."""
+    """Load the batches of this rank for all steps beforehand."""
     batch, mine = config.train.global_batch, compute_share(config.train.global_batch, world.dp_size)
     first = world.dp_index * mine
     return [order_samples(config.train.seed, len(data), step * batch + first, mine) for step in range(steps)]
@@ -131,7 +131,7 @@ def _check_first_losses(sides: list[Side], config: RunConfig) -> None:
 
 
 def our_steps(run: TrainingRun) -> Iterator[float]:
-    """All that `hpc-train train` does in a step, but evaluation and checkpoints."""
+    """Run the steps of `hpc-train train`, without evaluation and checkpoints."""
     while True:
         step = train_step(run)
         report_step(run, step, None)
@@ -180,7 +180,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class SideResult:
-    """One side, a step."""
+    """Time and memory of a step of one side."""
 
     name: str
     seconds: float
@@ -197,7 +197,7 @@ class SideResult:
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """Another side over ours: above 1 means that ours is faster."""
+    """Time of another side over ours; above 1, ours is faster."""
 
     wall: float
     """Ratio of the medians over rounds."""

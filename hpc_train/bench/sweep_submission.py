@@ -1,4 +1,4 @@
-"""`hpc-train bench submit`: what it takes to hand a large sweep to Slurm, and what that leaves on the disk.
+"""`hpc-train bench submit`: measure the time and the files that submitting a large sweep takes.
 
 Every side sweeps the seed of the same configuration, held back by --begin, so that nothing runs. Its clock stops when
 Slurm knows every point.
@@ -57,7 +57,7 @@ class Submission:
 
 
 def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> int:
-    """Print wall time, CPU time and files of submitting a sweep; peers: beside the peer's. Returns the exit code.
+    """Submit a sweep; print wall time, CPU time and files; return the exit code. peers: also the peer's.
 
     Raises UserError where there is no Slurm, or no peer though it was asked for.
     """
@@ -126,7 +126,7 @@ def _wait_for_points(process: subprocess.Popen[bytes], there: Callable[[], bool]
 
 
 def _count_known(name: str) -> int:
-    """Points of this name that Slurm knows: elements of arrays, each counted."""
+    """Count the points of this name in Slurm's queue, with each array element."""
     return len(run_client(["squeue", "--noheader", "--array", f"--name={name}", "--format=%i"]).out.split())
 
 
@@ -139,7 +139,7 @@ def _cancel_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def _count_children() -> float:
-    """CPU seconds of processes that this one has waited for."""
+    """Return the CPU seconds of finished child processes."""
     spent = os.times()
     return spent.children_user + spent.children_system
 

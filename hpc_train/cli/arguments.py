@@ -1,6 +1,7 @@
-"""Arguments of the commands, and what each calls. Other commands' are in data.py and *_arguments.py.
+"""Define the arguments of the commands that have no sub-commands, and the options that several commands share.
 
-A command's module is imported by the function that runs it: a help text and a completion import nothing heavy.
+Nothing heavy is imported here, so that a help text and a tab completion are quick: the function that runs a command
+imports the command's module.
 """
 
 from __future__ import annotations
@@ -8,41 +9,50 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_RUN = "a run directory, a sweep directory, or a job id"
-_OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
+_OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
+
+
+def add_examples(command: argparse.ArgumentParser, *lines: str) -> None:
+    """Show example command lines at the end of the help text."""
+    # The default formatter would join the lines into one paragraph.
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    examples = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+    command.epilog = f"{command.epilog}\n\n{examples}" if command.epilog else examples
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
-    """Add RUN."""
-    command.add_argument("target", metavar="RUN", help=_RUN)
+    """Add the positional argument RUN."""
+    command.add_argument("target", metavar="RUN", help="run directory, sweep directory or job id")
 
 
 def add_overrides(command: argparse.ArgumentParser, example: str = _OVERRIDES, config_dir: bool = True) -> None:
-    """Add overrides of the configuration and the folder that extends conf/."""
+    """Add the overrides of the configuration, and --config-dir for the user's own option files."""
     command.add_argument("overrides", nargs="*", metavar="override", help=example)
     if config_dir:
-        command.add_argument("--config-dir", metavar="DIR", help="a folder laid out as conf/, whose options are added")
+        command.add_argument(
+            "--config-dir", metavar="DIR", help="also take options from this folder, laid out as conf/"
+        )
 
 
-def add_json(command: argparse.ArgumentParser, text: str = "print the answer as JSON") -> None:
+def add_json(command: argparse.ArgumentParser, text: str = "print JSON") -> None:
     """Add --json."""
     command.add_argument("--json", action="store_true", help=text)
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
-    """Add what train and submit share: overrides, --cfg and -m."""
+    """Add the arguments that train and submit share: overrides, --cfg and -m."""
     add_overrides(command)
-    command.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+    command.add_argument("--cfg", action="store_true", help="print the composed configuration and exit")
     command.add_argument(
         "-m",
         "--multirun",
         action="store_true",
-        help="a sweep: each override may have several values, as in optim.lr=1e-3,1e-4 train.seed=range(3)",
+        help="run a sweep: an override may list values, as in optim.lr=1e-3,1e-4 or train.seed=range(3)",
     )
 
 
 def print_config(arguments: argparse.Namespace) -> int:
-    """Print the configuration of one run, for --cfg."""
+    """Print the composed configuration of one run (--cfg)."""
     from hpc_train.config.compose import compose, config_to_yaml
     from hpc_train.errors import UserError
 
@@ -53,7 +63,7 @@ def print_config(arguments: argparse.Namespace) -> int:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` on."""
+    """Return an argument type that accepts whole numbers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or len(text) > 9 or int(text) < least:
@@ -66,13 +76,21 @@ def whole_number(least: int) -> Callable[[str], int]:
 def add_train(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `train`."""
     add_config_options(command)
+    add_examples(
+        command,
+        "hpc-train train",
+        "hpc-train train model=gpt2_tiny train.steps=50 run_dir=runs/first",
+        "hpc-train train -m optim.lr=1e-3,3e-4 train.seed='range(3)' run_dir=sweeps/lr",
+        "hpc-train train parallel=fsdp launch.ranks=4 --cfg",
+    )
     command.set_defaults(run=_train)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from hpc_train.runtime import processes
 
-    request = processes.install_stop_handlers()  # before anything slow is imported: a signal from now on is kept
+    # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
+    request = processes.install_stop_handlers()
     from hpc_train.launch.train import train_here
 
     if arguments.cfg:
@@ -87,10 +105,17 @@ def _train(arguments: argparse.Namespace) -> int:
 def add_submit(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `submit`."""
     add_config_options(command)
-    command.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    command.add_argument("--dry-run", action="store_true", help="print the batch script; submit nothing")
     add_json(command)
     command.add_argument(
-        "--after", action="append", default=[], metavar="RUN", help="start when this run is done; repeatable"
+        "--after", action="append", default=[], metavar="RUN", help="start only when this run is done; repeatable"
+    )
+    add_examples(
+        command,
+        "hpc-train submit cluster=perlmutter cluster.nodes=4 launch.account=m1234 model=llama_1b parallel=fsdp",
+        "hpc-train submit cluster.nodes=2 launch.partition=debug launch.time_minutes=30 --dry-run",
+        "hpc-train submit -m optim.lr=1e-3,3e-4 run_dir=sweeps/lr",
+        "hpc-train submit --after runs/first run_dir=runs/second",
     )
     command.set_defaults(run=_submit)
 
@@ -113,8 +138,11 @@ def add_status(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `status`."""
     add_run(command)
     shown = command.add_mutually_exclusive_group()
-    shown.add_argument("-w", "--watch", action="store_true", help="a live table, until all has ended (or Ctrl-C)")
-    shown.add_argument("--json", action="store_true", help="print it as JSON")
+    shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    add_examples(
+        command, "hpc-train status runs/first", "hpc-train status sweeps/lr --watch", "hpc-train status 4711 --json"
+    )
     command.set_defaults(run=_status)
 
 
@@ -128,11 +156,21 @@ def add_logs(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `logs`."""
     add_run(command)
     count = whole_number(0)
-    command.add_argument("-f", "--follow", action="store_true", help="go on as it grows, over requeues, to the end")
-    command.add_argument("--rank", type=count, metavar="R", help="of this rank (default: 0, which speaks for all)")
-    command.add_argument("--attempt", type=count, metavar="A", help="of this attempt (default: the newest)")
-    command.add_argument("--tail", type=count, metavar="N", help="only the last N lines")
-    command.add_argument("--first-error", action="store_true", help="the rank that failed first, and with what")
+    command.add_argument(
+        "-f", "--follow", action="store_true", help="keep printing until the run ends, across requeues"
+    )
+    command.add_argument(
+        "--rank", type=count, metavar="R", help="log of this rank (default: 0, which prints the progress)"
+    )
+    command.add_argument("--attempt", type=count, metavar="A", help="log of this attempt (default: the newest)")
+    command.add_argument("--tail", type=count, metavar="N", help="print only the last N lines")
+    command.add_argument("--first-error", action="store_true", help="show which rank failed first, and its error")
+    add_examples(
+        command,
+        "hpc-train logs runs/first -f",
+        "hpc-train logs runs/first --rank 3 --tail 50",
+        "hpc-train logs sweeps/lr --first-error",
+    )
     command.set_defaults(run=_logs)
 
 
@@ -145,14 +183,15 @@ def _logs(a: argparse.Namespace) -> int:
 def add_cancel(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `cancel`."""
     add_run(command)
-    command.add_argument("--yes", action="store_true", help="do not ask")
+    command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     how = command.add_mutually_exclusive_group()
-    how.add_argument("--now", action="store_true", help="end it at once, without a save")
+    how.add_argument("--now", action="store_true", help="kill it at once, without saving")
     how.add_argument(
         "--no-wait",
         action="store_true",
-        help="ask it to save and end, and return (default: wait launch.cancel_seconds, then end what has not ended)",
+        help="ask it to save and stop, then return (default: wait launch.cancel_seconds, then kill what still runs)",
     )
+    add_examples(command, "hpc-train cancel runs/first", "hpc-train cancel sweeps/lr --yes --no-wait")
     command.set_defaults(run=_cancel)
 
 
@@ -166,10 +205,16 @@ def add_attach(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `attach`."""
     add_run(command)
     where = command.add_mutually_exclusive_group()
-    where.add_argument("--rank", type=whole_number(0), metavar="R", help="on the node of this rank (default: 0)")
-    where.add_argument("--node", metavar="NAME", help="on this node of the job")
-    command.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
-    command.epilog = "After -- comes the command to run there; without one it is a login shell."
+    where.add_argument("--rank", type=whole_number(0), metavar="R", help="go to the node of this rank (default: 0)")
+    where.add_argument("--node", metavar="NAME", help="go to this node of the job")
+    command.add_argument("--dry-run", action="store_true", help="print the srun command; do not run it")
+    command.epilog = "Give the command to run after --. Without one, a login shell is opened."
+    add_examples(
+        command,
+        "hpc-train attach runs/first",
+        "hpc-train attach runs/first --rank 8 -- nvidia-smi",
+        "hpc-train attach 4711 --node node002 --dry-run",
+    )
     command.set_defaults(run=_attach, words=[])
 
 
@@ -186,17 +231,19 @@ def add_resume(command: argparse.ArgumentParser) -> None:
         "--mode",
         default="retry",
         choices=("retry", "cached", "force", "read-only"),
-        help="retry: all that has ended and is not done (default); cached: only what has never begun; force: all that "
-        "has ended, from its first step; read-only: say what retry would do",
+        help="retry: everything that ended without being done (default); cached: only what never started; "
+        "force: everything that ended, from step 0; read-only: print what retry would do",
     )
     add_json(command)
+    add_examples(command, "hpc-train resume runs/first", "hpc-train resume sweeps/lr --mode read-only")
     command.set_defaults(run=_resume)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     from hpc_train.runtime import processes
 
-    request = processes.install_stop_handlers()  # before anything slow is imported: a signal from now on is kept
+    # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
+    request = processes.install_stop_handlers()
     from hpc_train.launch.resume import resume_command
 
     return resume_command(arguments.target, arguments.mode, arguments.json, request)
@@ -205,12 +252,22 @@ def _resume(arguments: argparse.Namespace) -> int:
 def add_results(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `results`."""
     add_run(command)
-    command.add_argument("--metric", metavar="NAME", help="of metrics.jsonl (default: validation_loss, else loss)")
-    command.add_argument("--best", action="store_true", help="also its best value, for which all steps are read")
+    command.add_argument(
+        "--metric", metavar="NAME", help="metric of metrics.jsonl to compare (default: validation_loss, else loss)"
+    )
+    command.add_argument("--best", action="store_true", help="also show its best value over all steps (slower)")
     shown = command.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print it as JSON")
-    shown.add_argument("--csv", metavar="FILE", help="write it as CSV; -: print it")
-    command.add_argument("--plot", metavar="FILE", help="draw the metric over what was swept, or over steps")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.add_argument("--csv", metavar="FILE", help="write CSV; - prints it")
+    command.add_argument(
+        "--plot", metavar="FILE", help="plot the metric over the swept values, or over steps for one run"
+    )
+    add_examples(
+        command,
+        "hpc-train results sweeps/lr",
+        "hpc-train results sweeps/lr --metric loss --best --csv results.csv",
+        "hpc-train results sweeps/lr --plot lr.png",
+    )
     command.set_defaults(run=_results)
 
 
@@ -223,7 +280,13 @@ def _results(a: argparse.Namespace) -> int:
 def add_doctor(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     add_overrides(command)
-    add_json(command, "print what was found as JSON")
+    add_json(command)
+    add_examples(
+        command,
+        "hpc-train doctor",
+        "hpc-train doctor cluster=perlmutter --json",
+        "srun -N2 hpc-train doctor cluster=slurm",
+    )
     command.set_defaults(run=_doctor)
 
 
@@ -238,9 +301,10 @@ def add_completion(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "shell",
         choices=("bash", "zsh", "fish", "query"),
-        help="print its script; query: print the completions of a line",
+        help="shell whose script to print; query: print the completions of a command line",
     )
-    command.add_argument("words", nargs="*", help="query: `--` and the words of the line after hpc-train")
+    command.add_argument("words", nargs="*", help="query only: -- and the words after hpc-train")
+    add_examples(command, 'eval "$(hpc-train completion bash)"', "hpc-train completion query -- train model=llama_")
     command.set_defaults(run=_completion)
 
 

@@ -1,4 +1,4 @@
-"""`hpc-train attach RUN`: a shell or a command inside of a running job, on the node of one of its ranks."""
+"""`hpc-train attach RUN`: open a shell or run a command on a node of a running job."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpc_train.launch.state.state_names import State, from_slurm_state
 
 
 def attach_command(run: str, words: Sequence[str], rank: int | None, node: str | None, dry_run: bool) -> int:
-    """Become srun inside of the job; dry_run: print its command line. Returns only then.
+    """Replace this process by srun inside the job; dry_run: print its command line and return 0.
 
-    Raises UserError, one line, for a run that does not run, or has no such rank or node.
+    Raises UserError if the run is not running, or has no such rank or node.
     """
     point = require_single(find_points(run, run_client), run)
     facts = gather_facts([point], run_client)[0]
@@ -36,7 +36,7 @@ def attach_command(run: str, words: Sequence[str], rank: int | None, node: str |
 
 
 def make_srun_command(record: JobRecord, node: str, words: Sequence[str], terminal: bool) -> list[str]:
-    """The call of srun. --overlap: the ranks have all of the job's resources, and this step shares them."""
+    """Build the srun command. --overlap, because the ranks hold all resources of the job."""
     options = [f"--jobid={record.raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     return ["srun", *options, *(["--pty"] if terminal else []), *words]
 
@@ -72,7 +72,7 @@ def _node(name: str, record: JobRecord) -> str:
 
 
 def node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
-    """Slurm's name of the node of a rank (None: of rank 0, or the job's first node before there are ranks)."""
+    """Return the node of a rank; None: of rank 0, or the first node of the job before ranks have joined."""
     found = {entry["rank"]: entry for entry in read_rank_entries(folder)}
     if rank is not None and rank not in found:
         there = f"there are ranks 0 to {max(found)}" if found else "its ranks have not joined yet"

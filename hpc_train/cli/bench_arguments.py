@@ -1,16 +1,20 @@
-"""What the commands of `hpc-train bench` take. A help text imports nothing heavy."""
+"""Define the arguments of `hpc-train bench` and its benchmarks; what they do is imported when they run."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-_OVERRIDES = "key=value as in conf/, such as model=llama_1b optim.lr=1e-3 train.steps=1000"
+from hpc_train.cli.arguments import add_examples, add_json, add_overrides
+
 _SubCommands = Any
+_PLOT = "also plot the result, as .png or .svg"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add a sub-command a benchmark; each sets `run`, a function of the parsed arguments."""
+    """Add one sub-command for each benchmark."""
     kinds = command.add_subparsers(dest="bench", required=True, metavar="kind")
     _add_step(kinds)
     _add_overlap(kinds)
@@ -22,102 +26,35 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_submit(kinds)
 
 
+def _add_benchmark(
+    kinds: _SubCommands, name: str, summary: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    benchmark: argparse.ArgumentParser = kinds.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    benchmark.set_defaults(run=run)
+    return benchmark
+
+
+def _add_number(benchmark: argparse.ArgumentParser, option: str, default: int, text: str) -> None:
+    benchmark.add_argument(option, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+
+
 def _add_step(kinds: _SubCommands) -> None:
-    step = kinds.add_parser("step", help="tokens/s of the training step against the shortest hand-written loop")
-    step.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
-    step.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
-    step.add_argument("--steps", type=int, default=5, help="steps a round and side (default 5)")
-    step.add_argument("--json", action="store_true", help="print the result as JSON")
+    step = _add_benchmark(kinds, "step", "compare a training step with the shortest hand-written loop", _step)
+    add_overrides(step, config_dir=False)
+    _add_number(step, "--rounds", 11, "rounds, in each of which every side runs once")
+    _add_number(step, "--steps", 5, "steps of a side in a round")
     step.add_argument(
-        "--peers", action="store_true", help="every strategy against torch's and, if installed, DeepSpeed"
+        "--peers", action="store_true", help="compare every strategy with torch's, and DeepSpeed's if there"
     )
-    step.set_defaults(run=_step)
-
-
-def _add_submit(kinds: _SubCommands) -> None:
-    summary = "handing a large sweep to Slurm: seconds and files; nothing of it runs"
-    submit = kinds.add_parser("submit", help=summary, description=summary)
-    submit.add_argument("--points", type=int, default=1000, help="of the sweep (default 1000)")
-    submit.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
-    submit.add_argument("--peers", action="store_true", help="beside hydra-submitit-launcher, which must be installed")
-    submit.add_argument("--json", action="store_true", help="print the result as JSON")
-    submit.set_defaults(run=_submit)
-
-
-def _add_overlap(kinds: _SubCommands) -> None:
-    summary = "what asynchronous tensor parallelism hides, over a rate-limited link of two network namespaces"
-    overlap = kinds.add_parser("overlap", help=summary, description=summary)
-    overlap.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
-    overlap.add_argument("--steps", type=int, default=1, help="steps a round and side (default 1)")
-    overlap.add_argument("--tokens", type=int, default=1024, help="positions of the batch (default 1024)")
-    overlap.add_argument("--hidden", type=int, default=1024, help="features of a position (default 1024)")
-    overlap.add_argument("--ratio", type=float, default=0.5, help="communication over compute (default 0.5)")
-    overlap.add_argument("--rate", type=float, help="Mbit/s of the link, in place of the one that --ratio gives")
-    overlap.add_argument("--json", action="store_true", help="print the result as JSON")
-    overlap.set_defaults(run=_overlap)
-
-
-def _add_bubble(kinds: _SubCommands) -> None:
-    summary = "what each pipeline schedule loses, with stages that sleep, beside what its order says"
-    bubble = kinds.add_parser("bubble", help=summary, description=summary)
-    bubble.add_argument("--ranks", type=int, default=4, help="processes of this machine (default 4)")
-    bubble.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
-    bubble.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
-    bubble.add_argument(
-        "--milliseconds", type=float, default=200.0, help="of each of F, I and W of a rank's stages (default 200)"
+    add_json(step)
+    add_examples(
+        step,
+        "hpc-train bench step",
+        "hpc-train bench step model=gpt2_tiny parallel=fsdp launch.ranks=2 --rounds 5",
+        "hpc-train bench step --peers --json",
     )
-    bubble.add_argument("--schedule", action="append", metavar="NAME", help="only this one, or a file .csv; repeatable")
-    bubble.add_argument("--json", action="store_true", help="print the result as JSON")
-    bubble.set_defaults(run=_bubble)
-
-
-def _add_collectives(kinds: _SubCommands) -> None:
-    from hpc_train.bench.collectives.options import add_collectives_arguments
-
-    summary = "collectives of every mesh axis, by nccl-tests' definitions; latency and bandwidth of the fabric's levels"
-    collectives = kinds.add_parser("collectives", help=summary, description=summary)
-    collectives.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
-    add_collectives_arguments(collectives)
-    collectives.set_defaults(run=_collectives)
-
-
-def _add_gemm(kinds: _SubCommands) -> None:
-    from hpc_train.bench.gemm import add_gemm_arguments
-
-    summary = "matrix products of many shapes, and a copy, on the device at hand, for `hpc-train plan calibrate`"
-    gemm = kinds.add_parser("gemm", help=summary, description=summary)
-    add_gemm_arguments(gemm)
-    gemm.set_defaults(run=_gemm)
-
-
-def _add_placement(kinds: _SubCommands) -> None:
-    summary = "in a Slurm allocation: step times of good, bad, random and placed orders of its nodes, and predictions"
-    placement = kinds.add_parser("placement", help=summary, description=summary)
-    placement.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
-    placement.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default 3)")
-    placement.add_argument("--steps", type=int, default=8, help="of each training, 2 of them to warm up (default 8)")
-    placement.add_argument("--seed", type=int, default=1, help="of the random order (default 1)")
-    placement.add_argument(
-        "--largest", metavar="SIZE", default="16M", help="message of the calibration (default 16M; less on slow links)"
-    )
-    placement.add_argument("--directory", metavar="DIR", help="shared folder for the runs, removed (default: here)")
-    placement.add_argument("--json", action="store_true", help="print the result as JSON")
-    placement.set_defaults(run=_placement)
-
-
-def _add_checkpoint(kinds: _SubCommands) -> None:
-    summary = "save, stall, load and verify against the disk itself, torch.save, DCP and safetensors"
-    bench = kinds.add_parser("checkpoint", help=summary, description=summary)
-    bench.add_argument("--gib", type=float, default=2.0, help="of state over all ranks (default 2)")
-    bench.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of this machine (default 1 2)")
-    bench.add_argument("--tensors", type=int, help="so many equal ones, in place of a transformer and its AdamW state")
-    bench.add_argument("--directory", nargs="+", default=["."], metavar="DIR", help="where (default: here)")
-    bench.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
-    bench.add_argument("--operations", nargs="+", metavar="NAME", help="only these: save, stall, load_cold, ...")
-    bench.add_argument("--sides", nargs="+", metavar="NAME", help="only these: hpc_train, raw_direct, dcp, ...")
-    bench.add_argument("--json", action="store_true", help="print the result as JSON")
-    bench.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
-    bench.set_defaults(run=_checkpoint)
 
 
 def _step(arguments: argparse.Namespace) -> int:
@@ -126,58 +63,243 @@ def _step(arguments: argparse.Namespace) -> int:
     return step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
 
 
-def _submit(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.sweep_submission import submission_command
-
-    a = arguments
-    return submission_command(a.points, a.rounds, a.peers, a.json)
+def _add_overlap(kinds: _SubCommands) -> None:
+    overlap = _add_benchmark(
+        kinds, "overlap", "measure how much communication asynchronous tensor parallelism hides (root)", _overlap
+    )
+    _add_number(overlap, "--rounds", 11, "rounds, in each of which every side runs once")
+    _add_number(overlap, "--steps", 1, "steps of a side in a round")
+    _add_number(overlap, "--tokens", 1024, "positions of the batch")
+    _add_number(overlap, "--hidden", 1024, "features of a position")
+    overlap.add_argument(
+        "--ratio", type=float, default=0.5, help="ratio of communication time to compute time (default 0.5)"
+    )
+    overlap.add_argument("--rate", type=float, metavar="MBIT", help="link rate in Mbit/s, instead of --ratio")
+    add_json(overlap)
+    add_examples(overlap, "hpc-train bench overlap", "hpc-train bench overlap --rate 500 --rounds 5 --json")
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.overlap import OverlapOptions, overlap_command
 
-    sizes = ("rounds", "steps", "tokens", "hidden", "ratio", "rate")
-    return overlap_command(OverlapOptions(**{name: getattr(arguments, name) for name in sizes}), arguments.json)
+    a = arguments
+    options = OverlapOptions(
+        rounds=a.rounds, steps=a.steps, tokens=a.tokens, hidden=a.hidden, ratio=a.ratio, rate=a.rate
+    )
+    return overlap_command(options, a.json)
 
 
-def _collectives(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.collectives.benchmark import collectives_command
-    from hpc_train.bench.collectives.options import collectives_options
-
-    return collectives_command(arguments.overrides, collectives_options(arguments))
-
-
-def _gemm(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.gemm import gemm_command, gemm_options
-
-    return gemm_command(gemm_options(arguments))
-
-
-def _placement(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.placement import PlacementBenchOptions, placement_command
-
-    names = ("rounds", "steps", "seed", "largest", "directory", "json")
-    options = PlacementBenchOptions(*(getattr(arguments, name) for name in names))
-    return placement_command(arguments.overrides, options)
+def _add_bubble(kinds: _SubCommands) -> None:
+    bubble = _add_benchmark(
+        kinds, "bubble", "compare the bubble of each pipeline schedule with its simulation", _bubble
+    )
+    _add_number(bubble, "--ranks", 4, "ranks, as processes on this machine")
+    _add_number(bubble, "--micro-batches", 8, "micro-batches of a step")
+    _add_number(bubble, "--rounds", 3, "rounds, in each of which every schedule runs once")
+    bubble.add_argument(
+        "--milliseconds",
+        type=float,
+        default=200.0,
+        metavar="MS",
+        help="time that a rank's stages sleep in forward, and in each half of backward (default 200)",
+    )
+    bubble.add_argument(
+        "--schedule", action="append", metavar="NAME", help="measure only this schedule, or a .csv file; repeatable"
+    )
+    add_json(bubble)
+    add_examples(
+        bubble, "hpc-train bench bubble", "hpc-train bench bubble --schedule 1f1b --schedule zbv --milliseconds 50"
+    )
 
 
 def _bubble(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.bubble import BubbleOptions, bubble_command
     from hpc_train.config.parallel import SCHEDULES
 
-    sizes = ("ranks", "micro_batches", "rounds", "milliseconds")
-    schedules = tuple(dict.fromkeys(arguments.schedule or SCHEDULES))
-    return bubble_command(
-        BubbleOptions(schedules, **{name: getattr(arguments, name) for name in sizes}), arguments.json
+    a = arguments
+    options = BubbleOptions(
+        schedules=tuple(dict.fromkeys(a.schedule or SCHEDULES)),
+        ranks=a.ranks,
+        micro_batches=a.micro_batches,
+        rounds=a.rounds,
+        milliseconds=a.milliseconds,
+    )
+    return bubble_command(options, a.json)
+
+
+def _add_collectives(kinds: _SubCommands) -> None:
+    from hpc_train.bench.collectives.definitions import ALGORITHMS
+    from hpc_train.bench.collectives.options import BACKENDS, CollectivesOptions
+
+    collectives = _add_benchmark(
+        kinds,
+        "collectives",
+        "measure collectives on every mesh axis, and the network's latency and bandwidth",
+        _collectives,
+    )
+    usual, add = CollectivesOptions(), collectives.add_argument
+    add_overrides(collectives, config_dir=False)
+    add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest size in bytes (default {usual.smallest})")
+    add("--max", default=usual.largest, metavar="SIZE", help=f"largest size (default {usual.largest})")
+    _add_number(collectives, "--factor", usual.factor, "ratio of one size to the one before")
+    _add_number(collectives, "--rounds", usual.rounds, "rounds, in each of which every case runs")
+    _add_number(collectives, "--iterations", usual.iterations, "most calls of a case in a round")
+    add("--operation", action="append", choices=usual.operations, help="measure only this operation; repeatable")
+    add(
+        "--algorithm",
+        action="append",
+        choices=ALGORITHMS,
+        help="measure only this algorithm of all_reduce; repeatable (library: the backend's own)",
+    )
+    add("--backend", action="append", choices=BACKENDS, help="measure only this backend; repeatable (default: all)")
+    add("--out", metavar="FILE", help="write a calibration file, for cluster.calibration=FILE")
+    add("--plot", metavar="FILE", help=_PLOT)
+    output = collectives.add_mutually_exclusive_group()
+    output.add_argument("--plain", action="store_true", help="print lines like those of nccl-tests")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    add_examples(
+        collectives,
+        "hpc-train bench collectives --max 1M --rounds 2",
+        "hpc-train bench collectives --operation all_reduce --algorithm library --plain",
+        "srun -N4 --ntasks-per-node=4 hpc-train bench collectives cluster=slurm --out calibration.json",
+    )
+
+
+def _collectives(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.collectives.benchmark import collectives_command
+    from hpc_train.bench.collectives.options import CollectivesOptions
+
+    a, usual = arguments, CollectivesOptions()
+    options = CollectivesOptions(
+        smallest=a.min,
+        largest=a.max,
+        factor=a.factor,
+        rounds=a.rounds,
+        iterations=a.iterations,
+        operations=tuple(dict.fromkeys(a.operation or usual.operations)),
+        algorithms=tuple(dict.fromkeys(a.algorithm or usual.algorithms)),
+        backends=tuple(dict.fromkeys(a.backend or ())),
+        output="json" if a.json else "plain" if a.plain else "table",
+        plot=a.plot,
+        out=a.out,
+    )
+    return collectives_command(a.overrides, options)
+
+
+def _add_gemm(kinds: _SubCommands) -> None:
+    from hpc_train.bench.gemm import PRECISIONS, GemmOptions
+
+    gemm = _add_benchmark(kinds, "gemm", "measure matrix products and a copy, for `hpc-train plan calibrate`", _gemm)
+    usual = GemmOptions()
+    gemm.add_argument(
+        "--precision",
+        action="append",
+        choices=PRECISIONS,
+        help=f"format of the matrices; repeatable (default {' and '.join(usual.precisions)})",
+    )
+    _add_number(gemm, "--min", usual.smallest, "smallest matrix width")
+    _add_number(gemm, "--max", usual.largest, "largest matrix width")
+    _add_number(gemm, "--rounds", usual.rounds, "rounds, of which the median counts")
+    gemm.add_argument("--out", metavar="FILE", help="write the result, for `hpc-train plan calibrate --gemm FILE`")
+    gemm.add_argument("--plot", metavar="FILE", help=_PLOT)
+    add_json(gemm)
+    add_examples(
+        gemm, "hpc-train bench gemm --out gemm.json", "hpc-train bench gemm --precision bf16 --max 8192 --plot gemm.png"
+    )
+
+
+def _gemm(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.gemm import GemmOptions, gemm_command
+
+    a = arguments
+    options = GemmOptions(
+        precisions=tuple(dict.fromkeys(a.precision or GemmOptions().precisions)),
+        smallest=a.min,
+        largest=a.max,
+        rounds=a.rounds,
+        json=a.json,
+        plot=a.plot,
+        out=a.out,
+    )
+    return gemm_command(options)
+
+
+def _add_placement(kinds: _SubCommands) -> None:
+    placement = _add_benchmark(
+        kinds, "placement", "time good, bad and random orders of the nodes of a Slurm allocation", _placement
+    )
+    add_overrides(placement, config_dir=False)
+    _add_number(placement, "--rounds", 3, "rounds, in each of which every order runs once")
+    _add_number(placement, "--steps", 8, "steps of a training run, the first 2 of which warm up")
+    _add_number(placement, "--seed", 1, "seed of the random order")
+    placement.add_argument(
+        "--largest",
+        metavar="SIZE",
+        default="16M",
+        help="largest message of the calibration; less on slow links (default 16M)",
+    )
+    placement.add_argument("--directory", metavar="DIR", help="shared folder for temporary runs (default: here)")
+    add_json(placement)
+    add_examples(
+        placement,
+        "salloc -N4 hpc-train bench placement cluster=slurm model=llama_1b parallel=fsdp",
+        "hpc-train bench placement cluster=slurm --rounds 1 --largest 1M --json",
+    )
+
+
+def _placement(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.placement import PlacementBenchOptions, placement_command
+
+    a = arguments
+    options = PlacementBenchOptions(
+        rounds=a.rounds, steps=a.steps, seed=a.seed, largest=a.largest, directory=a.directory, json=a.json
+    )
+    return placement_command(a.overrides, options)
+
+
+def _add_checkpoint(kinds: _SubCommands) -> None:
+    checkpoint = _add_benchmark(
+        kinds, "checkpoint", "compare save and load with raw I/O, torch.save, DCP and safetensors", _checkpoint
+    )
+    add = checkpoint.add_argument
+    add("--gib", type=float, default=2.0, help="GiB of state over all ranks (default 2)")
+    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks to measure (default 1 2)")
+    add("--tensors", type=int, metavar="N", help="save N equal tensors (default: a transformer with AdamW state)")
+    add("--directory", nargs="+", default=["."], metavar="DIR", help="where to write (default: here)")
+    _add_number(checkpoint, "--rounds", 5, "rounds, in each of which every side runs once")
+    add("--operations", nargs="+", metavar="NAME", help="measure only these: save, stall, load_cold, ...")
+    add("--sides", nargs="+", metavar="NAME", help="measure only these: hpc_train, raw_direct, dcp, ...")
+    add_json(checkpoint)
+    add("--plot", metavar="FILE", help="also plot the result, as .png, .svg or .pdf")
+    add_examples(
+        checkpoint,
+        "hpc-train bench checkpoint --gib 0.5 --ranks 1 --rounds 3",
+        "hpc-train bench checkpoint --operations save load_cold --sides hpc_train dcp --directory /scratch",
     )
 
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from hpc_train.bench.checkpoint.benchmark import OPERATIONS, SIDES, CheckpointBenchOptions, checkpoint_command
 
     a = arguments
     chosen = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
     options = CheckpointBenchOptions(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *chosen)
     return checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
+
+
+def _add_submit(kinds: _SubCommands) -> None:
+    submit = _add_benchmark(
+        kinds, "submit", "measure how long Slurm takes to accept a large sweep (nothing runs)", _submit
+    )
+    _add_number(submit, "--points", 1000, "points of the sweep")
+    _add_number(submit, "--rounds", 3, "rounds, in each of which every side submits once")
+    submit.add_argument("--peers", action="store_true", help="compare with hydra-submitit-launcher, if installed")
+    add_json(submit)
+    add_examples(submit, "hpc-train bench submit --points 100 --rounds 1", "hpc-train bench submit --peers --json")
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.sweep_submission import submission_command
+
+    a = arguments
+    return submission_command(a.points, a.rounds, a.peers, a.json)

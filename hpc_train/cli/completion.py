@@ -1,14 +1,13 @@
-"""`hpc-train completion`: tab completion, as scripts for the shells and the candidates that they ask for.
+"""`hpc-train completion`: print the completion scripts of the shells, and answer what they ask.
 
 The scripts call `hpc-train completion query`. The candidates come from the parser, the schema and the names of
-the files in conf/: composing a configuration, as Hydra's own completion does, would take too long for a key
-press.
+the files in conf/. Hydra's own completion composes a configuration, which takes too long for a key press.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, get_origin, get_type_hints
@@ -71,30 +70,32 @@ _BOOLEANS = ("true", "false")
 
 
 def completion_script(shell: str) -> str:
-    """What to evaluate in `bash`, `zsh` or `fish` to have completion there."""
+    """Return the script to evaluate in `bash`, `zsh` or `fish`."""
     return _SCRIPTS[shell]
 
 
 def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Candidates for the last of `words` (those after `hpc-train`; the last may be empty), each the whole word.
+    """Return candidates for the last of the words after `hpc-train`, which may be empty.
 
-    Nothing where only the shell can know, such as the name of a file.
+    The list is empty where the shell should complete file names.
     """
     *before, current = words or [""]
     parser, before = _innermost_parser(parser, before)
     actions = parser._actions
     if current.startswith("-"):
         return _candidates_with_prefix(current, (flag for action in actions for flag in action.option_strings))
-    if before and (waiting := _takes_value(actions, before[-1])):
-        return _candidates_with_prefix(current, map(str, waiting.choices or ()))
+    if before and (option := _takes_value(actions, before[-1])):
+        return _candidates_with_prefix(current, map(str, option.choices or ()))
     positional = [action for action in actions if not action.option_strings]
     if any(action.dest == "overrides" for action in positional):
         return complete_override(current, before)
+    if any(action.dest == "key" for action in positional):
+        return complete_key(current)
     return _candidates_with_prefix(current, (str(choice) for action in positional for choice in action.choices or ()))
 
 
 def _innermost_parser(parser: argparse.ArgumentParser, before: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser of the innermost sub-command in `before`, and the words after it."""
+    """Return the parser of the innermost sub-command in `before`, and the words after it."""
     for index, word in enumerate(before):
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction) and word in action.choices:
@@ -106,22 +107,32 @@ def _takes_value(actions: Sequence[argparse.Action], flag: str) -> argparse.Acti
     return next((action for action in actions if flag in action.option_strings and action.nargs != 0), None)
 
 
-def _candidates_with_prefix(current: str, candidates: Iterator[str] | map[str]) -> list[str]:
+def _candidates_with_prefix(current: str, candidates: Iterable[str]) -> list[str]:
     return sorted({candidate for candidate in candidates if candidate.startswith(current)})
 
 
+def complete_key(current: str) -> list[str]:
+    """Complete a configuration key up to its next dot, over all kinds of model and data."""
+    from hpc_train.config.reference import list_keys
+
+    depth = current.count(".")
+    parts = [item.key.split(".") for item in list_keys()]
+    names = (".".join(part[: depth + 1]) + ("." if len(part) > depth + 1 else "") for part in parts)
+    return _candidates_with_prefix(current, names)
+
+
 def complete_override(current: str, before: Sequence[str]) -> list[str]:
-    """Candidates for the override `current`, given the words before it: a key up to its next dot, or its values."""
+    """Complete an override: its key up to the next dot, or its value. The words before it choose the model."""
     from hpc_train.config.groups import GROUPS, option_files
 
     sign = current[: len(current) - len(current.lstrip("+~"))]
     key, equals, _ = current.removeprefix(sign).partition("=")
     config_dir = _config_dir(before)
     if not equals:
-        return _candidates_with_prefix(current, (f"{sign}{name}" for name in _keys(key, before, config_dir)))
+        return _candidates_with_prefix(current, (f"{sign}{name}" for name in _list_next_keys(key, before, config_dir)))
     if key in GROUPS:
         return _candidates_with_prefix(current, (f"{key}={name}" for name in option_files(key, config_dir)))
-    return _candidates_with_prefix(current, (f"{sign}{key}={value}" for value in _values(key, before, config_dir)))
+    return _candidates_with_prefix(current, (f"{sign}{key}={value}" for value in _list_values(key, before, config_dir)))
 
 
 def _config_dir(before: Sequence[str]) -> str | None:
@@ -130,8 +141,8 @@ def _config_dir(before: Sequence[str]) -> str | None:
     return given[-1] if given else None
 
 
-def _keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[str]:
-    """Keys that begin as `key` does, one level further: `optim.` has more below it, `optim.lr=` takes a value."""
+def _list_next_keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[str]:
+    """List the keys next to `key`: `optim.` has more below it, `optim.lr=` takes a value."""
     from hpc_train.config.groups import GROUPS
 
     parent, dot, _ = key.rpartition(".")
@@ -139,12 +150,12 @@ def _keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[s
     if not dot:
         yield from (f"{group}=" for group in GROUPS)
     for item in fields(node) if node else ():
-        deeper = is_dataclass(_type(node, item)) or get_origin(_type(node, item)) is dict
+        deeper = is_dataclass(_field_type(node, item)) or get_origin(_field_type(node, item)) is dict
         yield f"{parent}{dot}{item.name}{'.' if deeper else '='}"
 
 
-def _values(key: str, before: Sequence[str], config_dir: str | None) -> tuple[str, ...]:
-    """Values of a key that are all known: choices, true and false."""
+def _list_values(key: str, before: Sequence[str], config_dir: str | None) -> tuple[str, ...]:
+    """List the legal values of a choice or a boolean; empty for other types."""
     parent, _, name = key.rpartition(".")
     node = _schema_at(parent, before, config_dir) if parent else _run_config()
     item = next((item for item in fields(node) if item.name == name), None) if node else None
@@ -153,7 +164,7 @@ def _values(key: str, before: Sequence[str], config_dir: str | None) -> tuple[st
     limits = item.metadata.get("range")
     if limits is not None and limits.choices:
         return tuple(limits.choices)
-    return _BOOLEANS if _type(node, item) is bool else ()
+    return _BOOLEANS if _field_type(node, item) is bool else ()
 
 
 def _run_config() -> type:
@@ -163,28 +174,28 @@ def _run_config() -> type:
 
 
 def _schema_at(path: str, before: Sequence[str], config_dir: str | None) -> Any:
-    """The dataclass at a dotted path of the run that the words before describe; None if there is none."""
+    """Find the dataclass at a dotted path, given the options chosen before; None if there is none."""
     node: Any = _run_config()
     for depth, name in enumerate(path.split(".")):
         item = next((item for item in fields(node) if item.name == name), None)
         if item is None:
             return None
-        node = (_chosen(name, before, config_dir) if depth == 0 else None) or _type(node, item)
+        node = (_chosen_schema(name, before, config_dir) if depth == 0 else None) or _field_type(node, item)
         if not is_dataclass(node):
             return None
     return node
 
 
-def _type(node: Any, item: Field[Any]) -> Any:
+def _field_type(node: Any, item: Field[Any]) -> Any:
     return get_type_hints(node)[item.name]
 
 
-def _chosen(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
-    """The type of the option that a group has on this line, where options of the group differ in type."""
+def _chosen_schema(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
+    """Return the schema of the option chosen for a group whose options differ in type (model, data); else None."""
     from hpc_train.config.groups import SCHEMAS, default_options, option_type
 
     if group not in SCHEMAS:
         return None
-    said = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
-    option = said[-1] if said else default_options()[group]
+    chosen = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
+    option = chosen[-1] if chosen else default_options()[group]
     return option_type(group, option, config_dir)

@@ -1,10 +1,12 @@
-"""`hpc-train data build|inspect`: the arguments and what they print."""
+"""`hpc-train data build|inspect`: make a token store from text, and show what one contains."""
 
 from __future__ import annotations
 
 import argparse
 import json as json_module
 from typing import TYPE_CHECKING, Any
+
+from hpc_train.cli.arguments import add_examples, add_json
 
 if TYPE_CHECKING:
     from hpc_train.data.token_store import TokenStore
@@ -16,14 +18,15 @@ _SAMPLE_CHARACTERS = 72
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the sub-commands build and inspect; each sets `run`, a function of the parsed arguments."""
+    """Add the sub-commands build and inspect."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_build(commands.add_parser("build", help="make a token store from text files or folders"))
-    _add_inspect(commands.add_parser("inspect", help="print what a token store holds"))
+    build, inspect = "make a token store from text files or folders", "show what a token store contains"
+    _add_build(commands.add_parser("build", help=build, description=f"{build.capitalize()}."))
+    _add_inspect(commands.add_parser("inspect", help=inspect, description=f"{inspect.capitalize()}."))
 
 
 def build_command(args: argparse.Namespace) -> int:
-    """Build the store `args.out` and print what it holds."""
+    """Build the store `args.out` and describe it."""
     from hpc_train.data.build import build_store
 
     vocab_size = args.vocab_size or (_BPE_VOCAB if args.tokenizer == "bpe" else 256)
@@ -34,36 +37,50 @@ def build_command(args: argparse.Namespace) -> int:
 
 
 def inspect_command(path: str, json: bool, verify: bool = False) -> int:
-    """Print what the store at `path` holds; with `verify`, read all of it and return 1 if its checksum is wrong."""
-    from hpc_train.data.token_store import TokenStore
-    from hpc_train.data.token_store import verify_store as intact
+    """Describe the store at `path`. verify: read all of it, and return 1 if its checksum is wrong."""
+    from hpc_train.data.token_store import TokenStore, verify_store
 
     store = TokenStore.open(path)
     facts = _describe_store(store)
     if verify:
-        facts["verified"] = intact(store)
+        facts["verified"] = verify_store(store)
     _print_fields(facts, json)
     return 0 if facts.get("verified", True) else 1
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", help="the store to write, such as text.h5")
-    parser.add_argument("source", metavar="SOURCE", nargs="+", help="a text file, a folder, or the word stdlib")
-    parser.add_argument("--tokenizer", choices=("byte", "bpe"), default="byte")
-    parser.add_argument("--vocab-size", metavar="N", type=int, help=f"of the bpe tokenizer (default {_BPE_VOCAB})")
+    parser.add_argument("out", metavar="OUT", help="store to write, such as text.h5")
+    parser.add_argument(
+        "source", metavar="SOURCE", nargs="+", help="text file, folder, or the word stdlib for Python's own sources"
+    )
+    parser.add_argument(
+        "--tokenizer", choices=("byte", "bpe"), default="byte", help="one token a byte (default), or a trained BPE"
+    )
+    parser.add_argument(
+        "--vocab-size", metavar="N", type=int, help=f"vocabulary of the bpe tokenizer (default {_BPE_VOCAB})"
+    )
     suffixes = " ".join(_SUFFIXES)
     parser.add_argument(
-        "--suffix", nargs="+", action="extend", help=f"files taken from a folder (default {suffixes}); put it last"
+        "--suffix",
+        nargs="+",
+        action="extend",
+        help=f"take files of a folder with these suffixes (default {suffixes}); put it last",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the store OUT")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    add_json(parser)
+    add_examples(
+        parser,
+        "hpc-train data build text.h5 stdlib",
+        "hpc-train data build notes.h5 notes/ --tokenizer bpe --vocab-size 8192 --suffix .txt .md",
+    )
     parser.set_defaults(run=build_command)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a token store")
-    parser.add_argument("--verify", action="store_true", help="read it all and compare its checksum")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("file", metavar="FILE", help="token store to read")
+    parser.add_argument("--verify", action="store_true", help="read all of it and compare its checksum")
+    add_json(parser)
+    add_examples(parser, "hpc-train data inspect text.h5 --verify")
     parser.set_defaults(run=lambda args: inspect_command(args.file, args.json, args.verify))
 
 
@@ -84,7 +101,7 @@ def _describe_store(store: TokenStore) -> dict[str, Any]:
 
 
 def _sample(store: TokenStore) -> str | None:
-    """The first characters; None where the tokenizer's package is not installed."""
+    """Decode the first characters; None without the tokenizer's package."""
     from hpc_train.data.tokenizer import load_tokenizer
     from hpc_train.errors import UserError
 
@@ -105,7 +122,8 @@ def _print_fields(facts: dict[str, Any], json: bool) -> None:
 
 def _format_value(name: str, value: Any) -> str:
     if name == "sample":
-        return "(needs the package tokenizers)" if value is None else ascii(value)  # no control character of a file
+        # ascii, because the text may contain control characters.
+        return "(needs the package tokenizers)" if value is None else ascii(value)
     if name == "unigram_entropy":
         return f"{value:.4f} nats per token"
     return f"{value:,}" if type(value) is int else str(value)

@@ -1,4 +1,4 @@
-"""`hpc-train doctor`: what works here, what does not, and what to do; alone on a machine, or as a rank of a job."""
+"""`hpc-train doctor`: check this machine, or as a rank the whole job, and say what to fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc_train.runtime.identity import identify_process
 
 
 def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bool) -> int:
-    """Look at everything and print it; 0 where nothing is broken, else 1. In a job rank 0 prints for all.
+    """Run all checks and print them; return 0 if nothing is broken, else 1. In a job, rank 0 prints for all.
 
     Raises UserError for a configuration that cannot be composed, or an environment that makes no sense.
     """
@@ -33,7 +33,7 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
 
 
 def print_findings(findings: Sequence[Finding], as_text: bool) -> None:
-    """On standard output."""
+    """Print the findings as text or JSON."""
     print(
         "\n".join(format_findings(findings)) if as_text else json.dumps(findings_json(findings), indent=1), flush=True
     )

@@ -1,4 +1,4 @@
-"""`hpc-train logs RUN`: what a rank printed, in which attempt; the first error; and the log as it grows."""
+"""`hpc-train logs RUN`: print or follow the log of a rank, or show the first error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class LogSelection:
-    """Which log, and how much of it."""
+    """Which log to print, and how much of it."""
 
     rank: int | None = None
     attempt: int | None = None
@@ -37,7 +37,7 @@ class LogSelection:
 
 
 def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool) -> int:
-    """Print a log; returns the exit code. Raises UserError, one line, for what is not there (yet)."""
+    """Print a log, and return the exit code. Raises UserError if there is no such log (yet)."""
     points = find_points(run, run_client)
     if error_only and len(points) > 1:
         return _print_failed_points(points)
@@ -53,7 +53,7 @@ def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool)
 
 
 def _print_failed_points(points: Sequence[RunPoint]) -> int:
-    """Of a sweep: a line for each point that failed."""
+    """Print a line for each point of a sweep that failed."""
     failed = [
         row for row in read_statuses(points) if row.state.ended and row.state not in (State.DONE, State.CANCELLED)
     ]
@@ -80,7 +80,7 @@ def _chosen_attempt(run: Path, choice: LogSelection) -> int:
 
 
 def _rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
-    """The log of the chosen rank; that of the batch script where no rank came to print anything.
+    """Return the log of the chosen rank, or that of the batch script if no rank has printed anything.
 
     Raises UserError if the attempt has no such rank.
     """
@@ -111,7 +111,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _print_end(file: BinaryIO, lines: int | None) -> None:
-    """Print the last lines of a file, which are found from its end; all of it for None."""
+    """Print the last lines of a file, or all of it (None). Reads from the end, as logs may be large."""
     file.seek(0 if lines is None else _begin_of_last(file, lines))
     _print_rest(file)
 
@@ -138,7 +138,7 @@ def _begin_of_last(file: BinaryIO, lines: int) -> int:
 
 
 def _print_rest(file: BinaryIO) -> None:
-    """Print a file from where it is, a block at a time."""
+    """Print a file from its current position, a block at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while block := file.read(_BLOCK_BYTES):
         sys.stdout.write(decoder.decode(block))
@@ -147,7 +147,7 @@ def _print_rest(file: BinaryIO) -> None:
 
 
 def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
-    """The newest attempt that failed counts, unless one was chosen."""
+    """Print the first error of the chosen attempt, or else of the newest one that failed."""
     run = point.run
     attempts = [_chosen_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
     for attempt in attempts:
@@ -163,7 +163,7 @@ def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
 
 
 def _batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
-    """What the batch script says of the newest of these attempts that ended, and where its own words are."""
+    """Return why the newest of these attempts ended, according to the batch script, and where its log is."""
     ended = [it for it in read_attempts(point.run) if it.number in attempts and it.result]
     result = ended[-1].result if ended else None
     if result is None or not result.why:
@@ -178,7 +178,7 @@ def _attempt_is_done(run: Path, attempt: int) -> bool:
 
 
 def _format_first_error(error: FirstError, folder: Path, attempt: int, tail: int | None) -> str:
-    """Who, the last lines that it printed before, and its traceback."""
+    """Format the failing rank, the last lines that it printed, and its traceback."""
     log = folder / f"task-{error.task}.log"
     rank = rank_of_task(folder, error.task)
     where = f" on {error.host}" if error.host else ""
@@ -191,7 +191,7 @@ def _format_first_error(error: FirstError, folder: Path, attempt: int, tail: int
 
 
 def _follow_run(point: RunPoint, choice: LogSelection, state: Callable[[], State]) -> int:
-    """Print what is there and what comes, over requeues, until the run has ended."""
+    """Print the log as it grows, across requeues, until the run has ended."""
     run, ended = point.run, _RunEnded(state)
     shown = 0
     for attempt in _new_attempts(run, choice, ended):
@@ -205,7 +205,7 @@ def _follow_run(point: RunPoint, choice: LogSelection, state: Callable[[], State
 
 
 class _RunEnded:
-    """Whether the run has come to its end; Slurm is asked politely."""
+    """Tell whether the run has ended; polls Slurm less and less often while nothing changes."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state, self._backoff = state, Backoff()
@@ -225,7 +225,7 @@ class _RunEnded:
 
 
 def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) -> Iterator[int]:
-    """The chosen attempt, or the newest and all that come after it."""
+    """Yield the chosen attempt, or the newest and all later ones."""
     if choice.attempt is not None:
         yield _chosen_attempt(run, choice)
         return
@@ -243,7 +243,7 @@ def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) ->
 
 
 def _wait_for_log(point: RunPoint, attempt: int, choice: LogSelection, ended: Callable[[], bool]) -> Path | None:
-    """The log of an attempt as soon as there is one; None if it ends without."""
+    """Wait for the log of an attempt; None if the attempt ends without one."""
     run, folder = point.run, point.run / "logs" / str(attempt)
     while not _attempt_has_ended(run, attempt, ended):
         path = folder / f"task-{task_of_rank(folder, choice.rank or 0)}.log"

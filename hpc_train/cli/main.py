@@ -1,8 +1,7 @@
-"""The command `hpc-train`: find the command, import its module, call its function, and turn errors into one line.
+"""Run the command `hpc-train`: parse the command line, call one command, and turn errors into one line.
 
-A command's module is imported only when that command runs, so that `hpc-train --help` takes 0.05 s. Its arguments
-are added by a light function, here named in COMMANDS, which sets `run`: a function of the parsed arguments that returns
-the exit code.
+COMMANDS names the function that adds each command's arguments. That function sets `run`, which takes the parsed
+arguments and returns the exit code, and imports the command's module only then: `hpc-train --help` takes 0.05 s.
 """
 
 from __future__ import annotations
@@ -17,57 +16,51 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from hpc_train import __version__
+from hpc_train.cli.arguments import add_examples
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.terminal import escaping_stdout, one_line
 
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 COMMANDS = {
-    "train": ("arguments:add_train", "train here; inside srun, torchrun or mpirun, join as a rank"),
-    "submit": ("arguments:add_submit", "submit the run to Slurm and return at once"),
-    "status": ("arguments:add_status", "progress of a run, or of every point of a sweep"),
-    "logs": ("arguments:add_logs", "what the ranks of a run print"),
-    "cancel": ("arguments:add_cancel", "let a run save, and end it; nothing of it is requeued"),
-    "attach": ("arguments:add_attach", "a shell, or a command after --, inside of a running job"),
-    "resume": ("arguments:add_resume", "run again what a sweep or a run lacks, as it was frozen"),
-    "results": ("arguments:add_results", "overrides and final metrics of every point, as a table, a file or a plot"),
-    "plan": (
-        "plan.plan_arguments:add_plan",
-        "memory, step time, MFU and cost of a run before it starts, and the best ways to spread it",
-    ),
-    "plan validate": (
-        "plan.plan_arguments:add_validate",
-        "the planner's predictions against measured runs of a table",
-    ),
-    "plan rehearse": (
-        "plan.plan_arguments:add_rehearse",
-        "build the model with its real passes for a large world, on one CPU and without its memory",
-    ),
-    "plan calibrate": (
-        "plan.plan_arguments:add_calibrate",
-        "what benchmarks and short runs tell of a cluster, as one file for cluster.calibration",
-    ),
-    "plan fit": (
-        "plan.plan_arguments:add_fit",
-        "fit the planner's constants to measured runs, with cross-validation",
-    ),
+    "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
+    "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
+    "status": ("arguments:add_status", "show the progress of a run, or of every point of a sweep"),
+    "logs": ("arguments:add_logs", "print or follow the log of a rank, or find the first error"),
+    "cancel": ("arguments:add_cancel", "let a run save, then stop it for good"),
+    "attach": ("arguments:add_attach", "open a shell or run a command on a node of a running job"),
+    "resume": ("arguments:add_resume", "rerun what a run or sweep has not finished, as it was submitted"),
+    "results": ("arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
+    "plan": ("plan.plan_arguments:add_plan", "predict memory, step time and cost, and find the best layouts"),
+    "plan validate": ("plan.plan_arguments:add_validate", "compare the planner's predictions with measured runs"),
+    "plan rehearse": ("plan.plan_arguments:add_rehearse", "build the ranks of a large run on one CPU, as a check"),
+    "plan calibrate": ("plan.plan_arguments:add_calibrate", "calibrate the planner for a cluster from measurements"),
+    "plan fit": ("plan.plan_arguments:add_fit", "fit the planner's constants to measured runs"),
     "data": ("data", "build and inspect token stores"),
     "checkpoint": ("checkpoint.checkpoint_arguments", "list, inspect, verify, convert and remove checkpoints"),
-    "topology": ("topology.topology_arguments", "what a machine is made of, and where ranks go on it"),
+    "topology": ("topology.topology_arguments", "show what a cluster is made of, and place ranks on it"),
     "bench": ("bench_arguments", "measure this machine"),
-    "doctor": ("arguments:add_doctor", "what works here or in this job, what does not, and what to do"),
-    "completion": ("arguments:add_completion", 'tab completion: eval "$(hpc-train completion bash)"'),
+    "doctor": ("arguments:add_doctor", "check this machine or job, and say what to fix"),
+    "explain": ("explain", "describe a configuration key: meaning, type, default, range"),
+    "completion": ("arguments:add_completion", "print the tab completion script of a shell"),
 }
-"""Command -> (where its arguments are added: module of this package, `:` and function if not add_arguments; its help).
+"""Command -> (module of this package that defines its arguments, with `:function` if not add_arguments; its summary).
 
-`plan` takes any words, so argparse cannot tell its sub-commands from overrides: each is a command of its own."""
+`plan` takes overrides, which argparse cannot tell from sub-commands, so `plan validate` is a command of its own."""
+_EXAMPLES = (
+    "hpc-train train model=llama_tiny train.steps=20",
+    "hpc-train submit cluster.nodes=2 launch.partition=debug --dry-run",
+    "hpc-train explain train.global_batch",
+    "hpc-train submit --help",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. A UserError becomes one line on stderr and exit code 2."""
-    arguments = _parse(argv)
+    """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
+    arguments = parse_command_line(argv)
     try:
-        # A command's own drawing may move the cursor; a job's output that it shows must not.
-        with nullcontext() if _draws(arguments) else escaping_stdout():
+        # Progress bars and attached shells need escape sequences; the output of a job must not use them.
+        with nullcontext() if _moves_cursor(arguments) else escaping_stdout():
             code: int = arguments.run(arguments)
         return code
     except UserError as error:
@@ -76,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BrokenPipeError:  # `hpc-train ... | head`
-        sys.stderr.close()
-        return 141
+        sys.stderr.close()  # Python would complain at exit that it cannot flush stdout
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         from hpc_train.regular_files import NotRegularError
 
@@ -94,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser, and by add_subparsers its sub-commands, whose errors are one line and which all take --debug."""
+    """Print errors on one line, and accept --debug everywhere; argparse uses this class for sub-commands too."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
-        # Without a default, so that a sub-command does not undo what was given before it.
+        # No default: a sub-command's default would overwrite a --debug that stands before it.
         self.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
@@ -107,17 +100,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"hpc-train: {one_line(message)}; see `{self.prog} --help`\n")
 
 
-def _draws(arguments: argparse.Namespace) -> bool:
+def _moves_cursor(arguments: argparse.Namespace) -> bool:
     return arguments.command in ("train", "attach", "bench") or getattr(arguments, "watch", False)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and after options; argparse takes the first row of them only."""
-    words, command_there = _split(join_plan_command(sys.argv[1:] if argv is None else argv))
+def parse_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Overrides may stand before and after options; argparse takes only the first group."""
+    words = join_plan_command(expand_help(sys.argv[1:] if argv is None else argv))
+    words, remote_command = _split_remote_command(words)
     parser = make_parser(words)
     arguments, rest = parser.parse_known_args(words)
-    if command_there:
-        arguments.words = command_there
+    if remote_command:
+        arguments.words = remote_command
     unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
     if unknown:
         command = f"`hpc-train {arguments.command} --help`"
@@ -127,37 +121,48 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before `--` and, of attach, those after it: options between RUN and `--` confuse argparse."""
+def _split_remote_command(words: list[str]) -> tuple[list[str], list[str]]:
+    """Cut off the command after `--` of `attach`: argparse fails on options between RUN and `--`."""
     if "--" not in words or "attach" not in words[: words.index("--")]:
         return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+    separator = words.index("--")
+    return words[:separator], words[separator + 1 :]
+
+
+def expand_help(words: Sequence[str]) -> list[str]:
+    """Turn `--help COMMAND` into `COMMAND --help`, and `--help KEY` into `explain KEY`."""
+    words = list(words)
+    if len(words) < 2 or words[0] not in ("-h", "--help") or words[1].startswith("-"):
+        return words
+    return [*words[1:], "--help"] if words[1] in COMMANDS else ["explain", *words[1:]]
 
 
 def join_plan_command(words: Sequence[str]) -> list[str]:
-    """Return `plan validate ...` as `"plan validate" ...`, wherever options stand before it."""
-    found = list(words)
-    index = next((at for at, word in enumerate(found) if not word.startswith("-")), len(found))
-    if found[index : index + 1] == ["plan"] and (joined := " ".join(found[index : index + 2])) in COMMANDS:
-        found[index : index + 2] = [joined]
-    return found
+    """Join `plan validate ...` into `"plan validate" ...`, also behind options."""
+    joined = list(words)
+    first = next((index for index, word in enumerate(joined) if not word.startswith("-")), len(joined))
+    if joined[first : first + 1] == ["plan"] and (name := " ".join(joined[first : first + 2])) in COMMANDS:
+        joined[first : first + 2] = [name]
+    return joined
 
 
 def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands.
+    """Build the parser of all commands.
 
-    words: a command line; only the command that it names gets its arguments, and only its module is imported.
+    words: the command line, if known. Then only the command that it names gets its arguments: the modules of the
+    others are not imported.
     """
     named = None if words is None else next((word for word in words if not word.startswith("-")), "")
     parser: argparse.ArgumentParser = _Parser(
         prog="hpc-train", description="Describe, submit, train, checkpoint and resume PyTorch runs on Slurm clusters."
     )
+    parser.epilog = "`hpc-train --help KEY` explains a configuration key."
+    add_examples(parser, *_EXAMPLES)
     parser.set_defaults(debug=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if named in (None, name):
             place, _, function = module.partition(":")
             getattr(import_module(f"{__package__}.{place}"), function or "add_arguments")(command)

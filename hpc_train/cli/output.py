@@ -25,17 +25,19 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from hpc_train.terminal import one_line
+
 OnBytes = Callable[[int], object]
-"""Takes the bytes that were done since the last call; from any thread."""
+"""Takes the number of bytes (or items) done since the last call; may be called from any thread."""
 
 
 def print_json(value: Any) -> None:
-    """On one line."""
+    """Print a value as JSON on one line."""
     print(json.dumps(value))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[str] = ()) -> None:
-    """On a terminal as wide as it is, elsewhere as wide as the rows are. numbers: columns that end at the right."""
+    """Print a table; off a terminal, rows are never wrapped. numbers: columns that are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -45,23 +47,23 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], number
 
 
 def print_fields(facts: Sequence[tuple[str, object]]) -> None:
-    """A line each."""
+    """Print one line for each (name, value), with the values aligned."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         make_console().print(Text(f"{name:<{width}}  "), _cell(value), sep="", soft_wrap=True)
 
 
 def make_console() -> Console:
-    """Of stdout as it is now."""
+    """Return a console for the current stdout, which never wraps lines off a terminal."""
     wide = None if sys.stdout.isatty() else 10_000
     return Console(file=sys.stdout, width=wide, highlight=False, markup=False)
 
 
 @contextmanager
-def progress_bar(what: str, total: int, quiet: bool = False, of_bytes: bool = True) -> Iterator[OnBytes]:
-    """A bar of `total` bytes, or things, on stderr while the block runs, if that is a terminal.
+def progress_bar(title: str, total: int, quiet: bool = False, of_bytes: bool = True) -> Iterator[OnBytes]:
+    """Show a progress bar on stderr while the block runs; yields the function that advances it.
 
-    quiet: none, as with --json.
+    total, of_bytes: amount of work, in bytes or in items. quiet: show nothing, as with --json.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda done: None
@@ -69,25 +71,20 @@ def progress_bar(what: str, total: int, quiet: bool = False, of_bytes: bool = Tr
     done = (DownloadColumn(True), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(30), *done, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 
 
-def escape_unprintable(text: str) -> str:
-    """What cannot steer a terminal, whatever names are in it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def _cell(value: object) -> Text:
-    return Text(escape_unprintable(str(value)))
+    return Text(one_line(str(value)))
 
 
 PIPE_WIDTH = 160
-"""Columns where the output is no terminal."""
+"""Width of the output if it is not a terminal."""
 
 
 def print_rich(*parts: RenderableType) -> None:
-    """On a terminal as wide as that is, else wide enough that lines do not break."""
+    """Print rich renderables, as wide as the terminal, or PIPE_WIDTH columns elsewhere."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, highlight=False)
     for part in parts:

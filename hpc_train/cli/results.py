@@ -1,4 +1,4 @@
-"""`hpc-train results RUN`: what was swept and what came of it, a row per point, as a table, JSON, CSV or a plot.
+"""`hpc-train results RUN`: show overrides and final metrics, a row per point, as a table, JSON, CSV or a plot.
 
 The values are those of the last steps of metrics.jsonl. A plot shows the metric over one swept value, a line for
 each value of a second one, or the points by rank.
@@ -32,7 +32,7 @@ _PIPE_WIDTH = 4096
 
 @dataclass(frozen=True)
 class ResultsOptions:
-    """What of the results, and how."""
+    """Options of `results`."""
 
     metric: str | None = None
     """None: validation_loss where there is one, else loss."""
@@ -44,7 +44,7 @@ class ResultsOptions:
 
 @dataclass(frozen=True)
 class PointResult:
-    """One point."""
+    """Overrides and final metrics of one point."""
 
     point: str
     state: str
@@ -56,24 +56,24 @@ class PointResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All rows, and what they are judged by."""
+    """Results of all points, and the metric that ranks them."""
 
     rows: list[PointResult]
     metric: str
 
     @property
     def keys(self) -> list[str]:
-        """What was swept."""
+        """Return the swept keys."""
         return list(dict.fromkeys(key for row in self.rows for key in row.swept))
 
     def value(self, row: PointResult) -> float | None:
-        """The metric, of the last step that has it."""
+        """Return the metric at the last step that has it."""
         found = row.final.get(self.metric)
         return float(found) if isinstance(found, (int, float)) else None
 
     @property
     def winner(self) -> PointResult | None:
-        """The point with the best last value."""
+        """Return the point with the best final value."""
         valued = [(value, row) for row in self.rows if (value := self.value(row)) is not None]
         if not valued:
             return None
@@ -82,9 +82,9 @@ class SweepResults:
 
 
 def results_command(target: str, wanted: ResultsOptions) -> int:
-    """Print or write the results; returns the exit code.
+    """Print or write the results, and return the exit code.
 
-    Raises UserError, one line, for a metric that no point has and for a file that cannot be written.
+    Raises UserError for a metric that no point has and for a file that cannot be written.
     """
     points = find_points(target, run_client)
     results = gather_results(points, wanted.metric, wanted.best)
@@ -100,13 +100,13 @@ def results_command(target: str, wanted: ResultsOptions) -> int:
     elif wanted.plot is None or sys.stdout.isatty():
         from rich.console import Console
 
-        # Where nobody looks at a screen, a line is a line.
+        # Off a terminal, a row must stay on one line for grep and awk.
         Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_results_table(results, wanted.best))
     return EXIT_DONE
 
 
 def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: bool = False) -> SweepResults:
-    """The rows of these points. best: read all steps. Raises UserError for a metric that no point has."""
+    """Gather the results of the points. best: read all steps. Raises UserError for a metric that no point has."""
     swept = _swept_values(points)
     finals = [read_final_values(point.run / "metrics.jsonl") for point in points]
     metric = metric or next(
@@ -146,7 +146,7 @@ def _split_override(text: str) -> tuple[str, Value]:
 
 
 def _parse_value(text: str) -> Value:
-    """A number as a number, the rest as it was written."""
+    """Parse numbers, booleans and null; return other text unquoted."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -215,7 +215,7 @@ _CURVES = ("loss", "validation_loss")
 
 
 def plot_sweep(results: SweepResults, path: Path) -> None:
-    """Raises UserError, one line, without matplotlib, without any value, and for a file that cannot be written."""
+    """Plot the metric over the swept values. Raises UserError without matplotlib or values, or if writing fails."""
     rows = [row for row in results.rows if results.value(row) is not None]
     if not rows:
         raise UserError(f"--plot {path}: no point has a value of {results.metric} yet")
@@ -269,7 +269,7 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 
 
 def varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
-    """The swept keys that have more than one value, the one with the most values (numbers before words) first."""
+    """Return the swept keys with more than one value, numeric keys first, then by number of values."""
 
     def rank(key: str) -> tuple[bool, int]:
         values = {row.swept.get(key) for row in rows}
@@ -283,12 +283,12 @@ def _is_number(value: object) -> bool:
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether equal distances on a logarithmic axis say more."""
+    """Return whether the values are better shown on a logarithmic axis."""
     return min(values) > 0 and max(values) / min(values) >= _DECADES
 
 
 def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
-    """The first key across, a line for each value of the second."""
+    """Plot over the first key, with a line for each value of the second."""
     across, *second = keys
     places = _tick_positions(rows, across)
     groups: dict[Value, list[PointResult]] = {}
@@ -312,7 +312,7 @@ def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], k
 
 
 def _tick_positions(rows: Sequence[PointResult], key: str) -> dict[Value, float]:
-    """Where each value is on the axis: numbers at themselves, words side by side."""
+    """Place each value on the axis: numbers at their value, words side by side."""
     values = sorted({row.swept[key] for row in rows}, key=_order)
     if all(map(_is_number, values)):
         return {value: float(value) for value in values}  # type: ignore[arg-type]
@@ -331,7 +331,7 @@ def _scale(axes: Any, results: SweepResults, rows: Sequence[PointResult]) -> Non
 
 
 def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
-    """The best on top."""
+    """Plot one bar per point, best on top."""
     ranked = sorted(rows, key=lambda row: results.value(row) or 0.0, reverse=is_higher_better(results.metric))
     shown = ranked[:_MOST_BARS]
     names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in shown]

@@ -39,12 +39,12 @@ _OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
 
 
 def read_statuses(points: Sequence[RunPoint], ask: RunClient = run_client) -> list[RunStatus]:
-    """The state of every point, with one poll of Slurm for all of them."""
+    """Read the state of every point, polling Slurm once for all of them."""
     return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, ask)]
 
 
 def status_command(run: str, as_json: bool, watch: bool) -> int:
-    """Print the state of a run, a sweep or a job; watch: again and again until all has ended. Returns the exit code."""
+    """Print the state of a run, sweep or job. watch: redraw until everything has ended. Returns the exit code."""
     points = find_points(run, run_client)
     if as_json:
         print(json.dumps([status.row() for status in read_statuses(points)]))
@@ -53,7 +53,7 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
     else:
         from rich.console import Console
 
-        # Where nobody looks at a screen, a line is a line.
+        # Off a terminal, a row must stay on one line for grep and awk.
         console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         console.print(status_table(read_statuses(points), console.width))
     return 0
@@ -118,7 +118,7 @@ def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
 
 
 def _warning_lines(rows: Sequence[RunStatus]) -> list[str]:
-    """The warnings of a single run; of several points how many each has."""
+    """Return the warnings of a single run; for several points, how many each has."""
     if len(rows) == 1:
         found = rows[0].warnings
         more = [f"{len(found) - _SHOWN_WARNINGS} more warnings: see --json"] if len(found) > _SHOWN_WARNINGS else []

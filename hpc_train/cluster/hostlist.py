@@ -12,6 +12,7 @@ from itertools import chain, product
 from math import prod
 
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 MAX_HOSTS = 1 << 18
 """Names of one list; more are refused before any is made."""
@@ -209,22 +210,13 @@ def fold_names(names: Iterable[str]) -> str:
     """Neighbours of one prefix together, as Slurm writes a host list; names that it could not have are just joined."""
     given = list(names)
     plain = not any(_SPECIAL.search(name) for name in given)
-    return escape_unprintable(compress_hostlist(given) if plain else ", ".join(given))
+    return one_line(compress_hostlist(given) if plain else ", ".join(given))
 
 
 def shorten_names(names: Sequence[str], longest: int = 100) -> str:
     """The same, or the first and last name and how many there are, where that is longer."""
     folded = fold_names(names)
-    return (
-        folded
-        if len(folded) <= longest
-        else f"{escape_unprintable(names[0])} ... {escape_unprintable(names[-1])} ({len(names)} nodes)"
-    )
-
-
-def escape_unprintable(text: str) -> str:
-    """One line that cannot steer a terminal, whatever names a file holds."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return folded if len(folded) <= longest else f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
 
 
 def pluralise_level(level: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a job are alike and see the same job: what each rank reports, and checks over all reports."""
+"""Check that the ranks of a job are alike and see the same job, from a report of each rank."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from hpc_train.runtime.host_info import compare_with_mpi, compare_with_slurm, re
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank."""
+    """Facts about one rank."""
 
     rank: int
     host: str
     versions: dict[str, str]
-    """Of Python, torch and hpc_train."""
+    """Versions of Python, torch and hpc_train."""
     config: str
-    """Hash of the configuration that it was started with."""
+    """Hash of the rank's configuration."""
     interface: str
-    """Network interface that it opens sockets on; empty where there is none."""
+    """Network interface on which it opens sockets; empty: none."""
     address: str
     gpus: int
-    """That torch sees."""
+    """GPUs that torch sees."""
     slurm: str | None = None
-    """One line where Slurm counts other ranks than the launcher."""
+    """How Slurm disagrees with the launcher about the ranks; empty if it does not."""
     mpi: str | None = None
-    """One line where MPI does."""
+    """How MPI disagrees with the launcher about the ranks; empty if it does not."""
     findings: list[Finding] = field(default_factory=list)
-    """Of its node, from the first rank there."""
+    """Findings about its node, from the first rank there."""
     nvlinks: list[int] = field(default_factory=list)
-    """Of each GPU of its node, from the first rank there."""
+    """NVLinks of each GPU of its node, from the first rank there."""
     rates: list[float] = field(default_factory=list)
     """Gbit/s of each port of its node that is up, from the first rank there."""
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """What a rank measured while all others did the same."""
+    """Speed of a rank, measured while all others did the same."""
 
     product: float
     """Seconds of a matrix product."""
@@ -66,7 +66,7 @@ def make_report(
     findings: list[Finding],
     node: Node | None,
 ) -> RankReport:
-    """This process's. network: (address, interface). findings, node: of the first rank of a node."""
+    """Make this rank's report. network: (address, interface). findings, node: only on the first rank of a node."""
     import torch
 
     return RankReport(
@@ -100,7 +100,7 @@ def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
 
 
 def check_agreement(reports: Sequence[RankReport], launcher: str, needs_mpi: bool) -> Iterator[Finding]:
-    """Every check of this file. reports: by rank."""
+    """Run all checks on the reports, which are in rank order."""
     hosts = list(dict.fromkeys(report.host for report in reports))
     yield pass_check("job", f"{len(reports)} ranks on {len(hosts)} nodes, started by {launcher}")
     yield check_contiguous([report.host for report in reports])
@@ -114,7 +114,7 @@ def check_agreement(reports: Sequence[RankReport], launcher: str, needs_mpi: boo
 
 
 def check_contiguous(hosts: Sequence[str]) -> Finding:
-    """The ranks of a node follow one another, and all nodes have equally many. hosts: of each rank."""
+    """Check that ranks of a node are consecutive and all nodes have equally many. hosts: node of each rank."""
     counts = Counter(hosts)
     runs = 1 + sum(before != after for before, after in pairwise(hosts))
     if runs > len(counts):
@@ -133,7 +133,7 @@ def check_contiguous(hosts: Sequence[str]) -> Finding:
 
 
 def check_slurm_view(reports: Sequence[RankReport]) -> Finding:
-    """Slurm counts the same ranks."""
+    """Check that Slurm numbers the ranks as the launcher does."""
     lines = [report.slurm for report in reports if report.slurm]
     if lines:
         return fail_check("slurm view", lines[0], "two launchers inside one another: keep one")
@@ -141,7 +141,7 @@ def check_slurm_view(reports: Sequence[RankReport]) -> Finding:
 
 
 def check_mpi_view(reports: Sequence[RankReport], needed: bool) -> Finding:
-    """MPI sees the same ranks. needed: the run's configuration uses MPI."""
+    """Check that MPI numbers the ranks as the launcher does. needed: the configuration uses MPI."""
     lines = [report.mpi for report in reports if report.mpi]
     if not lines:
         return pass_check("mpi view", "as the launcher's, or MPI does not start here")
@@ -150,7 +150,7 @@ def check_mpi_view(reports: Sequence[RankReport], needed: bool) -> Finding:
 
 
 def check_versions(reports: Sequence[RankReport]) -> Finding:
-    """The same Python, torch and hpc_train everywhere."""
+    """Check that all ranks have the same Python, torch and hpc_train."""
     for name in reports[0].versions:
         found = check_same(name, {f"{report.host}:{report.rank}": report.versions[name] for report in reports})
         if found.status != "ok":
@@ -159,7 +159,7 @@ def check_versions(reports: Sequence[RankReport]) -> Finding:
 
 
 def check_same(name: str, values: Mapping[str, str]) -> Finding:
-    """One value on all ranks."""
+    """Check that a value is the same on all ranks."""
     counts = Counter(values.values())
     usual = counts.most_common(1)[0][0]
     odd = [f"{rank} has {value}" for rank, value in values.items() if value != usual]
@@ -170,7 +170,7 @@ def check_same(name: str, values: Mapping[str, str]) -> Finding:
 
 
 def check_network(reports: Sequence[RankReport]) -> Finding:
-    """Every node is on an interface that others can reach, and on the same one."""
+    """Check that all nodes use the same interface, and one that others can reach."""
     hosts = {report.host: report for report in reports}
     lost = [host for host, it in hosts.items() if not it.address or _is_loopback(it.address)]
     names = Counter(it.interface for it in hosts.values())
@@ -188,7 +188,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def check_devices(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """All nodes show torch equally many GPUs, and have as many NVLinks and as fast ports as the others."""
+    """Check that all nodes have equally many GPUs and NVLinks, and equally fast ports."""
     yield _check_like_most(
         "gpus of ranks", {report.host: str(report.gpus) for report in reports}, "GPUs that torch sees"
     )

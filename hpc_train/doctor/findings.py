@@ -1,4 +1,4 @@
-"""Finding: what one check has found, and how findings are printed."""
+"""Define the result of a check, merge results of several hosts, and format them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ class Finding:
     """The result of one check."""
 
     name: str
-    """Of what was looked at: torch, nvlinks, memlock, ..."""
+    """What was checked: torch, nvlinks, memlock, ..."""
     status: Status
     """ok; warn: it will run, but slower or not everywhere; bad: something is broken."""
     text: str
     """What was found, in one line."""
     advice: str = ""
-    """What to do, where something is to be done."""
+    """What to do about it; empty if nothing."""
     where: str = ""
-    """Hosts or ranks that it is about; empty: all."""
+    """Hosts or ranks concerned; empty: all."""
 
 
 def pass_check(name: str, text: str) -> Finding:
-    """Nothing to do."""
+    """Report that a check passed."""
     return Finding(name, "ok", text)
 
 
 def warn_check(name: str, text: str, advice: str) -> Finding:
-    """Worth a look."""
+    """Report something that slows a run down or does not work everywhere."""
     return Finding(name, "warn", text, advice)
 
 
 def fail_check(name: str, text: str, advice: str) -> Finding:
-    """Broken."""
+    """Report something broken."""
     return Finding(name, "bad", text, advice)
 
 
 def findings_exit_code(findings: Iterable[Finding]) -> int:
-    """1 if something is broken, else 0."""
+    """Return 1 if something is broken, else 0."""
     return int(any(finding.status == "bad" for finding in findings))
 
 
 def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """What several hosts have found: equal findings once, and what is in order once, in the words of the first host.
+    """Merge equal findings of several hosts, and passed checks whatever their text (that of the first host is kept).
 
-    With the hosts where that is not all of them.
+    `where` names the hosts of a finding, unless all hosts have it.
     """
     hosts: dict[tuple[str, ...], list[str]] = {}
     first: dict[tuple[str, ...], Finding] = {}
@@ -67,13 +67,13 @@ def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Fin
 
 
 def join_first(names: Sequence[str], most: int = 4) -> str:
-    """A list that fits a line."""
+    """Join the first few names, and count the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """As `doctor --json` prints them."""
+    """Return the findings as `doctor --json` prints them."""
     counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
     return {
         "ok": findings_exit_code(findings) == 0,
@@ -83,7 +83,7 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """For a person: a line each, and one with what to do."""
+    """Format the findings as lines of text, with advice below those that need it."""
     width = max((len(finding.name) for finding in findings), default=0)
     found = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""The ranks of a job examine it together."""
+"""Check a job from all of its ranks together."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from hpc_train.runtime.identity import ProcessIdentity, find_own_address
 from hpc_train.runtime.start import join, leave_process_group
 
 TIMEOUT = timedelta(minutes=2)
-"""For ranks to meet, and for each of their exchanges: who comes later has failed."""
+"""Time limit for ranks to connect, and for each exchange; a later rank counts as failed."""
 
 T = TypeVar("T")
 
 
 def check_job(config: RunConfig, me: ProcessIdentity, env: Mapping[str, str]) -> tuple[list[Finding] | None, int]:
-    """(what was found, on rank 0 and on a rank that cannot meet the others, else None; exit code, the same for all)."""
+    """Check the job; return the findings (None on ranks that do not print them) and the exit code.
+
+    Rank 0 has the findings, and so has a rank that cannot connect to the others.
+    """
     per_node = -(-me.processes // me.nodes)
     mine = check_machine(config, env, me.host, me.nodes, per_node) if me.local == 0 else []
     try:
@@ -63,7 +66,7 @@ def _join_job(config: RunConfig, env: Mapping[str, str], interface: str) -> Task
 
 
 def _init_process_group(task: Task, backend: str) -> None:
-    """The process group, in the launcher's order; by gloo first, which works where nothing else does."""
+    """Start the process group in the launcher's order. gloo comes first: it works where NCCL does not."""
     assert task.store is not None
     store = dist.PrefixStore(f"doctor/{backend}", task.store)
     dist.init_process_group(backend, store=store, rank=task.process, world_size=task.processes, timeout=TIMEOUT)
@@ -87,12 +90,12 @@ def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[li
 
 
 def gather_from_all(mine: T) -> list[T]:
-    """What each rank has, by rank."""
+    """Gather a value from every rank, in rank order."""
     return all_gather_values(mine, codec=Codec((RankReport, Finding, RankSpeed)))
 
 
 def _device_of_rank(reports: list[RankReport], task: Task) -> torch.device:
-    """This rank's GPU where all ranks have one, else the CPU."""
+    """Return this rank's GPU if all ranks have one, else the CPU."""
     if not all(report.gpus for report in reports):
         return torch.device("cpu")
     device = torch.device("cuda", task.local % torch.cuda.device_count())
@@ -101,7 +104,7 @@ def _device_of_rank(reports: list[RankReport], task: Task) -> torch.device:
 
 
 def _resolve_degrees(config: RunConfig, ranks: int) -> tuple[Degrees, list[Finding]]:
-    """Those of the configuration; one axis of all ranks where they do not fit the job."""
+    """Return the degrees of the configuration; if they do not fit the job, one axis of all ranks and a finding."""
     try:
         return resolve_degrees(config.parallel, ranks), []
     except UserError as error:

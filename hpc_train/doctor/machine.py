@@ -22,11 +22,11 @@ from hpc_train.doctor.software import check_environment, check_software, check_t
 from hpc_train.units import GIB
 
 DEFAULT_RUN_DIR = "runs"
-"""Where run_dir is by default."""
+"""Default parent of run_dir."""
 
 
 def check_machine(config: RunConfig, env: Mapping[str, str], host: str, nodes: int, local: int) -> list[Finding]:
-    """All checks of one machine. nodes: of the job; local: ranks of this one."""
+    """Run all checks of this machine. nodes: nodes of the job; local: ranks on this one."""
     shared = nodes > 1 or config.launch.kind == "slurm"
     return [
         *check_software(),
@@ -40,11 +40,11 @@ def check_machine(config: RunConfig, env: Mapping[str, str], host: str, nodes: i
 MIN_SHARED_GIB, MIN_OPEN_FILES = 1.0, 4096
 """GiB free in /dev/shm; file descriptors of a process."""
 FULL_SHARE = 0.97
-"""Share of a file system beyond which little is left."""
+"""Used share of a file system above which space is short."""
 
 
 def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
-    """Every check of this file."""
+    """Run the checks of memory, limits and file systems."""
     yield check_shared_memory(_free_gib("/dev/shm"))
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma())
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -53,7 +53,7 @@ def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
 
 
 def check_shared_memory(free: float | None) -> Finding:
-    """/dev/shm, which NCCL, MPI and data loaders exchange through. free: GiB."""
+    """Check free space in /dev/shm, through which NCCL, MPI and data loaders exchange data. free: GiB."""
     if free is None:
         return fail_check("/dev/shm", "is not there", "mount it; in a container: --ipc=host, or --shm-size=16g")
     text = f"{free:.1f} GiB free"
@@ -64,7 +64,7 @@ def check_shared_memory(free: float | None) -> Finding:
 
 
 def check_memlock(limit: int, rdma: bool) -> Finding:
-    """Memory that may be locked, in bytes; RDMA registers what it sends."""
+    """Check the limit of locked memory in bytes: RDMA locks its buffers."""
     if limit == resource.RLIM_INFINITY:
         return pass_check("memlock", "unlimited")
     text = f"{limit / 2**20:.0f} MiB"
@@ -75,7 +75,7 @@ def check_memlock(limit: int, rdma: bool) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """File descriptors of a process: a rank opens one or more for each rank that it talks to."""
+    """Check the limit of open files: a rank opens one or more for each rank that it talks to."""
     text = f"{soft} open files (at most {hard})" if soft != resource.RLIM_INFINITY else "any number of open files"
     if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
         return pass_check("nofile", text)
@@ -83,7 +83,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_run_folder(folder: Path, found: MountedFileSystem | None, several_nodes: bool) -> Finding:
-    """Which file system runs are written to, and whether all nodes of a job see it."""
+    """Check that all nodes of a job see the file system of the run directory."""
     if found is None:
         return warn_check(
             "run_dir", f"{folder} is on no file system that the system lists", "choose another with run_dir="
@@ -98,7 +98,7 @@ def check_run_folder(folder: Path, found: MountedFileSystem | None, several_node
 
 
 def check_free_space(folder: Path) -> Finding:
-    """Whether it can be written, and has space."""
+    """Check that the run directory can be written and its file system has space."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -130,17 +130,17 @@ SLOWDOWN_REASONS = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 
 
 @dataclass(frozen=True)
 class GpuClock:
-    """Of one GPU, MHz of its streaming multiprocessors."""
+    """Clocks of the streaming multiprocessors of one GPU, in MHz."""
 
     index: int
     now: int
     most: int
     reasons: int
-    """Bits that say what holds it back."""
+    """Bits of the reasons why the clock is lowered."""
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Every check of this file."""
+    """Run the checks of GPUs and NICs."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -156,7 +156,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def check_gpus_in_torch(listed: Sequence[Gpu], seen: int, able: bool) -> Finding:
-    """listed: by the driver. able: whether torch is built for GPUs."""
+    """Check that torch sees the GPUs that the driver lists. able: torch is built for GPUs."""
     names = Counter(gpu.name or "unnamed" for gpu in listed)
     text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     if seen == len(listed):
@@ -175,7 +175,7 @@ def check_gpus_in_torch(listed: Sequence[Gpu], seen: int, able: bool) -> Finding
 
 
 def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
-    """GPUs of one model in a node have equally many: one that lost some makes every ring through it slow, silently."""
+    """Check that GPUs of one model have equally many NVLinks: one that lost some silently slows every ring."""
     for name in dict.fromkeys(gpu.name for gpu in listed):
         alike = [gpu for gpu in listed if gpu.name == name]
         counts = Counter(gpu.nvlinks or 0 for gpu in alike)
@@ -191,7 +191,7 @@ def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
 
 
 def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Ports of a fabric are up, and as fast as most; Ethernet beside one may well be unplugged."""
+    """Check that the ports of the fabric are up and equally fast; Ethernet ports may be unplugged."""
     fabric = [nic for nic in nics if nic.layer != "ethernet" or all(it.layer == "ethernet" for it in nics)]
     up = [nic for nic in fabric if nic.active is not False]
     down = [nic.device or nic.id for nic in fabric if nic.active is False]
@@ -221,7 +221,7 @@ def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 
 def read_clocks(nvml: Any | None) -> list[GpuClock]:
-    """What NVML says of each GPU; none where it does not."""
+    """Read the clocks of each GPU from NVML; empty where NVML does not answer."""
     if nvml is None:
         return []
     try:
@@ -250,7 +250,7 @@ def _read_clock(nvml: Any, index: int) -> GpuClock:
 
 
 def check_clocks(found: Sequence[GpuClock]) -> Iterator[Finding]:
-    """None is held back by heat or by a failing power supply."""
+    """Check that no GPU is slowed down by heat or a failing power supply."""
     held = [(clock, why) for clock in found for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
     if held:
         odd = list(dict.fromkeys(f"GPU{clock.index} {why}, {clock.now} of {clock.most} MHz" for clock, why in held))

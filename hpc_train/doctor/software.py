@@ -1,4 +1,4 @@
-"""Checks of the software here: Python, torch, MPI, HDF5, the cluster's programs, and environment variables.
+"""Check the installed software: Python, torch, MPI, HDF5, the cluster's programs, and environment variables.
 
 Each check is a function from what it looks at to a Finding; the generators at the top of each part run all of
 them.
@@ -22,11 +22,11 @@ from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.runtime.identity import find_own_address, list_interfaces
 
 MIN_TORCH, BELOW_TORCH = (2, 11), (2, 14)
-"""Of torch: what pyproject.toml asks for."""
+"""Oldest torch that pyproject.toml allows."""
 
 
 def check_software() -> Iterator[Finding]:
-    """Every check of this file."""
+    """Run the checks of Python and its packages."""
     import torch
 
     yield check_python(sys.version_info[:3])
@@ -36,7 +36,7 @@ def check_software() -> Iterator[Finding]:
 
 
 def check_python(version: tuple[int, int, int]) -> Finding:
-    """From 3.11 on."""
+    """Check that Python is 3.11 or newer."""
     text = f"Python {'.'.join(map(str, version))}, {platform.machine()}"
     return (
         pass_check("python", text)
@@ -46,7 +46,7 @@ def check_python(version: tuple[int, int, int]) -> Finding:
 
 
 def check_torch(version: str, cuda: str | None, hip: str | None) -> Finding:
-    """The version, and what it computes on."""
+    """Check the version of torch, and report its devices."""
     kind = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     text = f"torch {version}, {kind}"
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
@@ -65,7 +65,7 @@ print(mpi4py.__version__, "over", MPI.Get_library_version().split("\\n")[0].spli
 
 
 def check_mpi(installed: bool, ask: RunCommand) -> Finding:
-    """mpi4py is optional; one that does not load its library is broken.
+    """Check that mpi4py, which is optional, loads its library if it is installed.
 
     Asked in a process of its own: a library of the wrong kind may end it, and MPI starts once only in this one.
     """
@@ -81,7 +81,7 @@ def check_mpi(installed: bool, ask: RunCommand) -> Finding:
 
 
 def check_hdf5(load: Callable[[str], ModuleType]) -> Finding:
-    """h5py, and whether its HDF5 is parallel, which is not needed: every rank writes its own file."""
+    """Check h5py. Parallel HDF5 is reported but not needed: every rank writes its own file."""
     try:
         h5py = load("h5py")
     except ImportError as error:
@@ -95,11 +95,11 @@ _TIMEOUT_SECONDS = 20.0
 
 FindProgram = Callable[[str], str | None]
 RunCommand = Callable[[list[str]], tuple[int, str]]
-"""A command -> its exit code and what it said, in one text."""
+"""Runs a command and returns (exit code, output)."""
 
 
 def check_tools(env: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Every check of this file."""
+    """Run the checks of the cluster's programs."""
     env = os.environ if env is None else env
     yield check_slurm_client(shutil.which)
     if shutil.which("scontrol"):
@@ -109,7 +109,7 @@ def check_tools(env: Mapping[str, str] | None = None) -> Iterator[Finding]:
 
 
 def run_command(command: list[str]) -> tuple[int, str]:
-    """Run a command that may hang; 124 where it did."""
+    """Run a command that may hang; the exit code is then 124."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ def run_command(command: list[str]) -> tuple[int, str]:
 
 
 def check_slurm_client(which: FindProgram) -> Finding:
-    """What `hpc-train submit` and `status` call."""
+    """Check the Slurm programs that `submit` and `status` call."""
     there = [name for name in SLURM_PROGRAMS if which(name)]
     missing = [name for name in SLURM_PROGRAMS if name not in there]
     if not there:
@@ -132,7 +132,7 @@ def check_slurm_client(which: FindProgram) -> Finding:
 
 
 def check_controller(ask: RunCommand) -> Finding:
-    """Whether slurmctld answers."""
+    """Check that slurmctld answers."""
     code, said = ask(["scontrol", "ping"])
     if code == 0 and " is UP" in said:
         return pass_check("slurmctld", said[:120])
@@ -141,14 +141,14 @@ def check_controller(ask: RunCommand) -> Finding:
 
 
 def check_lustre(which: FindProgram) -> Finding:
-    """lfs, which lays out checkpoints on Lustre."""
+    """Check lfs, which stripes checkpoints on Lustre."""
     if which("lfs"):
         return pass_check("lfs", "Lustre's lfs is here")
     return pass_check("lfs", "no lfs: checkpoints on Lustre, if there are, get the folder's own striping")
 
 
 def check_modules(env: Mapping[str, str]) -> Finding:
-    """Environment modules, and what is loaded."""
+    """Report environment modules, and which are loaded."""
     kind = "Lmod" if "LMOD_VERSION" in env else "environment modules" if "MODULESHOME" in env else None
     if kind is None:
         return pass_check("modules", "no environment modules")
@@ -159,7 +159,7 @@ def check_modules(env: Mapping[str, str]) -> Finding:
 def check_environment(
     env: Mapping[str, str], host: str, nodes: int, wanted: str | None, local: int
 ) -> Iterator[Finding]:
-    """Every check of this file. wanted: cluster.fabric.interface. local: ranks of this node."""
+    """Run the checks of network settings. wanted: cluster.fabric.interface. local: ranks of this node."""
     yield check_interface(host, nodes, wanted)
     yield from check_chosen_interface(env, list_interfaces())
     yield from check_harmful_variables(env, local)
@@ -167,7 +167,7 @@ def check_environment(
 
 
 def check_interface(host: str, nodes: int, wanted: str | None) -> Finding:
-    """The one that ranks will open sockets on."""
+    """Check the interface on which ranks will open sockets."""
     try:
         address, name = find_own_address(host, nodes, wanted)
     except UserError as error:
@@ -178,7 +178,7 @@ def check_interface(host: str, nodes: int, wanted: str | None) -> Finding:
 
 
 def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> Iterator[Finding]:
-    """A user's own choice always stays, and must be there. have: interface -> IPv4 address."""
+    """Check that interfaces chosen by the user exist. have: interface -> IPv4 address."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = env.get(name, "")
         wanted = [part for part in value.lstrip("=").split(",") if part]
@@ -192,7 +192,7 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
 
 
 def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Finding]:
-    """Variables from an old script or another machine."""
+    """Check for variables left over from an old script or another machine."""
     found = find_harmful_variables(env, local)
     for it in found:
         yield warn_check("environment", f"{it.name}={it.value} is set", it.why)
@@ -201,7 +201,7 @@ def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Find
 
 
 def check_threads(env: Mapping[str, str], local: int) -> Iterator[Finding]:
-    """OMP_NUM_THREADS: unset, every rank of a node would start a thread for each core."""
+    """Check OMP_NUM_THREADS: if it is unset, every rank starts a thread for each core."""
     value = env.get("OMP_NUM_THREADS", "")
     if value and not value.split(",")[0].isdecimal():
         yield fail_check("threads", f"OMP_NUM_THREADS={value} is no number", "unset it, or set launch.threads")

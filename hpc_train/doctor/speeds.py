@@ -1,9 +1,8 @@
-"""Short measurements that all ranks make at the same time: slow ranks, and a network below its calibration."""
+"""Measure all ranks at the same time to find slow ranks, and a network that is slower than its calibration."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -12,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_train.bench.collectives.definitions import bus_factor
-from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, groups_of_rank
 from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.agreement import RankReport, RankSpeed
@@ -22,7 +19,9 @@ from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
 from hpc_train.placement.cost import estimate_cost
 from hpc_train.placement.fabric_from_config import build_fabric
+from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
+from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
 
 _REPEATS = 5
 _MATRIX = {"cuda": 8192, "cpu": 512}
@@ -34,37 +33,26 @@ _REDUCED = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 
 def measure_speed(device: torch.device) -> RankSpeed:
-    """This rank's, after all have come here."""
+    """Time a matrix product and a copy on this rank, while all ranks do the same."""
     dist.barrier()
     size, dtype = _MATRIX[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    product = time_calls(lambda: torch.mm(a, b), device)
+    product = _median_seconds(lambda: torch.mm(a, b), device)
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return RankSpeed(product, time_calls(lambda: target.copy_(source), device), device.type)
+    return RankSpeed(product, _median_seconds(lambda: target.copy_(source), device), device.type)
 
 
-def time_calls(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the median of a few after one that does not count."""
-    taken = []
-    for _ in range(_REPEATS + 1):
-        _synchronize(device)
-        begin = time.perf_counter()
-        work()
-        _synchronize(device)
-        taken.append(time.perf_counter() - begin)
-    return median(taken[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return seconds of one call, the median of a few after a warm-up."""
+    work()
+    return median(time_calls(work, 1, device) for _ in range(_REPEATS))
 
 
 def measure_reductions(
     config: RunConfig, degrees: Degrees, hosts: Sequence[str], mesh: DeviceMesh, device: torch.device
 ) -> list[AxisReduction]:
-    """An all-reduce on every axis of the mesh. hosts: of every rank. Every rank calls it, and gets the same."""
+    """Time an all-reduce on every axis of the mesh. hosts: node of each rank. Every rank must call this."""
     found = []
     buffer = torch.zeros(_REDUCED[device.type], dtype=torch.uint8, device=device)
     for axis in [group.axis for group in groups_of_rank(degrees, dist.get_rank())]:
@@ -81,9 +69,9 @@ def measure_reductions(
 
 
 def _measure_reduction(group: dist.ProcessGroup | None, buffer: torch.Tensor) -> tuple[float, str]:
-    """(seconds of this rank, why it failed)."""
+    """Return (seconds of this rank, why it failed)."""
     try:
-        return time_calls(lambda: dist.all_reduce(buffer, group=group), buffer.device), ""
+        return _median_seconds(lambda: dist.all_reduce(buffer, group=group), buffer.device), ""
     except RuntimeError as error:
         return 0.0, f"rank {dist.get_rank()}: {' '.join(str(error).split())[:200]}"
 
@@ -91,7 +79,7 @@ def _measure_reduction(group: dist.ProcessGroup | None, buffer: torch.Tensor) ->
 def predict_seconds(
     config: RunConfig, degrees: Degrees, hosts: Sequence[str], axis: str, size: int, device: str
 ) -> float | None:
-    """Seconds by the model that ranks are placed by; None where the cluster is not calibrated or nodes are unequal."""
+    """Predict the seconds with the placement's cost model; None without calibration, or if nodes are unequal."""
     nodes = list(dict.fromkeys(hosts))
     each = len(hosts) // len(nodes)
     if config.cluster.calibration is None or list(hosts) != [node for node in nodes for _ in range(each)]:
@@ -100,38 +88,38 @@ def predict_seconds(
     flow = Flow(axes, "all_reduce", size, 1, "probe")
     try:
         fabric = build_fabric(config, nodes, each)
-        told = estimate_cost(fabric, asdict(degrees), [flow], backend="nccl" if device == "cuda" else "gloo").total
+        seconds = estimate_cost(fabric, asdict(degrees), [flow], backend="nccl" if device == "cuda" else "gloo").total
     except UserError:
         return None
-    return told if math.isfinite(told) and told > 0 else None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None
 
 
 BROKEN_SHARE = 0.3
 """A GPU that is slower by this share is broken; CPUs are shared with others, so they never are."""
 POOR_SHARE = 0.5
-"""Of the predicted bandwidth; less is worth a look."""
+"""Share of the predicted bandwidth below which a link is reported."""
 
 
 @dataclass(frozen=True)
 class AxisReduction:
-    """An all-reduce over the groups of one axis, all of them at once."""
+    """All-reduce over all groups of one axis at once."""
 
     axis: str
     ranks: int
-    """Of a group."""
+    """Ranks of a group."""
     bytes: int
     seconds: float
-    """Of the slowest rank, median of several."""
+    """Median of several calls, on the slowest rank."""
     bus: float
-    """Bytes/s, as nccl-tests define bus bandwidth."""
+    """Bus bandwidth in bytes/s, as nccl-tests define it."""
     predicted: float | None
-    """Seconds, where the cluster is calibrated."""
+    """Predicted seconds; None without calibration."""
     failed: str = ""
-    """Why it did not work."""
+    """Why it failed; empty if it did not."""
 
 
 def check_speeds(reports: Sequence[RankReport], measured: Sequence[RankSpeed]) -> Iterator[Finding]:
-    """Matrix products and copies. measured: by rank, as reports are."""
+    """Report slow ranks. measured: speeds in the order of the reports."""
     names = [f"rank {report.rank} on {report.host}" for report in reports]
     if len({speed.device for speed in measured}) > 1:
         yield fail_check("speed", "some ranks compute on GPUs, others on CPUs", "see the finding about GPUs")
@@ -142,7 +130,7 @@ def check_speeds(reports: Sequence[RankReport], measured: Sequence[RankSpeed]) -
 
 
 def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], firm: bool) -> Finding:
-    """firm: nothing else runs on the devices, so that a large difference is a defect."""
+    """Report ranks that are much slower than the median. firm: a large difference is a failure, not a warning."""
     found = find_slow(seconds)
     middle = median(seconds)
     if not found:
@@ -157,7 +145,7 @@ def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], fi
 
 
 def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:
-    """Beside the prediction, where there is one."""
+    """Compare each all-reduce with its prediction, if there is one."""
     for it in measured:
         name = f"all-reduce {it.axis}"
         if it.failed:
@@ -184,11 +172,11 @@ MIN_DIFFERENCE = 0.10
 
 
 def find_slow(seconds: Sequence[float], least: float = MIN_DIFFERENCE) -> list[int]:
-    """Indices of the times that are longer than the others': 0.6745 (x - median) / MAD > 3.5, and 10 % at least.
+    """Return the indices of outliers: 0.6745 (x - median) / MAD > 3.5, and at least 10 % above the median.
 
-    MAD is the median of the absolute deviations. Of fewer than three, nobody can say which is odd: none.
+    MAD is the median absolute deviation.
     """
-    if len(seconds) < 3:
+    if len(seconds) < 3:  # of two ranks nobody can say which one is slow
         return []
     middle = median(seconds)
     spread = median(abs(value - middle) for value in seconds)

@@ -38,7 +38,6 @@ from hpc_train.bench.collectives.definitions import (
     OPERATIONS,
     CollectiveShape,
     algorithm_bandwidth,
-    bus_factor,
     find_operation,
     make_shape,
 )
@@ -46,10 +45,8 @@ from hpc_train.bench.collectives.measure import BenchJob, fit_latency_bandwidth,
 from hpc_train.bench.collectives.options import CollectivesOptions, parse_size
 from hpc_train.bench.collectives.output import format_nccl_tests, plot_bandwidths, print_collectives_result
 from hpc_train.bench.collectives.rank_groups import (
-    WORLD_AXIS,
     LevelProbe,
     describe_unprobed,
-    groups_of_rank,
     make_probes,
     make_rank_levels,
 )
@@ -60,6 +57,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.placement.fabric import build_levels
 from hpc_train.testing import run_ranks
+from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
 
 NAMES = [it.name for it in OPERATIONS]
 CPU = torch.device("cpu")

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.bench.collectives.benchmark import collectives_command
-from hpc_train.bench.collectives.definitions import OPERATIONS, bus_factor, find_operation
+from hpc_train.bench.collectives.definitions import OPERATIONS, find_operation
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.errors import EXIT_USER_ERROR, UserError
+from hpc_train.traffic.rank_groups import bus_factor
 
 PROGRAM = [sys.executable, "-m", "hpc_train", "bench", "collectives"]
 SMALL = ["--min", "1K", "--max", "64K", "--factor", "8", "--rounds", "2", "--iterations", "2"]

@@ -134,7 +134,7 @@ Measured = Mapping[str, Mapping[str, Samples]]
 
 @dataclass(frozen=True)
 class CheckpointBenchOptions:
-    """What is measured."""
+    """Options of `bench checkpoint`."""
 
     gib: float
     """Of state, over all ranks."""
@@ -158,7 +158,7 @@ class SpeedRatio:
 
 @dataclass(frozen=True)
 class OperationResult:
-    """One operation of one side."""
+    """Result of one operation of one side."""
 
     operation: str
     side: str
@@ -204,7 +204,7 @@ class CheckpointBenchResult:
 
 
 def summarize_operations(measured: Measured, gib: float) -> list[OperationResult]:
-    """Medians, quartiles and ratios, operation by operation, the fastest side first."""
+    """Summarise by medians, quartiles and ratios; sides of an operation are sorted by speed."""
     found = []
     for operation, sides in measured.items():
         rows = [_summarize_side(operation, side, sides, gib) for side in sides]

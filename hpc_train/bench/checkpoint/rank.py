@@ -59,7 +59,7 @@ _SAME_LAYOUT_OPERATIONS = tuple(operation for operation in OPERATIONS if operati
 
 
 def main(rank: int, ranks: int, options: CheckpointBenchOptions, directory: Path, meeting: Path) -> int:
-    """Measure in `directory`, an empty one; rank 0 leaves the result in `meeting`."""
+    """Measure in the empty `directory`; rank 0 writes the result to `meeting`."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # those of the other sides, about how they are called
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
@@ -72,7 +72,7 @@ def main(rank: int, ranks: int, options: CheckpointBenchOptions, directory: Path
 
 
 def measure_operations(world: World, options: CheckpointBenchOptions, directory: Path) -> SettingResult:
-    """All rounds; every rank calls it and gets the result."""
+    """Run all rounds. Every rank must call this, and gets the result."""
     before = read_load_average()
     setting = _measure_same_layout(world, options, directory)
     moved = resharding.measure_resharding(world, options, directory)
@@ -111,7 +111,7 @@ class _Rounds:
         self._taken: _RoundSample = {operation: {} for operation in _SAME_LAYOUT_OPERATIONS if operation in operations}
 
     def warm_up(self, state: Tensors) -> None:
-        """Every side once, untimed, to see that what it loads is what was saved."""
+        """Run every side once, untimed, and check that it loads what it saved."""
         for side in self._sides:
             for save in (_background_save(side), side.save):
                 if save is not None:
@@ -122,7 +122,7 @@ class _Rounds:
                 _check_load(side, state)
 
     def take(self, number: int) -> None:
-        """One round: every operation of every side, each time in another order."""
+        """Run every operation of every side once, in an order that differs from round to round."""
         for operation in self._taken:
             able = [side for side in self._sides if _operation_of(side, operation) is not None]
             random.Random(f"{number} {operation}").shuffle(able)
@@ -186,7 +186,7 @@ def _background_save(side: CheckpointSide) -> Callable[[], object] | None:
 
 
 def _check_load(side: CheckpointSide, state: Tensors) -> None:
-    """That it loads what was saved."""
+    """Check that a side loads what it saved."""
     assert side.load is not None
     saved = [xxh3_64_intdigest(bytes_of_tensor(tensor)) for tensor in state.values()]
     for tensor in state.values() if side.name != RAW_DIRECT else ():  # which loads to a place of its own
@@ -199,7 +199,7 @@ def _check_load(side: CheckpointSide, state: Tensors) -> None:
 def _make_sides(
     directory: Path, world: World, state: Tensors, wanted: tuple[str, ...]
 ) -> tuple[list[CheckpointSide], dict[str, str]]:
-    """Those that are wanted and work here, and why the others do not."""
+    """Return the chosen sides that work here, and why the others do not."""
     found, missing = [], {}
     ways: list[tuple[str, Callable[[Path], CheckpointSide]]] = [
         ("hpc_train", lambda at: sides.make_hpc_train(at, world, state)),
@@ -223,7 +223,7 @@ def _make_sides(
 
 
 def _read_into_page_cache(folder: Path) -> None:
-    """All files below it, into the page cache."""
+    """Read all files below a folder into the page cache."""
     block = bytearray(sides.CHUNK_BYTES)
     for path in sorted(it for it in folder.rglob("*") if it.is_file()):
         with path.open("rb", buffering=0) as file:

@@ -49,7 +49,7 @@ _STEP = 1
 
 @dataclass(frozen=True)
 class ReshardLayout:
-    """Who has what of the tensors."""
+    """How the tensors are cut over ranks."""
 
     ranks: int
     """All of the world, or one, which is the first and has everything."""
@@ -81,7 +81,7 @@ def make_layouts(operation: str, ranks: int) -> tuple[ReshardLayout, ReshardLayo
 
 
 def measure_resharding(world: World, options: CheckpointBenchOptions, directory: Path) -> list[OperationResult]:
-    """All rounds; every rank calls it. A single rank has no other layout: nothing."""
+    """Run all rounds. Every rank must call this. Empty for one rank, which has no other layout."""
     if world.size == 1:
         return []
     mesh = init_device_mesh("cpu", (world.size,))

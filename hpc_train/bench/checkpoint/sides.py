@@ -1,4 +1,4 @@
-"""What `bench checkpoint` compares: ways to put the tensors of this rank on the disk, durably, and to get them back.
+"""Define the sides of `bench checkpoint`: ways to save this rank's tensors durably, and to load them.
 
 Single-rank sides write the raw bytes (direct or buffered), or use torch.save and safetensors. Sides whose ranks
 commit one checkpoint together are ours and torch.distributed.checkpoint (DCP). The tensors are those of a
@@ -45,7 +45,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 @dataclass(frozen=True)
 class CheckpointSide:
-    """One way. What it makes is under a folder of its own, which is empty before each save."""
+    """A way to save and load. It writes below a folder of its own, which is empty before each save."""
 
     name: str
     save: Callable[[], object] | None = None
@@ -277,12 +277,12 @@ def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.
 
 
 def count_bytes(state: Tensors) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in state.values())
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """The memory of a tensor."""
+    """Return a view of a tensor's memory."""
     memory: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return memory.data
 
@@ -292,7 +292,7 @@ OperationCost = tuple[float, float, float]
 
 
 def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lambda result: None) -> OperationCost:
-    """All ranks begin together. then: takes the result, untimed."""
+    """Time an operation that all ranks begin together. then: gets its result, untimed."""
     gc.collect()
     wait_for_all()
     before, wall, cpu = count_bytes_read(), time.perf_counter(), time.process_time()
@@ -315,7 +315,7 @@ def count_bytes_read() -> int:
 
 
 def gather_values_of_ranks(mine: Any) -> Samples:
-    """Every rank's value, in rank order."""
+    """Gather the value of every rank, in rank order."""
     values = all_gather_values(mine) if dist.is_initialized() else [mine]
     return np.array(values, dtype=np.float64)
 
@@ -327,7 +327,7 @@ def wait_for_all() -> None:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """All files below it, out of the page cache."""
+    """Drop all files below a folder from the page cache."""
     for path in sorted(it for it in folder.rglob("*") if it.is_file()):
         with open_descriptor(path, os.O_RDONLY) as file:
             os.fsync(file)

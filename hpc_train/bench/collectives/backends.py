@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hpc_train import _torch
 from hpc_train.bench.collectives.definitions import CollectiveOperation
-from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, RankGroup
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.mpi import load_mpi
+from hpc_train.traffic.rank_groups import WORLD_AXIS, RankGroup
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,30 +30,30 @@ CollectiveCall = Callable[[], None]
 
 
 class Backend(Protocol):
-    """One library."""
+    """A communication library."""
 
     name: str
     """gloo, nccl or mpi."""
     device: torch.device
-    """Where its buffers are."""
+    """Device of its buffers."""
     in_place: frozenset[str]
     """Operations that it has in place only: what is sent is put where the result is wanted."""
 
     def connect(self, group: RankGroup) -> Connection:
-        """The operations among the ranks of a group. Every rank of the job calls it, for groups in the same order."""
+        """Connect the ranks of a group. Every rank of the job must call this, for groups in the same order."""
 
     def finish(self) -> None:
-        """Wait until everything that was queued is done."""
+        """Wait until all queued operations are done."""
 
 
 class Connection(Protocol):
-    """One backend in one group."""
+    """A backend's connection of one group."""
 
     def call(self, operation: CollectiveOperation, sent: Tensor, received: Tensor) -> CollectiveCall:
-        """The library's own collective. Where it is in place, `sent` is not looked at: `received` holds the values."""
+        """Return the library's own collective. In place, `received` holds the input and `sent` is unused."""
 
     def wire(self) -> PointToPoint:
-        """Point to point messages."""
+        """Return point-to-point messages between the ranks of the group."""
 
 
 class PointToPoint(Protocol):
@@ -68,7 +68,7 @@ class PointToPoint(Protocol):
 
 
 def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
-    """Add up `buffer` (n,) over the ranks, in place: reduce-scatter, then all-gather, around a ring.
+    """Sum `buffer` (n,) over the ranks in place: reduce-scatter, then all-gather, around a ring.
 
     scratch: at least ceil(n / ranks) elements. 2 (ranks - 1) steps of n / ranks elements.
     Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 4.
@@ -85,7 +85,7 @@ def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None
 
 
 def tree_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
-    """Add up `buffer` (n,) over the ranks, in place: binomial trees up to the first rank and down again.
+    """Sum `buffer` (n,) over the ranks in place: a binomial tree up to the first rank, then down again.
 
     scratch: at least n elements. 2 ceil(log2 ranks) steps of n elements.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -179,7 +179,7 @@ _STARTED_BY = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "PMIX_RANK")
 
 
 def started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
-    """Whether an MPI library can be initialised here without harm, as far as the environment tells."""
+    """Return whether MPI can be initialised here safely, as far as the environment shows."""
     env = os.environ if env is None else env
     return any(name in env for name in _STARTED_BY)
 
@@ -209,7 +209,7 @@ class MpiBackend:
         return MpiConnection(self._everyone.Split(color=group.ranks[0], key=group.index))
 
     def finish(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: MPI calls here are blocking."""
 
 
 class MpiConnection:

@@ -21,7 +21,7 @@ from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 
 EXIT_WRONG_DATA = 1
-"""Some rank received what nobody sent."""
+"""Exit code if a rank received wrong values."""
 
 
 def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
@@ -62,7 +62,7 @@ def _measure_as_rank(config: RunConfig, options: CollectivesOptions, me: Process
 
 
 def report_result(result: CollectivesResult, options: CollectivesOptions) -> int:
-    """Print and write what was found; no calibration if any of it was wrong. Returns the exit code.
+    """Print and write the result, but no calibration if values were wrong; return the exit code.
 
     Raises UserError where a calibration is asked for and no level could be fitted.
     """
@@ -106,7 +106,7 @@ def _write_files(result: CollectivesResult, options: CollectivesOptions) -> None
 
 
 def _describe_wrong(result: CollectivesResult) -> str:
-    """Who was wrong, in a line."""
+    """Describe the wrong results in one line."""
     rows = [row for row in result.measurements if row.wrong]
     names = ", ".join(dict.fromkeys(f"{row.operation} {row.algorithm} of {row.backend} on {row.axis}" for row in rows))
     return f"{result.wrong} wrong elements: {names or 'point to point messages'}; no calibration was written"
@@ -117,7 +117,7 @@ RESULT_VERSION = 1
 
 @dataclass(frozen=True)
 class Measurement:
-    """One operation of one size in all groups of one axis."""
+    """Result of one operation of one size in all groups of one axis."""
 
     axis: str
     """A mesh axis, or world."""
@@ -148,7 +148,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LevelFit:
-    """The constants of one level with one backend."""
+    """Latency and bandwidth of one level with one backend."""
 
     level: str
     backend: str
@@ -191,7 +191,7 @@ class CollectivesResult:
 
 
 def make_calibration(result: CollectivesResult) -> Calibration:
-    """The levels that could be fitted, with the backend that was measured first."""
+    """Return the fitted levels of the first backend, as a calibration."""
     backend = result.fits[0].backend if result.fits else ""
     levels = tuple(
         LevelConstants(fit.level, fit.latency, fit.bandwidth)

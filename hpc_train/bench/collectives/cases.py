@@ -1,4 +1,4 @@
-"""From what is asked for to cases that can be checked and timed.
+"""Build the cases of `bench collectives`, check their results and time them.
 
 A case is one collective of one size, or one probe of a level of the fabric: pairs of ranks whose messages leave
 one group of the level, and no higher one. What each rank sends is known to the last bit, so every received
@@ -22,12 +22,14 @@ from torch import Tensor
 from hpc_train.bench.collectives.backends import OWN_ALGORITHMS, Backend, CollectiveCall, Connection
 from hpc_train.bench.collectives.definitions import CollectiveShape, find_operation, make_shape
 from hpc_train.bench.collectives.options import CollectivesOptions
-from hpc_train.bench.collectives.rank_groups import WORLD_AXIS, LevelProbe, RankGroup
+from hpc_train.bench.collectives.rank_groups import LevelProbe
+from hpc_train.timing import interleave_rounds
+from hpc_train.traffic.rank_groups import WORLD_AXIS, RankGroup
 
 
 @dataclass(frozen=True)
 class MeasurementCell:
-    """One measurement to be made."""
+    """One collective to measure: group, backend, algorithm and size."""
 
     group: RankGroup
     backend: Backend
@@ -41,7 +43,7 @@ class MeasurementCell:
 
 @dataclass(frozen=True)
 class ProbeCell:
-    """One size of one probe."""
+    """One level probe to measure, with one message size."""
 
     probe: LevelProbe
     backend: Backend
@@ -49,14 +51,14 @@ class ProbeCell:
 
 
 class CaseBuffers:
-    """Of one device; every case uses their beginnings."""
+    """Buffers on one device, of which every case uses the beginning."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self.pattern = DataPattern(elements, device)
         self.sent, self.received, self.scratch = (torch.zeros(elements, device=device) for _ in range(3))
 
     def clear(self) -> None:
-        """Zeros: sums of sums of them neither overflow nor become slow."""
+        """Set all to zero: repeated sums of other values would overflow, or become slow as denormals."""
         for buffer in (self.sent, self.received, self.scratch):
             buffer.zero_()
 
@@ -64,7 +66,7 @@ class CaseBuffers:
 def make_cells(
     options: CollectivesOptions, groups: Sequence[RankGroup], backends: Sequence[Backend]
 ) -> list[MeasurementCell]:
-    """Every axis, operation, algorithm, backend and size, the size varying fastest."""
+    """List all combinations of axis, operation, algorithm, backend and size, with size varying fastest."""
     return [
         MeasurementCell(group, backend, algorithm, make_shape(find_operation(name), len(group.ranks), size))
         for group in groups
@@ -79,7 +81,7 @@ def make_cells(
 def make_probe_cells(
     options: CollectivesOptions, probes: Sequence[LevelProbe], backends: Sequence[Backend]
 ) -> list[ProbeCell]:
-    """Every backend, probe and size, the size varying fastest."""
+    """List all combinations of backend, probe and size, with size varying fastest."""
     message = find_operation("send_recv")
     return [
         ProbeCell(probe, backend, make_shape(message, 2, size))
@@ -90,7 +92,7 @@ def make_probe_cells(
 
 
 class CaseMaker:
-    """Every rank makes the same cases in the same order, because connections are made together."""
+    """Build cases. Every rank builds the same ones in the same order: opening a connection is collective."""
 
     def __init__(self, rank: int, ranks: int, elements: int) -> None:
         """elements: of the largest buffer of any case."""
@@ -105,7 +107,7 @@ class CaseMaker:
             buffers.clear()
 
     def case(self, cell: MeasurementCell) -> TimedCase:
-        """One collective."""
+        """Build the case of one collective."""
         buffers, shape, index = self._on(cell.backend.device), cell.shape, cell.group.index
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
         connection = self._connect(cell.backend, cell.group)
@@ -117,7 +119,7 @@ class CaseMaker:
         )
 
     def probe(self, cell: ProbeCell) -> TimedCase:
-        """One exchange of all pairs; ranks without a partner do nothing."""
+        """Build the case of one probe: all pairs exchange messages; ranks without a partner do nothing."""
         buffers, shape, partner = self._on(cell.backend.device), cell.shape, cell.probe.partner[self._rank]
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
         wire, alone = self._connect(cell.backend, self._everyone).wire(), partner == self._rank
@@ -142,7 +144,7 @@ class CaseMaker:
 
 
 def largest_buffer(cells: Sequence[MeasurementCell | ProbeCell]) -> int:
-    """Elements of the largest buffer."""
+    """Return the number of elements of the largest buffer."""
     return max(cell.shape.elements for cell in cells)
 
 
@@ -216,7 +218,7 @@ class DataPattern:
 
 
 def count_wrong_elements(received: Tensor, expected: Tensor | None) -> int:
-    """How many differ."""
+    """Count the elements that differ; 0 for a rank that receives nothing."""
     return 0 if expected is None else int((received != expected).sum())
 
 
@@ -225,12 +227,12 @@ def _weight(index: int) -> float:
 
 
 _ROUND_SECONDS = 0.1
-"""About what a case may take in a round."""
+"""Rough time limit of a case in a round."""
 
 
 @dataclass(frozen=True)
 class TimedCase:
-    """Something that all ranks do together."""
+    """A collective, or an exchange of pairs, that all ranks run together."""
 
     call: Callable[[], None]
     finish: Callable[[], None]
@@ -242,35 +244,33 @@ class TimedCase:
 
 
 def check_cases(cases: Sequence[TimedCase]) -> list[int]:
-    """Of each case, over all ranks; each is called once. Every rank calls it and gets the answer."""
-    mine = []
+    """Call each case once, and count its wrong elements over all ranks. Every rank must call this."""
+    wrong = []
     for case in cases:
         case.fill()
         case.call()
         case.finish()
-        mine.append(case.wrong())
-    total = torch.tensor(mine, dtype=torch.int64)
+        wrong.append(case.wrong())
+    total = torch.tensor(wrong, dtype=torch.int64)
     dist.all_reduce(total)
     return [int(count) for count in total]
 
 
-def time_cases(cases: Sequence[TimedCase], rounds: int, most: int) -> NDArray[np.float64]:
-    """(rounds, cases): seconds a call of the slowest rank; every second round is in reverse order.
+def time_cases(cases: Sequence[TimedCase], rounds: int, max_calls: int) -> NDArray[np.float64]:
+    """Return seconds per call of the slowest rank, as an array of shape (rounds, cases).
 
-    most: calls of a case and round, which are fewer where they take long. Every rank calls it and gets the answer.
+    max_calls: calls of a case in a round; slow cases are called fewer times. Every rank must call this.
     """
-    once = _max_over_ranks(np.array([_time_case(case, 1) for case in cases]))  # it also warms up
-    calls = [min(most, max(1, math.floor(_ROUND_SECONDS / seconds))) for seconds in once]
+    once = _max_over_ranks(np.array([_time_case(case, 1) for case in cases]))  # also the warm-up
+    calls = [min(max_calls, max(1, math.floor(_ROUND_SECONDS / seconds))) for seconds in once]
     seconds = np.zeros((rounds, len(cases)))
-    for number in range(rounds):
-        forward = range(len(cases))
-        for index in forward if number % 2 == 0 else reversed(forward):
-            seconds[number, index] = _time_case(cases[index], calls[index])
+    for number, index in interleave_rounds(rounds, len(cases)):
+        seconds[number, index] = _time_case(cases[index], calls[index])
     return _max_over_ranks(seconds)
 
 
 def _time_case(case: TimedCase, calls: int) -> float:
-    """Seconds a call of this rank."""
+    """Return this rank's seconds per call."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -279,9 +279,9 @@ def _time_case(case: TimedCase, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _max_over_ranks(mine: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The greatest value over the ranks, of each element."""
-    seconds = torch.from_numpy(mine.copy())
+def _max_over_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the elementwise maximum over ranks."""
+    seconds = torch.from_numpy(values.copy())
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     greatest: NDArray[np.float64] = seconds.numpy()
     return greatest

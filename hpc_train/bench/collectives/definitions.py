@@ -1,4 +1,4 @@
-"""What is measured, in the words of nccl-tests: sizes, counts, algorithm bandwidth and bus bandwidth.
+"""Define sizes, counts, algorithm bandwidth and bus bandwidth as nccl-tests do.
 
 Source: NVIDIA nccl-tests, doc/PERFORMANCE.md ("Bandwidth"). The bus bandwidth is the algorithm bandwidth times a
 factor that makes it the speed of the links whatever the number of ranks, so that it compares with what the
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from hpc_train.traffic.axes import Collective
 
 DTYPE_BYTES = 4
-"""Everything is float32."""
+"""Size of an element; all buffers are float32."""
 
 
 @dataclass(frozen=True)
 class CollectiveOperation:
-    """One collective."""
+    """A collective operation."""
 
     name: Collective
     sums: bool
@@ -46,7 +46,7 @@ ALGORITHMS = ("library", "ring", "tree")
 
 
 def find_operation(name: str) -> CollectiveOperation:
-    """The operation of this name, which must be one of OPERATIONS."""
+    """Return the operation of this name, which must be in OPERATIONS."""
     return next(it for it in OPERATIONS if it.name == name)
 
 
@@ -61,7 +61,7 @@ class CollectiveShape:
 
     @property
     def elements(self) -> int:
-        """Of the larger of the two buffers."""
+        """Return the number of elements of the larger of the two buffers."""
         parts = self.operation.sends_parts or self.operation.receives_parts
         return self.count * self.ranks if parts else self.count
 
@@ -72,33 +72,21 @@ class CollectiveShape:
 
     @property
     def sent(self) -> int:
-        """Elements that a rank sends."""
+        """Return the number of elements that a rank sends."""
         return self.elements if self.operation.sends_parts else self.count
 
     @property
     def received(self) -> int:
-        """Elements that a rank receives."""
+        """Return the number of elements that a rank receives."""
         return self.elements if self.operation.receives_parts else self.count
 
 
 def make_shape(operation: CollectiveOperation, ranks: int, size: int) -> CollectiveShape:
-    """The largest of at most `size` bytes whose parts are whole elements; of one element a part if there is none."""
+    """Return the largest shape of at most `size` bytes with parts of whole elements, at least one each."""
     parts = ranks if operation.sends_parts or operation.receives_parts else 1
     return CollectiveShape(operation, ranks, max(1, size // (DTYPE_BYTES * parts)))
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Bytes/s: the size over the time."""
+    """Return size over time, in bytes/s."""
     return size / seconds
-
-
-def bus_factor(name: Collective, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the share of the size that every link carries at least.
-
-    all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all (n - 1) / n; broadcast, reduce, send_recv 1.
-    """
-    if name == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if name in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0

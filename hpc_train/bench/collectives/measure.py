@@ -30,12 +30,11 @@ from hpc_train.bench.collectives.cases import (
     make_probe_cells,
     time_cases,
 )
-from hpc_train.bench.collectives.definitions import algorithm_bandwidth, bus_factor
+from hpc_train.bench.collectives.definitions import algorithm_bandwidth
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.bench.collectives.rank_groups import (
     RankLevel,
     describe_unprobed,
-    groups_of_rank,
     make_probes,
     make_rank_levels,
 )
@@ -49,6 +48,7 @@ from hpc_train.placement.node_locations import locate_hosts
 from hpc_train.runtime.host_info import gather_process_info
 from hpc_train.runtime.rank_assignment import NotPlacedError, arrange_ranks, group_by_node, make_hosts
 from hpc_train.runtime.start import join, leave_process_group, start
+from hpc_train.traffic.rank_groups import bus_factor, groups_of_rank
 
 
 def measure_collectives(config: RunConfig, options: CollectivesOptions) -> CollectivesResult:
@@ -60,7 +60,7 @@ def measure_collectives(config: RunConfig, options: CollectivesOptions) -> Colle
 def measure_with_backends(
     config: RunConfig, options: CollectivesOptions, job: BenchJob, backends: Sequence[Backend]
 ) -> CollectivesResult:
-    """The same with given backends, in a process group that is there."""
+    """Measure with the given backends, in an existing process group."""
     cells = make_cells(options, groups_of_rank(job.degrees, job.world.rank), backends)
     probed = make_probes(job.levels)
     probing = make_probe_cells(options, probed, backends)
@@ -110,7 +110,7 @@ def _make_result(
 
 @dataclass(frozen=True)
 class BenchJob:
-    """This rank and what it knows of the others."""
+    """This rank, and the hosts and levels of all ranks."""
 
     world: World
     degrees: Degrees
@@ -125,7 +125,7 @@ class BenchJob:
 
 @contextmanager
 def start_job(config: RunConfig) -> Iterator[BenchJob]:
-    """Join, take a rank and start. Raises UserError as a run would, and for a job of one rank."""
+    """Join the job and start as a run does. Raises UserError also for a job of one rank."""
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
@@ -172,7 +172,7 @@ RoundSeconds = NDArray[np.float64]
 
 
 def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Measurement:
-    """What is reported of a cell."""
+    """Summarise the times of a cell."""
     shape, operation = cell.shape, cell.shape.operation
     low, median, high = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))
     algbw = algorithm_bandwidth(shape.size, median) / 1e9
@@ -197,7 +197,7 @@ def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Me
 
 
 def fit_levels(cells: Sequence[ProbeCell], times: Sequence[RoundSeconds]) -> list[LevelFit]:
-    """The constants of every backend and level; of two probes of one level, the slower one of each size counts."""
+    """Fit the constants of every backend and level, to the slower of two probes of a level at each size."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     pairs: dict[tuple[str, str], int] = {}
     for cell, rounds in zip(cells, times, strict=True):

@@ -1,8 +1,7 @@
-"""The options of `bench collectives`, and how they are told to ranks that are started here."""
+"""Define the options of `bench collectives`, and the command line that passes them to local ranks."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ _MAX_BYTES = 1 << 40
 
 @dataclass(frozen=True)
 class CollectivesOptions:
-    """What is measured, and where the answer goes."""
+    """Options of `bench collectives`."""
 
     smallest: str = "1K"
     """Bytes, with K, M, G for powers of 1024."""
@@ -39,7 +38,7 @@ class CollectivesOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes, rising."""
+        """Return the sizes in bytes, in rising order."""
         size, largest = parse_size("--min", self.smallest), parse_size("--max", self.largest)
         sizes = []
         while size <= largest:
@@ -48,7 +47,7 @@ class CollectivesOptions:
         return sizes
 
     def check(self) -> None:
-        """Raises UserError, one line, for what cannot be measured or written."""
+        """Raise UserError for options that cannot be measured and files that cannot be written."""
         for name, value, least in (
             ("factor", self.factor, 2),
             ("rounds", self.rounds, 2),
@@ -67,7 +66,7 @@ class CollectivesOptions:
             _check_plot(Path(self.plot))
 
     def words(self) -> list[str]:
-        """The command line that gives these options."""
+        """Return the command-line words that give these options."""
         words = ["--min", self.smallest, "--max", self.largest, "--factor", str(self.factor)]
         words += ["--rounds", str(self.rounds), "--iterations", str(self.iterations)]
         for option, names in (
@@ -82,44 +81,8 @@ class CollectivesOptions:
         return words
 
 
-def add_collectives_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of the command line."""
-    usual, add = CollectivesOptions(), command.add_argument
-    add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest, in bytes (default {usual.smallest})")
-    add("--max", default=usual.largest, metavar="SIZE", help=f"largest (default {usual.largest})")
-    add("--factor", type=int, default=usual.factor, help=f"from size to size (default {usual.factor})")
-    add("--rounds", type=int, default=usual.rounds, help=f"interleaved rounds (default {usual.rounds})")
-    add("--iterations", type=int, default=usual.iterations, help=f"of a round, at most (default {usual.iterations})")
-    add("--operation", action="append", choices=usual.operations, help="only this one; repeatable")
-    add("--algorithm", action="append", choices=ALGORITHMS, help="only this one; repeatable (ring and tree are ours)")
-    add("--backend", action="append", choices=BACKENDS, help="only this one; repeatable (default: all there are)")
-    add("--out", metavar="FILE", help="write the levels' constants, for cluster.calibration=FILE")
-    add("--plot", metavar="FILE", help="draw bus bandwidth against size (.png or .svg)")
-    output = command.add_mutually_exclusive_group()
-    output.add_argument("--plain", action="store_true", help="print lines like those of nccl-tests")
-    output.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def collectives_options(arguments: argparse.Namespace) -> CollectivesOptions:
-    """What `add_arguments` has parsed."""
-    usual = CollectivesOptions()
-    return CollectivesOptions(
-        smallest=arguments.min,
-        largest=arguments.max,
-        factor=arguments.factor,
-        rounds=arguments.rounds,
-        iterations=arguments.iterations,
-        operations=tuple(dict.fromkeys(arguments.operation or usual.operations)),
-        algorithms=tuple(dict.fromkeys(arguments.algorithm or usual.algorithms)),
-        backends=tuple(dict.fromkeys(arguments.backend or ())),
-        output="json" if arguments.json else "plain" if arguments.plain else "table",
-        plot=arguments.plot,
-        out=arguments.out,
-    )
-
-
 def parse_size(option: str, text: str) -> int:
-    """Bytes of 512, 1K, 64M or 1G. Raises UserError, also below one element."""
+    """Parse a size such as 512, 1K, 64M or 1G into bytes. Raises UserError, also below one element."""
     match = re.fullmatch(r"(\d{1,12})([KMG]?)", text.upper().removesuffix("B"), re.ASCII)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not DTYPE_BYTES <= size <= _MAX_BYTES:

@@ -1,52 +1,17 @@
-"""Which ranks talk to each other: the groups of every mesh axis, and the pairs that probe a level of the fabric.
+"""Choose the pairs of ranks that probe each level of the fabric.
 
 A probe's messages leave one group of its level, and no group of a higher one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.placement.fabric import NamedLevel
-
-WORLD_AXIS = "world"
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """This rank's group of one axis; the axis's other groups run at the same time, as they do in training."""
-
-    axis: str
-    """A mesh axis, or world."""
-    ranks: tuple[int, ...]
-    """In the order of the group."""
-    index: int
-    """Of this rank among them."""
-    groups: int
-    """How many of them the axis has."""
-
-
-def groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
-    """Those of every axis with a degree above 1, outermost first, then the world where no axis is the whole of it."""
-    found = [_axis_group(degrees, axis, rank) for axis in AXES if getattr(degrees, axis) > 1]
-    if not any(group.groups == 1 for group in found):
-        found.append(RankGroup(WORLD_AXIS, tuple(range(degrees.world)), rank, 1))
-    return found
-
-
-def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
-    at = AXES.index(axis)
-    size, stride = degrees.sizes[at], math.prod(degrees.sizes[at + 1 :])
-    index = rank // stride % size
-    first = rank - index * stride
-    return RankGroup(axis, tuple(first + i * stride for i in range(size)), index, degrees.world // size)
-
 
 INSIDE_LEVEL = "inside"
 GroupOfRank = NDArray[np.int64]
@@ -54,7 +19,7 @@ GroupOfRank = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankLevel:
-    """One level as ranks see it."""
+    """Groups of ranks at one level of the fabric."""
 
     name: str
     group: GroupOfRank
@@ -63,7 +28,7 @@ class RankLevel:
 
 @dataclass(frozen=True)
 class LevelProbe:
-    """Ranks that exchange messages at the same time."""
+    """Pairs of ranks that exchange messages at the same time."""
 
     level: str
     partner: tuple[int, ...]
@@ -73,7 +38,7 @@ class LevelProbe:
 
 
 def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequence[NamedLevel]) -> list[RankLevel]:
-    """Innermost first: every rank by itself (inside), then the given levels, the first of which is the node.
+    """List the levels, innermost first: every rank by itself (inside), then the given levels from the node up.
 
     hosts: [ranks], the node of each. nodes: those whose groups the levels tell; they must be all of the job's.
     """
@@ -84,14 +49,14 @@ def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequenc
 
 
 def make_probes(levels: Sequence[RankLevel]) -> list[LevelProbe]:
-    """Of every level that has two groups within one of the next; two of a level where their number is odd."""
+    """Make a probe for each level with two groups inside one of the next level; two probes if their number is odd."""
     everything = np.zeros_like(levels[0].group)
     above = [*(level.group for level in levels[1:]), everything]
     return [probe for level, parent in zip(levels, above, strict=True) for probe in _probes_of_level(level, parent)]
 
 
 def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe]) -> list[str]:
-    """A line for each level that this job cannot probe; one node has nothing above it."""
+    """Return a line for each level that this job cannot probe; none for a job on one node."""
     found = {probe.level for probe in probes}
     if len(np.unique(levels[1].group)) == 1:
         return []
@@ -100,7 +65,7 @@ def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe])
 
 
 def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
-    """Neighbouring groups in pairs; a last one that is left over meets the first of its parent by itself."""
+    """Pair neighbouring groups; an odd last group is paired with its parent's first in a second probe."""
     first, second = [], []
     for above in dict.fromkeys(parent.tolist()):
         members = _group_members(level.group, parent == above)
@@ -116,7 +81,7 @@ def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
 
 
 def _group_members(group: GroupOfRank, chosen: NDArray[np.bool_]) -> list[list[int]]:
-    """Ranks of every group among the chosen ones, the groups with most ranks first."""
+    """List the chosen ranks of each group, largest group first."""
     members = {int(index): np.flatnonzero(chosen & (group == index)).tolist() for index in np.unique(group[chosen])}
     return sorted(members.values(), key=lambda ranks: (-len(ranks), ranks))
 

@@ -13,6 +13,7 @@ import resource
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import heapreplace
 from pathlib import Path
@@ -59,6 +60,11 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
 _OPEN_FILES = 1000
+
+OnBytes = Callable[[int], object]
+"""Takes the number of bytes done since the last call."""
+Progress = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""Shows progress while its context is open, given a title and the total of bytes."""
 
 
 class TensorSource(Protocol):

@@ -1,6 +1,6 @@
-"""`hpc-train checkpoint`: the arguments of its sub-commands.
+"""Define the arguments of `hpc-train checkpoint` and its sub-commands.
 
-What a sub-command does is imported when it runs: ls, inspect, prune and mark do without torch.
+What a sub-command does is imported when it runs: ls, inspect, prune and mark work without torch.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from hpc_train.cli.arguments import add_examples, add_json
 
 EXPORTS = ("hf", "safetensors", "dcp")
 IMPORTS = ("hf", "safetensors", "dcp", "torch")
-_WHERE = "a run directory, a directory of checkpoints, or a step-<n> of one"
+_WHERE = "run directory, directory of checkpoints, or one step-<n>"
+_NEWEST = f"{_WHERE}; of several steps the newest"
 _Commands = Any
 CommandFunction = Callable[[argparse.Namespace], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the sub-commands; each sets `run`, a function of the parsed arguments."""
+    """Add the sub-commands of `checkpoint`."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_ls(commands)
     _add_inspect(commands)
@@ -34,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_command(
     commands: _Commands, name: str, summary: str, run: CommandFunction, *positional: tuple[str, str]
 ) -> Any:
-    command = commands.add_parser(name, help=summary, description=summary)
+    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     for argument, about in positional:
         command.add_argument(argument, metavar=argument.upper(), help=about)
-    command.add_argument("--json", action="store_true", help="print JSON")
+    add_json(command)
     command.set_defaults(run=lambda arguments: _run_guarded(run, arguments))
     return command
 
 
 def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
-    """What the machine does wrong, a damaged checkpoint included, is one line and exit code 1."""
+    """Run a sub-command; a damaged checkpoint or a failing disk becomes one line and exit code 1."""
     from hpc_train.checkpoint.errors import CheckpointError, format_error
     from hpc_train.terminal import escape_controls
 
@@ -64,11 +68,10 @@ def _add_ls(commands: _Commands) -> None:
 
         return ls_command(arguments.dir, arguments.verify, arguments.json)
 
-    summary = "list the checkpoint steps, oldest commit first, and what dead writers left"
+    summary = "list checkpoint steps in order of commit, and leftovers of unfinished saves"
     command = _add_command(commands, "ls", summary, run, ("dir", _WHERE))
-    command.add_argument(
-        "--verify", action="store_true", help="read every step and compare its checksums; without it `verified` is null"
-    )
+    command.add_argument("--verify", action="store_true", help="also read every step and compare its checksums")
+    add_examples(command, "hpc-train checkpoint ls runs/first", "hpc-train checkpoint ls runs/first --verify --json")
 
 
 def _add_inspect(commands: _Commands) -> None:
@@ -77,10 +80,15 @@ def _add_inspect(commands: _Commands) -> None:
 
         return inspect_command(arguments.dir, InspectOptions(arguments.tensors, arguments.index), arguments.json)
 
-    summary = "what a step holds: tensors, layout, files, where it lies, and when it was saved"
-    command = _add_command(commands, "inspect", summary, run, ("dir", f"{_WHERE}; the newest step of several"))
-    command.add_argument("--tensors", action="store_true", help="every tensor: type, shape, bytes and how it is cut")
-    command.add_argument("--index", action="store_true", help="write index.h5, a list of all tensors for any HDF5 tool")
+    summary = "show the tensors, files, storage and origin of a step"
+    command = _add_command(commands, "inspect", summary, run, ("dir", _NEWEST))
+    command.add_argument(
+        "--tensors", action="store_true", help="also list every tensor: type, shape, bytes and how it is cut"
+    )
+    command.add_argument(
+        "--index", action="store_true", help="write index.h5, through which any HDF5 tool sees whole tensors"
+    )
+    add_examples(command, "hpc-train checkpoint inspect runs/first --tensors")
 
 
 def _add_verify(commands: _Commands) -> None:
@@ -89,12 +97,15 @@ def _add_verify(commands: _Commands) -> None:
 
         return verify_command(arguments.dir, arguments.step, arguments.all, arguments.jobs, arguments.json)
 
-    summary = "read a step and compare it with its checksums; exit code 1 and what is wrong if it is damaged"
-    command = _add_command(commands, "verify", summary, run, ("dir", f"{_WHERE}; the newest step of several"))
+    summary = "read a step and compare its checksums; exit code 1 if it is damaged"
+    command = _add_command(commands, "verify", summary, run, ("dir", _NEWEST))
     which = command.add_mutually_exclusive_group()
-    which.add_argument("--step", metavar="N", type=_natural, help="this step")
-    which.add_argument("--all", action="store_true", help="every step")
+    which.add_argument("--step", metavar="N", type=_natural, help="verify this step")
+    which.add_argument("--all", action="store_true", help="verify every step")
     command.add_argument("--jobs", metavar="N", type=_positive, help="threads (default: one a core, at most 8)")
+    add_examples(
+        command, "hpc-train checkpoint verify runs/first", "hpc-train checkpoint verify runs/first --all --json"
+    )
 
 
 def _add_reshard(commands: _Commands) -> None:
@@ -103,56 +114,83 @@ def _add_reshard(commands: _Commands) -> None:
 
         return reshard_command(arguments.dir, arguments.out, arguments.ranks, arguments.dim, arguments.json)
 
-    summary = "write a step again in another number of files, in less than 1 GiB of memory; loading needs no such step"
-    where = ("dir", f"{_WHERE}; the newest step of several")
-    command = _add_command(commands, "reshard", summary, run, where, ("out", "directory that gets the step-<n>"))
-    command.add_argument("--ranks", metavar="N", type=_positive, required=True, help="files to write")
-    command.add_argument("--dim", metavar="D", type=_natural, default=0, help="dimension that is cut (default 0, rows)")
+    summary = "rewrite a step in another number of files (loading never needs this)"
+    where = ("dir", _NEWEST)
+    command = _add_command(commands, "reshard", summary, run, where, ("out", "directory in which to write step-<n>"))
+    command.add_argument("--ranks", metavar="N", type=_positive, required=True, help="number of files to write")
+    command.add_argument(
+        "--dim", metavar="D", type=_natural, default=0, help="tensor dimension to cut (default 0, rows)"
+    )
+    add_examples(command, "hpc-train checkpoint reshard runs/first resharded --ranks 8")
 
 
 def _add_export(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.convert import ExportOptions, export_command
+        from hpc_train.checkpoint.convert.export_step import ExportOptions
+        from hpc_train.cli.checkpoint.convert import export_command
 
-        options = ExportOptions(arguments.format, arguments.weights, arguments.dtype, arguments.config)
+        config = Path(arguments.config).expanduser() if arguments.config else None
+        options = ExportOptions(arguments.format, arguments.weights, arguments.dtype, config)
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 
     summary = "write a step in the format of another library"
-    where = ("dir", f"{_WHERE}; the newest step of several")
-    command = _add_command(commands, "export", summary, run, where, ("out", "folder to make"))
+    where = ("dir", _NEWEST)
+    command = _add_command(commands, "export", summary, run, where, ("out", "new folder to write"))
     command.add_argument(
         "--format",
         choices=EXPORTS,
         required=True,
-        help="hf: a folder for transformers (Llama, GPT-2, ViT; no tokenizer); safetensors: our names; dcp: of torch",
+        help="hf: for transformers (Llama, GPT-2, ViT; no tokenizer); safetensors: our tensor names; dcp: for torch",
     )
-    command.add_argument("--weights", action="store_true", help="without optimizer state (hf never has it)")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights that are written")
-    command.add_argument("--config", metavar="FILE", help="hf: the run's config.yaml, where it is not beside the step")
+    command.add_argument("--weights", action="store_true", help="leave out the optimizer state (hf never has it)")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert the weights (default: as saved)"
+    )
+    command.add_argument(
+        "--config", metavar="FILE", help="hf: the run's config.yaml, if it is not in the run directory"
+    )
+    add_examples(
+        command,
+        "hpc-train checkpoint export runs/first hf_model --format hf --dtype bfloat16",
+        "hpc-train checkpoint export runs/first/checkpoints/step-100 weights --format safetensors --weights",
+    )
 
 
 def _add_import(commands: _Commands) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.convert import ImportOptions, import_command
+        from hpc_train.checkpoint.convert.import_weights import ImportOptions
+        from hpc_train.cli.checkpoint.convert import import_command
 
         options = ImportOptions(arguments.format, arguments.prefix, arguments.dtype, arguments.ranks)
         return import_command(arguments.source, arguments.run_dir, options, arguments.json)
 
-    summary = "make step 0 of a run from weights of another library; the run then starts from them"
+    summary = "make step 0 of a run from the weights of another library"
     command = _add_command(
-        commands, "import", summary, run, ("source", "file or folder to read"), ("run_dir", "run directory, new or not")
+        commands,
+        "import",
+        summary,
+        run,
+        ("source", "file or folder to read"),
+        ("run_dir", "run directory without steps, or a new one"),
     )
     command.add_argument(
         "--format",
         choices=IMPORTS,
         required=True,
-        help="hf: a folder of transformers; safetensors, dcp, torch (read with weights_only): under our names",
+        help="hf: a transformers folder; safetensors, dcp, torch: files with our tensor names (pickles are not run)",
     )
-    command.add_argument("--prefix", metavar="P", default="", help="take names that begin with P, without it: `model.`")
     command.add_argument(
-        "--dtype", choices=("float32", "float64"), help="of the weights (default: narrower floats become float32)"
+        "--prefix", metavar="P", default="", help="take only names that begin with P, and remove it; such as model."
     )
-    command.add_argument("--ranks", metavar="N", type=_positive, default=1, help="files to write (default 1)")
+    command.add_argument(
+        "--dtype", choices=("float32", "float64"), help="convert the weights (default: narrower floats to float32)"
+    )
+    command.add_argument("--ranks", metavar="N", type=_positive, default=1, help="number of files to write (default 1)")
+    add_examples(
+        command,
+        "hpc-train checkpoint import hf_model runs/tuned --format hf",
+        "hpc-train checkpoint import model.pt runs/tuned --format torch --prefix model.",
+    )
 
 
 def _add_prune(commands: _Commands) -> None:
@@ -162,14 +200,15 @@ def _add_prune(commands: _Commands) -> None:
         options = PruneOptions(arguments.keep, arguments.keep_every, arguments.keep_best, arguments.dry_run)
         return prune_command(arguments.dir, options, arguments.json)
 
-    summary = "remove all but the newest whole steps, and what dead writers left"
-    command = _add_command(commands, "prune", summary, run, ("dir", "a run directory or a directory of checkpoints"))
-    command.add_argument("--keep", metavar="K", type=_positive, required=True, help="newest steps to keep")
-    command.add_argument("--keep-every", metavar="N", type=_natural, default=0, help="and all multiples of N")
+    summary = "remove all but the newest steps, and leftovers of unfinished saves"
+    command = _add_command(commands, "prune", summary, run, ("dir", "run directory or directory of checkpoints"))
+    command.add_argument("--keep", metavar="K", type=_positive, required=True, help="keep the newest K steps")
+    command.add_argument("--keep-every", metavar="N", type=_natural, default=0, help="also keep multiples of N")
     command.add_argument(
-        "--keep-best", metavar="N", type=_natural, default=0, help="and the N of lowest validation loss"
+        "--keep-best", metavar="N", type=_natural, default=0, help="also keep the N with the lowest validation loss"
     )
-    command.add_argument("--dry-run", action="store_true", help="remove nothing, say what would be")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    add_examples(command, "hpc-train checkpoint prune runs/first --keep 2 --keep-every 1000 --dry-run")
 
 
 def _add_mark(commands: _Commands) -> None:
@@ -178,15 +217,18 @@ def _add_mark(commands: _Commands) -> None:
 
         return mark_command(arguments.where, arguments.step, arguments.bad, arguments.json)
 
-    summary = "mark a step bad, which a run then does not go on from by itself, or take the mark away"
-    where = ("where", "a step-<n>; N, a step in the current directory; or a directory of several, with --step")
+    summary = "mark a step bad, so that runs do not resume from it, or remove the mark"
+    where = ("where", "step-<n>, number of a step in the current directory, or a directory together with --step")
     command = _add_command(commands, "mark", summary, run, where)
-    command.add_argument("--step", metavar="N", type=_natural, help="this step of the directory")
+    command.add_argument("--step", metavar="N", type=_natural, help="step of the directory")
     how = command.add_mutually_exclusive_group(required=True)
-    how.add_argument(
-        "--bad", metavar="REASON", nargs="?", const="", help="mark it; the reason is shown by ls and inspect"
+    how.add_argument("--bad", metavar="REASON", nargs="?", const="", help="mark it bad; ls and inspect show the reason")
+    how.add_argument("--good", action="store_true", help="remove the mark")
+    add_examples(
+        command,
+        "hpc-train checkpoint mark runs/first --step 900 --bad 'loss diverged'",
+        "hpc-train checkpoint mark runs/first/checkpoints/step-900 --good",
     )
-    how.add_argument("--good", action="store_true", help="take the mark away")
 
 
 def _positive(text: str) -> int:

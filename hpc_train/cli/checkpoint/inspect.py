@@ -1,4 +1,4 @@
-"""`hpc-train checkpoint ls` and `inspect`: the steps of a directory, and what one of them holds.
+"""`hpc-train checkpoint ls` and `inspect`: list the steps of a directory, and show one of them.
 
 Both read manifests only, unless --verify asks for every byte. inspect also shows where a step came from
 (provenance) and where it lies (file system, stripes).
@@ -29,7 +29,7 @@ from hpc_train.checkpoint.storage.step_directory import (
     list_committed_steps,
     try_read_manifest,
 )
-from hpc_train.cli.checkpoint.selection import (
+from hpc_train.checkpoint.storage.step_selection import (
     CheckpointTarget,
     Leftover,
     OpenStep,
@@ -46,12 +46,12 @@ _KINDS = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
 
 @dataclass(frozen=True)
 class ListedStep:
-    """A line of the listing."""
+    """A line of `checkpoint ls`."""
 
     step: int
     committed: bool
     verified: bool | None
-    """None: nobody looked."""
+    """None: not verified."""
     bytes: int
     path: str
     state: str
@@ -68,12 +68,12 @@ class ListedStep:
     """Of the run."""
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `ls --json`, and the state."""
+        """Return the fields of `ls --json`."""
         return dict(vars(self))
 
 
 def ls_command(where: str, with_verify: bool, json: bool) -> int:
-    """Print the steps in the order of their commits, then what is left of others; returns 0."""
+    """Print the steps in order of commit, then leftovers; returns 0."""
     listed = entries(find_target(where), with_verify)
     if json:
         print_json([entry.to_json() for entry in listed])
@@ -85,7 +85,7 @@ def ls_command(where: str, with_verify: bool, json: bool) -> int:
 
 
 def entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
-    """Of the directory, or of the one step that was named."""
+    """List the steps of the directory, or the one step that was named."""
     steps = list_committed_steps(place.directory) if place.step is None else [place.step]
     paths = find_steps(place.directory)
     listed = [_committed(place.directory, paths[step], step, with_verify) for step in steps]
@@ -97,7 +97,7 @@ def entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
 
 
 def bytes_of(path: Path) -> int:
-    """Of all files in a directory; of those that are still there when it is their turn."""
+    """Sum the sizes of all files in a directory; files that disappear meanwhile are skipped."""
     total = 0
     for entry in path.rglob("*"):
         try:
@@ -158,7 +158,7 @@ def provenance_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def describe_provenance(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines of those, for a person."""
+    """Format the provenance as (name, text) lines."""
     origin, times = facts["origin"] or {}, facts["times"]
     lines = []
     if times is not None:
@@ -175,7 +175,7 @@ def describe_provenance(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_time(time: object) -> str:
-    """Seconds since the epoch as local time; nothing for what is no time."""
+    """Format seconds since the epoch as local time; empty for a value that is no time."""
     try:
         return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}" if isinstance(time, (int, float)) else ""
     except (OverflowError, OSError, ValueError):
@@ -196,7 +196,7 @@ def storage_fields(step: Path, files: Sequence[str]) -> dict[str, Any]:
 
 
 def _stripes(path: Path) -> str:
-    """Never the reason that a command fails."""
+    """Describe the stripes; an error becomes part of the text, so that the command does not fail."""
     try:
         striped = get_stripe_layout(path)
     except (LfsError, OSError, ValueError) as error:
@@ -212,14 +212,14 @@ _TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Of the command."""
+    """Options of `inspect`."""
 
     tensors: bool = False
     index: bool = False
 
 
 def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
-    """Print what a step holds, after writing its index where that is asked for; returns 0."""
+    """Print one step, after writing its index if asked for; returns 0."""
     step = open_one_step(where)
     if options.index:
         _write_index(step, json)
@@ -235,7 +235,7 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
 
 
 def facts_of(step: OpenStep) -> dict[str, Any]:
-    """What `inspect --json` prints, without the list of tensors and the timeline."""
+    """Return the facts of `inspect --json`, without the tensors and the timeline."""
     manifest = step.manifest
     return {
         "step": manifest.step,
@@ -260,13 +260,13 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
 
 
 def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
-    """Every logical tensor, in the order in which the first file has them."""
+    """Describe every logical tensor, in the order of the first file."""
     parts = step.manifest.holdings.parts()
     return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.holdings.tensors]
 
 
 def timeline(run: Path, step: int) -> list[dict[str, Any]]:
-    """What events.jsonl of a run says of its attempts and saves up to the last save of this step."""
+    """Return the attempts and saves in events.jsonl up to the last save of this step."""
     told = [event for event in _events(run / "events.jsonl") if event.get("event") in _TOLD]
     of_step = [at for at, event in enumerate(told) if (event["event"], event.get("step")) == ("checkpoint", step)]
     return told[: of_step[-1] + 1] if of_step else told

@@ -1,4 +1,4 @@
-"""`hpc-train checkpoint prune` and `mark`: remove steps that are not kept, and mark a step bad."""
+"""`hpc-train checkpoint prune` and `mark`: remove old steps, and mark a step bad."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hpc_train.checkpoint.storage.step_directory import (
     mark_bad,
     unmark_bad,
 )
-from hpc_train.cli.checkpoint.selection import CheckpointTarget, find_leftovers, find_target
-from hpc_train.cli.output import escape_unprintable, print_json
+from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, find_leftovers, find_target
+from hpc_train.cli.output import print_json
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Of the command; see checkpoint.keep, keep_every and keep_best."""
+    """Options of `prune`; see checkpoint.keep, keep_every and keep_best."""
 
     keep: int
     every: int
@@ -33,7 +34,7 @@ class PruneOptions:
 
 
 def prune_command(where: str, options: PruneOptions, json: bool) -> int:
-    """Keep the newest good steps; print what was removed, or would be; returns 0, or 1 if something would not go."""
+    """Remove all but the newest good steps, and print them; returns 1 if one could not be removed, else 0."""
     place = find_target(where)
     if place.step is not None:
         raise UserError(f"{where}: is one step; give the directory of checkpoints that is to keep {options.keep}")
@@ -59,7 +60,7 @@ NO_REASON = "no reason given"
 
 
 def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> int:
-    """Mark a step bad, for the reason `bad`, or take its mark away (None); print what holds of it now; returns 0."""
+    """Mark a step bad for the reason `bad`, or remove its mark (None); print its state; returns 0."""
     place = _meant(where, step)
     assert place.step is not None
     path = locate_step(place.directory, place.step)
@@ -71,14 +72,14 @@ def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> i
     if json:
         print_json({"step": place.step, "path": str(path), "bad": why})
     elif why is None:
-        print(escape_unprintable(f"{path}: is good: checkpoint.resume=auto takes it"))
+        print(one_line(f"{path}: is good: checkpoint.resume=auto takes it"))
     else:
-        print(escape_unprintable(f"{path}: {why}: checkpoint.resume=auto passes it over"))
+        print(one_line(f"{path}: {why}: checkpoint.resume=auto passes it over"))
     return 0
 
 
 def _meant(where: str, step: int | None) -> CheckpointTarget:
-    """One step, that was named: nobody marks the newest by mistake."""
+    """Find the step, which must be named: nobody should mark the newest by mistake."""
     if where.isdecimal() and step is None and not Path(where).exists():
         where, step = ".", int(where)
     place = find_target(where)
@@ -93,7 +94,7 @@ def _meant(where: str, step: int | None) -> CheckpointTarget:
 
 
 def _poison(path: Path, step: int) -> str | None:
-    """Also of a damaged one, which can be marked as any other."""
+    """Return why the step is bad, or None; a damaged step can be marked too."""
     try:
         return explain_bad_step(path, read_manifest(path, step))
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""`hpc-train checkpoint verify`: is what was committed still there, bit for bit?"""
+"""`hpc-train checkpoint verify`: compare all bytes of a step with its checksums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.load.verify import verify_in_one_process
 from hpc_train.checkpoint.storage.step_directory import find_steps, list_committed_steps, locate_step
-from hpc_train.cli.checkpoint.selection import find_target, newest_step
-from hpc_train.cli.output import escape_unprintable, print_json, progress_bar
+from hpc_train.checkpoint.storage.step_selection import find_target, newest_step
+from hpc_train.cli.output import print_json, progress_bar
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 from hpc_train.units import format_bytes
 
 _MAX_THREADS = 8
@@ -23,7 +24,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Of one step."""
+    """Problems found in one step."""
 
     step: int
     tensors: int
@@ -31,7 +32,7 @@ class VerifyResult:
     problems: list[Problem]
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `verify --json`."""
+        """Return the fields of `verify --json`."""
         problems = [asdict(problem) for problem in self.problems]
         return {
             "step": self.step,
@@ -43,7 +44,7 @@ class VerifyResult:
 
 
 def verify_command(where: str, step: int | None, every: bool, jobs: int | None, json: bool) -> int:
-    """Print what is wrong; returns 1 if anything is, else 0."""
+    """Verify the chosen steps and print their problems; returns 1 if there are any, else 0."""
     place = find_target(where)
     if place.step is not None and (every or step not in (None, place.step)):
         raise UserError(f"{where}: is one step already; --step and --all are for a directory of several")
@@ -61,7 +62,7 @@ def verify_command(where: str, step: int | None, every: bool, jobs: int | None, 
 
 
 def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> VerifyResult:
-    """Everything of one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
+    """Verify one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
     manifest, problems = verify_in_one_process(path, step, jobs, tell)
     if manifest is None:
         return VerifyResult(step, 0, 0, problems)
@@ -87,6 +88,6 @@ def _manifest_bytes(path: Path, step: int) -> int:
 
 def _print_result(path: Path, verdict: VerifyResult) -> None:
     if not verdict.problems:
-        print(f"{escape_unprintable(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
+        print(f"{one_line(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
     for problem in verdict.problems:
-        print(escape_unprintable(f"{path}: damaged: {problem}"), file=sys.stderr)
+        print(one_line(f"{path}: damaged: {problem}"), file=sys.stderr)

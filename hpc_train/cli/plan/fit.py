@@ -1,4 +1,4 @@
-"""`hpc-train plan fit RUNS.csv`: fit the constants that the package ships, and measure how well such a fit predicts."""
+"""`hpc-train plan fit RUNS.csv`: fit the planner's constants to measured runs, and cross-validate the fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpc-train plan`: will the run fit, how fast is it, what does it cost, and which degrees are best."""
+"""`hpc-train plan`: predict memory, time and cost of a run, and find the best layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.planner.plan import PlanOptions, plan_overrides
 
 
 def plan_command(overrides: Sequence[str], config_dir: str | None, options: PlanOptions) -> int:
-    """Print the answer; returns the exit code. Raises UserError for a run that cannot be planned."""
+    """Print the plan, and return the exit code. Raises UserError for a run that cannot be planned."""
     if options.top < 1:
         raise UserError(f"--top {options.top}: must be at least 1")
     found = plan_overrides(overrides, config_dir, options)

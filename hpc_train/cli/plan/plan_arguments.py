@@ -1,25 +1,33 @@
-"""Arguments of `hpc-train plan`, `plan validate`, `plan rehearse`, `plan calibrate` and `plan fit`."""
+"""Define the arguments of `hpc-train plan` and its sub-commands; what they do is imported when they run."""
 
 from __future__ import annotations
 
 import argparse
 
-from hpc_train.cli.arguments import add_json, add_overrides
+from hpc_train.cli.arguments import add_examples, add_json, add_overrides
 from hpc_train.errors import UserError
 
-_OVERRIDES = "key=value as in conf/, such as model=llama_7b cluster=dgx_h100 plan.tokens=2e12"
-_CALIBRATE = "first calibrate each cluster with the N of its runs that tell most of the others, and leave them out"
-_SUGGEST = "only say which three short runs of these tell most of the ways that the planner would take"
+_OVERRIDES = "a setting as key=value, such as model=llama_7b, cluster=dgx_h100 or plan.tokens=2e12"
+_CALIBRATE = "first calibrate each cluster with its N most informative runs, and leave those out of the errors"
+_SUGGEST = "for a run with these settings, only print which three short runs would calibrate its layouts best"
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan`."""
     add_json(command)
     add_overrides(command, _OVERRIDES)
-    command.add_argument("--all", action="store_true", help="all of it, not the 40 lines that matter most")
-    command.add_argument("--top", type=int, default=10, metavar="N", help="with --all, --json: meshes (default 10)")
-    command.add_argument("--by", choices=("time", "cost", "loss"), help="what the best has least of (plan.objective)")
-    command.add_argument("--plot", metavar="FILE", help="draw it too, as .png, .svg or .pdf")
+    command.add_argument("--all", action="store_true", help="print everything, not only the 40 most important lines")
+    command.add_argument(
+        "--top", type=int, default=10, metavar="N", help="layouts to list with --all or --json (default 10)"
+    )
+    command.add_argument("--by", choices=("time", "cost", "loss"), help="what to minimise (default: plan.objective)")
+    command.add_argument("--plot", metavar="FILE", help="also draw the layouts, as .png, .svg or .pdf")
+    add_examples(
+        command,
+        "hpc-train plan model=llama_70b cluster=dgx_h100 cluster.nodes=32 precision=bf16 train.global_batch=512",
+        "hpc-train plan model=llama_1b cluster=perlmutter cluster.nodes=4 parallel.tp=4 --all",
+        "hpc-train plan model=llama_7b cluster=dgx_a100 plan.tokens=2e12 --by cost --json",
+    )
     command.set_defaults(run=_plan)
 
 
@@ -27,12 +35,21 @@ def add_validate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan validate`."""
     add_json(command)
     command.add_argument(
-        "runs", metavar="RUNS.csv", help="measured runs, a line each, columns as in docs/run_tables.md"
+        "runs", metavar="RUNS.csv", help="measured runs, one a line; docs/run_tables.md lists the columns"
     )
-    command.add_argument("--plot", metavar="FILE", help="predicted against measured, as .png, .svg or .pdf")
-    command.add_argument("--rows", action="store_true", help="every row too, the worst first")
-    command.add_argument("--constants", metavar="FILE", help="of `plan fit`, in place of those of the package")
+    command.add_argument(
+        "--plot", metavar="FILE", help="plot predicted against measured step time, as .png, .svg or .pdf"
+    )
+    command.add_argument("--rows", action="store_true", help="also print every run, the worst prediction first")
+    command.add_argument(
+        "--constants", metavar="FILE", help="use constants written by `plan fit`, not those of the package"
+    )
     command.add_argument("--calibrate", type=int, default=0, metavar="N", help=_CALIBRATE)
+    add_examples(
+        command,
+        "hpc-train plan validate runs.csv",
+        "hpc-train plan validate runs.csv --calibrate 3 --rows --plot errors.png",
+    )
     command.set_defaults(run=_validate)
 
 
@@ -40,29 +57,55 @@ def add_rehearse(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan rehearse`."""
     add_json(command)
     add_overrides(command, _OVERRIDES)
-    command.add_argument("--ranks", default="sample", metavar="WHICH", help="all, sample (default), or as in 0,8,127")
+    command.add_argument(
+        "--ranks",
+        default="sample",
+        metavar="WHICH",
+        help="ranks to build: all, sample (default), or numbers as in 0,8,127",
+    )
+    add_examples(
+        command,
+        "hpc-train plan rehearse model=llama_8b cluster=dgx_h100 cluster.nodes=2 parallel=fsdp precision=bf16",
+        "hpc-train plan rehearse model=llama_tiny launch.ranks=4 parallel=fsdp --ranks all",
+    )
     command.set_defaults(run=_rehearse)
 
 
 def add_fit(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan fit`."""
     add_json(command)
-    command.add_argument("runs", nargs="+", metavar="RUNS.csv", help="measured runs, as in docs/run_tables.md")
-    command.add_argument("--output", metavar="FILE", help="write the constants here")
-    command.add_argument("--folds", type=int, default=5, help="of cross-validation over groups (default 5; 0: none)")
-    command.add_argument("--leave-out", action="store_true", help="leave each cluster out once, too (takes longer)")
+    command.add_argument(
+        "runs", nargs="+", metavar="RUNS.csv", help="measured runs, one a line; docs/run_tables.md lists the columns"
+    )
+    command.add_argument("--output", metavar="FILE", help="write the constants to this file")
+    command.add_argument(
+        "--folds", type=int, default=5, metavar="N", help="folds of the cross-validation (default 5; 0: none)"
+    )
+    command.add_argument("--leave-out", action="store_true", help="also leave out each cluster in turn (takes longer)")
+    add_examples(command, "hpc-train plan fit runs.csv --leave-out --output constants.json")
     command.set_defaults(run=_fit)
 
 
 def add_calibrate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan calibrate`."""
     add_json(command)
-    command.add_argument("--gemm", metavar="FILE", help="of `bench gemm --out`")
-    command.add_argument("--collectives", metavar="FILE", help="of `bench collectives --out`")
-    command.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="two or three short runs on the cluster")
-    command.add_argument("--against", nargs="+", default=[], metavar="DIR", help="other runs, to be predicted only")
-    command.add_argument("--out", metavar="FILE", help="write it here, for cluster.calibration=FILE")
+    command.add_argument("--gemm", metavar="FILE", help="result of `bench gemm --out`")
+    command.add_argument("--collectives", metavar="FILE", help="result of `bench collectives --out`")
+    command.add_argument(
+        "--runs", nargs="+", default=[], metavar="DIR", help="run directories of two or three short runs on the cluster"
+    )
+    command.add_argument(
+        "--against", nargs="+", default=[], metavar="DIR", help="run directories that are only predicted, as a check"
+    )
+    command.add_argument(
+        "--out", metavar="FILE", help="write the calibration to this file, for cluster.calibration=FILE"
+    )
     command.add_argument("--suggest", nargs="+", default=[], metavar="override", help=_SUGGEST)
+    add_examples(
+        command,
+        "hpc-train plan calibrate --suggest model=llama_7b cluster=dgx_h100 cluster.nodes=4",
+        "hpc-train plan calibrate --gemm gemm.json --collectives net.json --runs runs/a runs/b --out calibration.json",
+    )
     command.set_defaults(run=_calibrate)
 
 
@@ -73,7 +116,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if a.suggest:
         return suggest_command(a.suggest, a.json)
     if a.out is None:
-        raise UserError("plan calibrate: where to; give --out FILE")
+        raise UserError("plan calibrate: no file to write; give --out FILE")
     return calibrate_command(CalibrateOptions(a.out, a.gemm, a.collectives, tuple(a.runs), tuple(a.against), a.json))
 
 

@@ -1,4 +1,4 @@
-"""`hpc-train plan rehearse`: can every rank build the layout, is it consistent, and what does a rank hold."""
+"""`hpc-train plan rehearse`: check that every rank can build its part of a layout, and how much memory it needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_NOT_BUILDABLE = 1
 def rehearse_command(
     overrides: Sequence[str], config_dir: str | None, as_json: bool, ranks: str = "sample", processes: int | None = None
 ) -> int:
-    """Rehearse the run, print what was found, and return the exit code.
+    """Rehearse the run, print the result, and return the exit code.
 
     ranks, processes: see rehearsal.run.rehearse. Raises UserError for a run that cannot be built.
     """

@@ -1,4 +1,4 @@
-"""`hpc-train plan validate RUNS.csv`: the planner's predictions against measured runs."""
+"""`hpc-train plan validate RUNS.csv`: compare the planner's predictions with measured runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_train.planner.calibration.validate import ErrorStatistics, PredictedRun
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """Of the command."""
+    """Options of `plan validate`."""
 
     runs: str
     json: bool = False
@@ -29,7 +29,7 @@ class ValidateOptions:
 
 
 def validate_command(options: ValidateOptions) -> int:
-    """Print the errors; the exit code is 0 whatever they are."""
+    """Print the prediction errors; returns 0 however large they are."""
     if options.calibrate < 0:
         raise UserError(f"--calibrate {options.calibrate}: give a number of runs, such as 3, or 0 for none")
     constants = stored.read_constants(Path(options.constants)) if options.constants else stored.default_constants()
@@ -46,7 +46,7 @@ def validate_command(options: ValidateOptions) -> int:
 
 
 def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
-    """The contract of `plan validate --json`: fractions of 1."""
+    """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
         "overall": _rounded(asdict(found.overall)),
         "families": {name: _rounded(asdict(it)) for name, it in found.families.items()},

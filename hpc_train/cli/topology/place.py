@@ -1,4 +1,4 @@
-"""`topology place`: from a run and an allocation to the placement, its cost, and a picture of both orders."""
+"""`hpc-train topology place`: place the ranks of a run on an allocation; print the cost, draw both orders."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hpc_train.placement.search import PlacementJob, make_placement_job, place_n
 
 @dataclass(frozen=True)
 class PlaceOptions:
-    """What the command line says beside the run."""
+    """Options of `topology place`."""
 
     nodes: str | None
-    """Host list, in its order."""
+    """Host list; its order is that of the launcher."""
     shuffle: int | None
-    """Seed."""
+    """Seed of a random order of the nodes; None: keep the order."""
     axis: str | None
     picture: str | None
     json: bool
@@ -43,7 +43,7 @@ class PlaceOptions:
 def place_command(
     overrides: Sequence[str], config_dir: str | None, env: Mapping[str, str], options: PlaceOptions
 ) -> int:
-    """Print where ranks go. Raises UserError for what is wrong in the run, the allocation or its topology."""
+    """Print the placement. Raises UserError for a wrong run, allocation or topology."""
     if options.picture is not None:
         check_picture_path(Path(options.picture))
     config = compose(overrides, config_dir)

@@ -23,13 +23,13 @@ from hpc_train.placement.allocation import build_described_cluster, list_job_nod
 def show_topology_command(
     overrides: Sequence[str], config_dir: str | None, env: Mapping[str, str], json: bool, picture: str | None
 ) -> int:
-    """Print what a described cluster (cluster=<name>), the Slurm job around, or else this machine is made of."""
+    """Print a described cluster (cluster=<name>), the surrounding Slurm job, or else this machine."""
     _print_cluster(_find_cluster(overrides, config_dir, env), json, picture)
     return 0
 
 
 def read_topology_command(file: str, format: str | None, stdin: BinaryIO, json: bool, picture: str | None) -> int:
-    """Print the cluster that a file describes. Raises UserError for anything that is not a topology."""
+    """Print the cluster that a file describes. Raises UserError for a file that is not a topology."""
     cluster = (
         read_topology_text(_read_stdin(stdin), "standard input", format)
         if file == "-"
@@ -73,7 +73,7 @@ def _cluster_of_machine() -> Cluster:
 
 
 def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
-    """The job's nodes and the switches above them, and the devices of the node that asks."""
+    """Describe the job's nodes and the switches above them, and the devices of this node."""
     from hpc_train.cluster.readers.slurm_topology import query_topology
 
     here, slurm, nodes = _cluster_of_machine(), query_topology(), set(list_job_nodes(env))
@@ -88,7 +88,7 @@ def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
 
 
 def _switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
-    """The switches that hold these nodes, with these nodes only."""
+    """Return the switches above these nodes, restricted to these nodes."""
     kept: dict[str, Switch] = {}
     for switch in sorted(switches, key=lambda it: it.level):
         held = tuple(node for node in switch.nodes if node in nodes)

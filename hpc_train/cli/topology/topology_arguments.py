@@ -1,4 +1,4 @@
-"""Arguments of `hpc-train topology show|read|place`."""
+"""Define the arguments of `hpc-train topology show|read|place`; what they do is imported when they run."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import argparse
 import os
 import sys
 
-_OVERRIDES = "key=value as in conf/, such as cluster=dgx_h100 cluster.nodes=64 model=llama_8b parallel.tp=8"
-_PICTURE = "also draw it: FILE.svg, FILE.png or FILE.pdf"
-_JSON = "print JSON"
+from hpc_train.cli.arguments import add_examples, add_json, add_overrides
+
+_OVERRIDES = "a setting as key=value, such as cluster=dgx_h100, cluster.nodes=64 or parallel.tp=8"
+_PICTURE = "also draw it, as .svg, .png or .pdf"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the sub-commands show, read and place; each sets `run`, a function of the parsed arguments."""
     commands = parser.add_subparsers(dest="topology", required=True, metavar="command")
-    _add_show(_add_command(commands, "show", "what this machine, this Slurm job or a described cluster is made of"))
+    _add_show(
+        _add_command(
+            commands, "show", "show GPUs, NICs, links and switches of this machine, this job or a described cluster"
+        )
+    )
     _add_read(
-        _add_command(commands, "read", "what a file says: of Slurm, nvidia-smi, rocm-smi, NCCL or InfiniBand tools")
+        _add_command(commands, "read", "read a topology file of Slurm, nvidia-smi, rocm-smi, NCCL or InfiniBand tools")
     )
     _add_place(
-        _add_command(commands, "place", "which rank goes where, what that costs, and what the given order costs")
+        _add_command(commands, "place", "place the ranks of a run on nodes, and compare the cost with the given order")
     )
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print the machine, the job or the described cluster."""
+    """Print this machine, the job around it or a described cluster."""
     from hpc_train.cli.topology.show import show_topology_command
 
     return show_topology_command(args.overrides, args.config_dir, os.environ, args.json, args.picture)
@@ -48,36 +53,48 @@ def run_place(args: argparse.Namespace) -> int:
 def _add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=summary, description=summary)
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    _add_config_options(parser)
-    parser.add_argument("--json", action="store_true", help=_JSON)
+    add_overrides(parser, _OVERRIDES)
+    add_json(parser)
     parser.add_argument("--picture", metavar="FILE", help=_PICTURE)
+    add_examples(
+        parser,
+        "hpc-train topology show",
+        "hpc-train topology show cluster=dgx_h100 cluster.nodes=4 --picture cluster.svg",
+    )
     parser.set_defaults(run=run_show)
 
 
 def _add_read(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the file; - for standard input")
-    parser.add_argument("--format", metavar="FORMAT", help="which format it is; told by its content if not given")
-    parser.add_argument("--json", action="store_true", help=_JSON)
+    parser.add_argument("file", metavar="FILE", help="the file to read; - for standard input")
+    parser.add_argument("--format", metavar="FORMAT", help="format of the file (default: recognised by its content)")
+    add_json(parser)
     parser.add_argument("--picture", metavar="FILE", help=_PICTURE)
+    add_examples(
+        parser,
+        "hpc-train topology read /etc/slurm/topology.conf",
+        "nvidia-smi topo -m | hpc-train topology read - --json",
+    )
     parser.set_defaults(run=run_read)
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    _add_config_options(parser)
+    add_overrides(parser, _OVERRIDES)
     parser.add_argument(
-        "--nodes", metavar="HOSTLIST", help="the allocation in its order, on cluster.topology or the described cluster"
+        "--nodes",
+        metavar="HOSTLIST",
+        help="nodes of the allocation, in order (default: those of the job, or of the cluster)",
     )
-    parser.add_argument("--shuffle", metavar="SEED", type=int, help="put the nodes into a random order first")
-    parser.add_argument("--axis", help="mesh axis whose groups colour the picture (default: the one that costs most)")
+    parser.add_argument("--shuffle", metavar="SEED", type=int, help="first put the nodes into a random order")
+    parser.add_argument("--axis", help="mesh axis whose groups colour the picture (default: the most expensive one)")
     parser.add_argument("--picture", metavar="FILE", help=_PICTURE)
-    parser.add_argument("--json", action="store_true", help=_JSON)
+    add_json(parser)
+    add_examples(
+        parser,
+        "hpc-train topology place cluster=dgx_h100 cluster.nodes=64 model=llama_8b parallel.tp=8 --shuffle 1",
+        "hpc-train topology place cluster=dgx_h100 cluster.nodes=8 model=llama_8b parallel=fsdp --picture ranks.svg",
+    )
     parser.set_defaults(run=run_place)
-
-
-def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="override", help=_OVERRIDES)
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder laid out as conf/, whose options are added")

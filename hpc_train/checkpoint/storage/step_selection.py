@@ -1,4 +1,4 @@
-"""Which checkpoints a command is about, from the path that was given."""
+"""Find the checkpoints that a path given by the user names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CheckpointTarget:
 
     @property
     def run(self) -> Path:
-        """The run directory that these checkpoints would be of."""
+        """Return the run directory that would contain these checkpoints."""
         inside = self.directory.parent if self.directory.name == WEIGHTS_FOLDER else self.directory
         return inside.parent if inside.name == "checkpoints" else inside
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a process that died left, or one that is at work now has not finished."""
+    """Directory of a save that died, or that is not finished yet."""
 
     path: Path
     step: int
@@ -48,12 +48,12 @@ class OpenStep:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Name the step for messages."""
         return f"checkpoint step {self.manifest.step} in {self.directory}"
 
 
 def find_target(text: str) -> CheckpointTarget:
-    """Raises UserError if the path is not there or holds no checkpoint; a leftover counts as one."""
+    """Find the checkpoints of a path. Raises UserError if it has none; a leftover counts as one."""
     path = Path(text).expanduser().absolute()
     if not text or not path.is_dir():
         named = text or "''"
@@ -72,7 +72,7 @@ def find_target(text: str) -> CheckpointTarget:
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """In the order of their names."""
+    """List the leftovers of a directory, sorted by name."""
     if not directory.is_dir():
         return []
     steps = find_steps(directory)
@@ -87,13 +87,13 @@ def find_leftovers(directory: Path) -> list[Leftover]:
 
 
 def open_one_step(text: str) -> OpenStep:
-    """The step that a path names, or the newest one in it. Raises UserError, CheckpointError if it is damaged."""
+    """Open the step that a path names, or the newest one in it. Raises UserError, or CheckpointError if damaged."""
     place = find_target(text)
     return open_step(place.directory, newest_step(place) if place.step is None else place.step)
 
 
 def newest_step(place: CheckpointTarget) -> int:
-    """The last step that was committed."""
+    """Return the step that was committed last."""
     steps = list_committed_steps(place.directory)
     if not steps:
         raise UserError(f"{place.directory}: nothing is committed in it, there are only leftovers of unfinished saves")
@@ -101,7 +101,7 @@ def newest_step(place: CheckpointTarget) -> int:
 
 
 def open_step(directory: Path, step: int) -> OpenStep:
-    """Raises CheckpointError if its manifest is damaged."""
+    """Open a committed step. Raises CheckpointError if its manifest is damaged."""
     path = find_steps(directory)[step]
     try:
         return OpenStep(directory, path, read_manifest(path, step))

@@ -1,0 +1,120 @@
+"""Export a step to transformers, safetensors or torch's distributed checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpc_train.checkpoint.convert import dcp, model_config, safetensors_files
+from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
+from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors
+from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
+from hpc_train.checkpoint.storage.retention import make_token
+from hpc_train.checkpoint.storage.step_directory import is_weight
+from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
+from hpc_train.config.model import ModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.huggingface import find_model_family, to_huggingface
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Format and content of an export."""
+
+    format: str
+    """hf, safetensors or dcp."""
+    weights: bool
+    """Leave out the optimizer state; hf never has it."""
+    dtype: str | None
+    """Convert floating-point tensors; None: as saved."""
+    config: Path | None
+    """hf: config.yaml of the run; None: that of the run directory."""
+
+
+@dataclass(frozen=True)
+class ExportedStep:
+    """A folder that was written."""
+
+    folder: Path
+    tensors: int
+    bytes: int
+    files: list[str]
+
+
+def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: Progress) -> ExportedStep:
+    """Write `step` into the new folder `folder`, which appears whole or not at all.
+
+    Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
+    """
+    weights_only = options.weights or options.format == "hf"
+    tensors = [it for it in step.manifest.holdings.tensors if is_weight(it.name) or not weights_only]
+    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
+    temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
+    temporary.mkdir(parents=True)
+    try:
+        with progress(f"step {step.manifest.step}", total) as on_bytes:
+            files = _write_files(temporary, step, tensors, options, on_bytes)
+        sync_tree(temporary)
+        temporary.rename(folder)
+        sync_directory(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return ExportedStep(folder, len(tensors), total, files)
+
+
+def _write_files(
+    folder: Path, step: OpenStep, tensors: list[SavedTensor], options: ExportOptions, on_bytes: OnBytes
+) -> list[str]:
+    """Write the tensors in the chosen format, and return the names of the files."""
+    dtype = parse_dtype(options.dtype) if options.dtype else None
+    with SavedStepTensors(step.path, step.manifest, step.where) as source:
+        if options.format == "dcp":
+            return dcp.write_dcp(folder, source, tensors, dtype, on_bytes)
+        if options.format == "safetensors":
+            groups = [[tensor] for tensor in tensors]
+            return safetensors_files.write_safetensors(
+                folder, source, groups, lambda it: safetensors_files.cast_state(it, dtype), on_bytes
+            )
+        return _write_hugging_face(folder, source, tensors, _model_of_step(options, step), dtype, on_bytes)
+
+
+def _write_hugging_face(
+    folder: Path,
+    source: SavedStepTensors,
+    tensors: list[SavedTensor],
+    model: ModelConfig,
+    dtype: torch.dtype | None,
+    on_bytes: OnBytes,
+) -> list[str]:
+    check_tensors_fit_model(tensors, model, "this step")
+    find_model_family(model)
+    groups = _group_by_block(tensors)
+    files = safetensors_files.write_safetensors(
+        folder, source, groups, lambda it: safetensors_files.cast_state(to_huggingface(it, model), dtype), on_bytes
+    )
+    text = json.dumps(model_config.encode_hf_config(model, dtype_name(dtype) if dtype else tensors[0].dtype), indent=2)
+    (folder / "config.json").write_text(text + "\n")
+    return [*files, "config.json"]
+
+
+def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:
+    """Group the tensors of each block, some of which are merged in the other format; every other tensor is alone."""
+    groups: dict[str, list[SavedTensor]] = {}
+    for tensor in tensors:
+        parts = tensor.name.split(".")
+        groups.setdefault(".".join(parts[:2]) if parts[0] == "layers" else tensor.name, []).append(tensor)
+    return list(groups.values())
+
+
+def _model_of_step(options: ExportOptions, step: OpenStep) -> ModelConfig:
+    file = options.config or CheckpointTarget(step.directory).run / "config.yaml"
+    if not options.config and not file.is_file():
+        raise UserError(f"{file}: is not there, and it says which model this is; give it with --config FILE")
+    return load_run_config(file).model

@@ -1,0 +1,171 @@
+"""Make step 0 of a run from weights of transformers, safetensors, torch or its distributed checkpoint (DCP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.checkpoint.convert import dcp, model_config, safetensors_files, torch_files
+from hpc_train.checkpoint.convert.dcp import parse_dcp_metadata
+from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
+from hpc_train.checkpoint.convert.rewrite import (
+    Progress,
+    StateDictTensors,
+    StepFacts,
+    TensorSource,
+    cut_rows,
+    write_step,
+)
+from hpc_train.checkpoint.convert.torch_files import read_bounded_json
+from hpc_train.checkpoint.storage.step_directory import find_steps, is_weight, mark_weights_only
+from hpc_train.config.compose import compose
+from hpc_train.config.model import ModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.huggingface import find_model_family, from_huggingface
+
+_BASES = {"llama": "llama_tiny", "gpt2": "gpt2_tiny", "vit": "vit_tiny"}
+"""Family -> the shipped model of which the imported one is a variant."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Format of the source, and what to make of it."""
+
+    format: str
+    """hf, safetensors, dcp or torch."""
+    prefix: str
+    """Take only names that begin with it, and remove it."""
+    dtype: str | None
+    """float32 or float64; None: narrower floats become float32."""
+    ranks: int
+    """Files to write."""
+
+
+@dataclass(frozen=True)
+class ImportedStep:
+    """A step that was made, and the overrides with which a run continues from it."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    left_out: int
+    """Tensors of the source that are no weights of the model."""
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights found in the source."""
+
+    source: TensorSource
+    model: ModelConfig | None
+    """None where the source does not say."""
+    left_out: int
+    """Tensors that are not of the model: optimizer state, and names without the prefix."""
+
+
+def import_weights(source: Path, run: Path, options: ImportOptions, progress: Progress) -> ImportedStep:
+    """Write checkpoints/step-0 into the run directory `run`.
+
+    Raises UserError for a run that has steps, and for a source that cannot be read or does not fit the run's model.
+    """
+    directory, model = _find_directory(run)
+    weights = _read_weights(source, options)
+    tensors = weights.source.tensors
+    if not tensors:
+        raise UserError(f"{source}: there is no tensor in it{f' below {options.prefix!r}' if options.prefix else ''}")
+    if model is not None:
+        check_tensors_fit_model(tensors, model, str(source))
+    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
+    run.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = StepFacts(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
+    with progress("import", total) as on_bytes:
+        path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), facts, on_bytes)
+    overrides = [f"run_dir={run}", *(_model_overrides(weights.model) if weights.model is not None else [])]
+    return ImportedStep(path, len(tensors), total, weights.left_out, overrides)
+
+
+def _find_directory(run: Path) -> tuple[Path, ModelConfig | None]:
+    """Return the directory of checkpoints, and the model if the run has a config. Raises UserError if it has steps."""
+    config = load_run_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    elsewhere = config.checkpoint.dir if config is not None else None
+    directory = Path(elsewhere).expanduser().absolute() if elsewhere else run / "checkpoints"
+    if steps := find_steps(directory):
+        raise UserError(
+            f"{directory}: has steps already ({', '.join(map(str, sorted(steps)))}); use a new run directory"
+        )
+    return directory, config.model if config is not None else None
+
+
+def _read_weights(path: Path, options: ImportOptions) -> _Weights:
+    if options.format == "hf":
+        return _read_hugging_face(path, options)
+    if options.format == "dcp":
+        stored = parse_dcp_metadata(path)
+        names = _match_names(list(stored), options.prefix)
+        dtypes = {name: _parameter_dtype(stored[other].dtype, options) for name, other in names.items()}
+        return _Weights(dcp.DcpTensors(path, stored, names, dtypes), None, len(stored) - len(names))
+    state = torch_files.read_torch_file(path) if options.format == "torch" else safetensors_files.read_safetensors(path)
+    names = _match_names(list(state), options.prefix)
+    weights = _wrap_state({name: state[other] for name, other in names.items()}, options)
+    return _Weights(weights, None, len(state) - len(names))
+
+
+def _read_hugging_face(path: Path, options: ImportOptions) -> _Weights:
+    file = path / "config.json"
+    try:
+        body = read_bounded_json(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}); give a folder of save_pretrained") from error
+    model = model_config.parse_hf_config(body, path.name)
+    state = safetensors_files.read_safetensors(path)
+    layers = getattr(model, "layers", 0)
+    # A hostile number would take all the memory below.
+    if layers > len(state):
+        raise UserError(f"{file}: has {layers} layers, and {path} has {len(state)} tensors")
+    source = _wrap_state(from_huggingface(state, model), options)
+    check_tensors_fit_model(source.tensors, model, str(path))
+    return _Weights(source, model, 0)
+
+
+def _match_names(names: list[str], prefix: str) -> dict[str, str]:
+    """Map our name of each weight to its name in the source."""
+    return {
+        name.removeprefix(prefix): name
+        for name in names
+        if name.startswith(prefix) and is_weight(name.removeprefix(prefix)) and name != prefix
+    }
+
+
+def _wrap_state(state: dict[str, torch.Tensor], options: ImportOptions) -> StateDictTensors:
+    return StateDictTensors(state, {name: _parameter_dtype(tensor.dtype, options) for name, tensor in state.items()})
+
+
+def _parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
+    """Return the format in which a run keeps this parameter: at least float32."""
+    if not own.is_floating_point:
+        return own
+    if options.dtype is not None:
+        return torch.float64 if options.dtype == "float64" else torch.float32
+    return torch.float32 if own.itemsize < torch.float32.itemsize else own
+
+
+def _model_overrides(model: ModelConfig) -> list[str]:
+    """Return the overrides that turn a shipped model into the imported one."""
+    base = _BASES[find_model_family(model)]
+    shipped: Any = compose([f"model={base}"]).model
+    values = {it.name: getattr(model, it.name) for it in fields(model) if it.name != "source"}
+    differ = {name: value for name, value in values.items() if value != getattr(shipped, name)}
+    return [f"model={base}", *(f"model.{name}={_format_value(value)}" for name, value in differ.items())]
+
+
+def _format_value(value: Any) -> str:
+    """Write a value as an override takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if not value.isidentifier() else value
+    return "null" if value is None else str(value)

@@ -1,0 +1,67 @@
+"""Rewrite a committed step in another number of shard files, a part of a tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.checkpoint.convert.rewrite import Progress, SavedStepTensors, StepFacts, cut_rows, write_step
+from hpc_train.checkpoint.storage.step_directory import mark_bad, read_bad_mark
+from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
+from hpc_train.errors import UserError
+
+_STEP_NAMES = re.compile(r"step-[0-9]+|\.?lock.*")
+
+
+@dataclass(frozen=True)
+class ReshardedStep:
+    """A step that was rewritten."""
+
+    step: int
+    path: Path
+    files: int
+    bytes: int
+    """Size of the tensors."""
+
+
+def reshard_step(step: OpenStep, directory: Path, ranks: int, dim: int, progress: Progress) -> ReshardedStep:
+    """Write `step` into `directory` as `ranks` files, with tensors cut along `dim`.
+
+    Raises UserError for a directory that is not empty, CheckpointError for a damaged step.
+    """
+    manifest = step.manifest
+    _check_output(directory, step.path.resolve().parent)
+    tensors = manifest.holdings.tensors
+    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
+    facts = StepFacts(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
+    with (
+        SavedStepTensors(step.path, manifest, step.where) as source,
+        progress(f"step {manifest.step}", total) as on_bytes,
+    ):
+        files = cut_rows(tensors, ranks, dim)
+        path = write_step(directory, manifest.step, source, files, facts, on_bytes)
+    # A resharded step that is not marked would be resumed from.
+    with suppress(FileNotFoundError):
+        mark_bad(directory, manifest.step, read_bad_mark(step.path))
+    return ReshardedStep(manifest.step, path, sum(bool(rows) for rows in files), total)
+
+
+def _check_output(out: Path, directory: Path) -> None:
+    """Raise UserError if the copy would pass for a run's own step, or lie among other files.
+
+    directory: the checkpoints that are read, with links resolved.
+    """
+    place = out.resolve()
+    for own in (CheckpointTarget(directory).run, directory):
+        if place == own or own in place.parents:
+            raise UserError(f"{out}: is inside of what is read, {own}; choose a directory outside of it")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; choose a new or an empty directory")
+    names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
+    strange = [name for name in names if not _STEP_NAMES.fullmatch(name)]
+    if strange:
+        raise UserError(f"{out}: holds {strange[0]}; choose a new or an empty directory, or one of resharded steps")
+    if names and any((place.parent / name).exists() for name in ("job.json", "config.yaml")):
+        raise UserError(f"{out}: holds the checkpoints of a run; choose a new or an empty directory")
