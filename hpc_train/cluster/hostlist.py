@@ -12,6 +12,7 @@ from itertools import chain, product
 from math import prod
 
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 MAX_HOSTS = 1 << 18
 """Names of one list; more are refused before any is made."""
@@ -58,7 +59,7 @@ def compress_hostlist(names: Sequence[str]) -> str:
 
 def name_switch_group(names: Iterable[str]) -> str:
     """The one name that a set of switches is known by, whatever order a source lists them in: `leaf[1-2,7]`."""
-    return compress_hostlist(sorted(set(names), key=_natural))
+    return compress_hostlist(sorted(sorted(set(names)), key=natural_key))
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,9 @@ def _write_run(prefix: str, numbers: list[str]) -> str:
     return f"{prefix}[{','.join(low if low == high else f'{low}-{high}' for low, high in ranges)}]"
 
 
-def _natural(name: str) -> tuple[tuple[str, int], ...]:
-    pieces = re.split(r"([0-9]+)", name)
-    return tuple((text, int(number or 0)) for text, number in zip(pieces[0::2], [*pieces[1::2], "0"], strict=True))
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that compares the numbers in names as numbers: leaf2 before leaf10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", name) if part]
 
 
 _SPECIAL = re.compile(r"[\[\],\s]")
@@ -209,25 +210,16 @@ def fold_names(names: Iterable[str]) -> str:
     """Neighbours of one prefix together, as Slurm writes a host list; names that it could not have are just joined."""
     given = list(names)
     plain = not any(_SPECIAL.search(name) for name in given)
-    return escape_unprintable(compress_hostlist(given) if plain else ", ".join(given))
+    return one_line(compress_hostlist(given) if plain else ", ".join(given))
 
 
 def shorten_names(names: Sequence[str], longest: int = 100) -> str:
     """The same, or the first and last name and how many there are, where that is longer."""
     folded = fold_names(names)
-    return (
-        folded
-        if len(folded) <= longest
-        else f"{escape_unprintable(names[0])} ... {escape_unprintable(names[-1])} ({len(names)} nodes)"
-    )
-
-
-def escape_unprintable(text: str) -> str:
-    """One line that cannot steer a terminal, whatever names a file holds."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return folded if len(folded) <= longest else f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
 
 
 def pluralise_level(level: str) -> str:
-    """Of a level's name, as a heading."""
-    known = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
-    return known.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")
+    """Return the plural of a level's name, for headings and messages: leaf -> leaves."""
+    plurals = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
+    return plurals.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_train.cluster.spec import Nic
+from hpc_train.cluster.spec import Nic, sum_rates
 from hpc_train.cluster.sysfs import (
     PciPath,
     find_numa_node,
@@ -69,16 +69,9 @@ def _rdma_nic(device: Path, path: PciPath) -> Nic:
         get_pci_address(path),
         guid if len(guid) == 16 and guid.strip("0") else None,
         bool(up),
-        _total(_gbit_s(read_text(it / "rate")) for it in up),
+        sum_rates(_gbit_s(read_text(it / "rate")) for it in up),
         "efa" if _driver(device / "device") == "efa" else next(iter(layers), None),
     )
-
-
-def _total(rates: Iterable[float | None]) -> float | None:
-    """The sum; None if there is none, or one is not known."""
-    found = list(rates)
-    known = [it for it in found if it is not None]
-    return sum(known) if known and len(known) == len(found) else None
 
 
 def _gbit_s(rate: str | None) -> float | None:

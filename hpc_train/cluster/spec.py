@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+UNNAMED_HOST = "localhost"
+"""Name of the node of a source that describes one machine without naming it, such as `nvidia-smi topo -m`."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,12 @@ class Cluster:
     switches: tuple[Switch, ...] = ()
     notes: tuple[str, ...] = ()
     """Parts of the source that this tree leaves out, one line each."""
+
+
+def sum_rates(rates: Iterable[float | None]) -> float | None:
+    """Add up line rates. Returns None if there are none, or any is unknown: a sum of the others would be too low."""
+    known = list(rates)
+    return sum(rate for rate in known if rate is not None) if known and None not in known else None
 
 
 def cluster_to_json(cluster: Cluster) -> dict[str, Any]:

@@ -13,7 +13,27 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from hpc_train.cluster.hostlist import name_switch_group
-from hpc_train.cluster.spec import Cluster, Node, Switch
+from hpc_train.cluster.spec import Cluster, Node, Switch, sum_rates
+
+
+class DisjointSets:
+    """Numbers 0 to n - 1 in sets that can be joined (union-find); each set is known by its lowest member."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, number: int) -> int:
+        """Return the lowest member of the number's set."""
+        while self._parent[number] != number:
+            # Halve the path on the way up, so that later walks are short.
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def join(self, a: int, b: int) -> None:
+        """Make one set of the sets that hold `a` and `b`."""
+        low, high = sorted((self.find(a), self.find(b)))
+        self._parent[high] = low
 
 
 @dataclass(frozen=True)
@@ -35,9 +55,7 @@ class HostHardware:
 def describe_hardware(node: Node) -> HostHardware:
     """Return the node's hardware as its source describes it."""
     up = [nic for nic in node.nics if nic.active is not False]
-    rates = [nic.gbit_s for nic in up]
-    known = [rate for rate in rates if rate is not None]
-    return HostHardware(len(node.gpus), len(up), sum(known) if known and len(known) == len(rates) else None)
+    return HostHardware(len(node.gpus), len(up), sum_rates(nic.gbit_s for nic in up))
 
 
 def find_compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> frozenset[str]:
@@ -160,11 +178,10 @@ def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, 
 def _uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
     own = {switch.name for switch in members}
     trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
-    rates = [trunk.gbit_s for trunk in trunks if trunk.gbit_s is not None]
     return UnitUplink(
         nodes=nodes,
         cables=sum(trunk.cables for trunk in trunks),
-        gbit_s=sum(rates) if rates and len(rates) == len(trunks) else None,
+        gbit_s=sum_rates(trunk.gbit_s for trunk in trunks),
         link_speed=sum(switch.link_speed or 1 for switch in members) / len(members),
     )
 
@@ -231,21 +248,13 @@ def group_similar_sets(held: Sequence[frozenset[object]]) -> list[list[int]]:
     for number, things in enumerate(held):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
     kinds = list(alike)
-    parent = list(range(len(kinds)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
+    sets = DisjointSets(len(kinds))
     for (a, b), shared in _count_shared(kinds).items():
         if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
-            low, high = sorted((root(a), root(b)))
-            parent[high] = low
+            sets.join(a, b)
     groups: dict[int, list[int]] = {}
     for number, kind in enumerate(kinds):
-        groups.setdefault(root(number), []).extend(alike[kind])
+        groups.setdefault(sets.find(number), []).extend(alike[kind])
     return sorted(map(sorted, groups.values()))
 
 

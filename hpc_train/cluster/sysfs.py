@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.hostlist import natural_key
+from hpc_train.cluster.spec import UNNAMED_HOST
+
 _COMPONENT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 PciPath = tuple[str, ...]
@@ -92,11 +95,6 @@ def list_entries(directory: Path) -> list[Path]:
         return []
 
 
-def natural_key(name: str) -> list[tuple[int, str]]:
-    """A sort key that takes numbers in names as numbers."""
-    return [(int(it), "") if it.isdecimal() else (-1, it) for it in re.split(r"([0-9]{1,18})", name) if it]
-
-
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
     """The NUMA nodes of the machine, whatever part of it this process may use."""
     found = [it for it in list_entries(root / "sys/devices/system/node") if re.fullmatch(r"node[0-9]{1,9}", it.name)]
@@ -137,4 +135,4 @@ def find_numa_node(device: Path) -> int | None:
 
 def read_host_name(root: Path = Path("/")) -> str:
     """What the kernel calls this host; `localhost` where it does not say."""
-    return read_text(root / "proc/sys/kernel/hostname") or "localhost"
+    return read_text(root / "proc/sys/kernel/hostname") or UNNAMED_HOST

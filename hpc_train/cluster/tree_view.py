@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from hpc_train.cluster.hostlist import escape_unprintable, fold_names, shorten_names
+from hpc_train.cluster.hostlist import fold_names, shorten_names
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
 from hpc_train.cluster.switch_tree import SwitchUnit, build_units, find_rails, find_scalable_units, list_nodes_under
+from hpc_train.terminal import one_line
 
 MAX_CHILDREN = 40
 """Branches below one switch that are drawn; the others share one line."""
@@ -45,7 +46,7 @@ def _count(number: int, word: str) -> str:
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text(escape_unprintable(text), style=style)
+    return Text(one_line(text), style=style)
 
 
 def _add_units(tree: Tree, units: Sequence[SwitchUnit]) -> None:
@@ -104,7 +105,7 @@ def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
         if node.gpus or node.nics or node.name not in hanging:
             alike.setdefault(_lines(node, links.get(node.name, ())), []).append(node.name)
     for (first, *more), names in alike.items():
-        branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {escape_unprintable(first)}"))
+        branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {one_line(first)}"))
         for line in more:
             branch.add(_text(line))
 

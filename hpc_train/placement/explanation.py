@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hpc_train.cluster.hostlist import pluralise_level
 from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
 from hpc_train.placement.mesh_groups import (
     CrossableGroups,
     find_crossable_groups,
     format_axes,
     list_rows,
-    pluralise_groups,
 )
 from hpc_train.placement.node_orders import order_along_tree
 from hpc_train.placement.placement_result import CostCase, Placement
@@ -169,7 +169,7 @@ def _are_neighbours(it: CrossableGroups) -> bool:
 
 def _format_advice(fabric: Fabric, it: CrossableGroups, straddle: int, slurm: tuple[int, int] | None) -> str:
     level, nodes = fabric.levels[it.level].name, int(it.spread.max())
-    what = f"{straddle} of {it.groups} {it.axis} groups ({nodes} nodes each) lie in several {pluralise_groups(level)}"
+    what = f"{straddle} of {it.groups} {it.axis} groups ({nodes} nodes each) lie in several {pluralise_level(level)}"
     least = count_least_straddling(fabric, it)
     if not least:
         return f"{what}: the other axes weigh more; a smaller degree of {it.axis} would fit"

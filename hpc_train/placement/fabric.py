@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.cluster.switch_tree import DisjointSets
+
 _SWITCH_LEVELS = ("leaf", "group")
 """Names of the lowest switch levels; those above are level3, level4, ..."""
 
@@ -105,24 +107,16 @@ def _domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLeve
 
 def _join_groups(level: NamedLevel, inner: NDArray[np.int64]) -> NamedLevel:
     """The level with those groups made one that share a group of `inner`."""
-    parent = list(range(len(level.labels)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
+    sets = DisjointSets(len(level.labels))
     first: dict[int, int] = {}
     for number, within in zip(level.group.tolist(), inner.tolist(), strict=True):
-        a, b = root(number), root(first.setdefault(within, number))
-        parent[max(a, b)] = min(a, b)
+        sets.join(number, first.setdefault(within, number))
     members: dict[int, list[str]] = {}
     switches: dict[int, frozenset[tuple[str, ...]]] = {}
     for number, label in enumerate(level.labels):
-        members.setdefault(root(number), []).append(label)
-        switches[root(number)] = switches.get(root(number), frozenset()) | level.switches[number]
-    roots = [root(number) for number in level.group.tolist()]
+        members.setdefault(sets.find(number), []).append(label)
+        switches[sets.find(number)] = switches.get(sets.find(number), frozenset()) | level.switches[number]
+    roots = [sets.find(number) for number in level.group.tolist()]
     joined = _make_named_level(level.name, roots, ["+".join(members[number]) for number in roots])
     return replace(joined, switches=tuple(switches[number] for number in dict.fromkeys(roots)))
 

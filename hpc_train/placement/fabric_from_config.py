@@ -222,15 +222,6 @@ def list_capacity_notes(config: RunConfig, where: NodeLocations) -> tuple[str, .
     return tuple(notes)
 
 
-def build_described_fabric(config: RunConfig) -> Fabric:
-    """The fabric that cluster=<name> describes, for a job of its first nodes: node0001, node0002, ..."""
-    return build_located_fabric(
-        config,
-        locate_described_cluster(config, name_described_nodes(count_nodes(config))),
-        count_ranks_per_node(config),
-    )
-
-
 def locate_described_cluster(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
     """Return the locations of the described cluster's nodes, as `described_places` defines them."""
     fabric = config.cluster.fabric

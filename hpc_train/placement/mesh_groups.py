@@ -124,11 +124,6 @@ class CrossableGroups:
         return np.array(counts, np.int64)
 
 
-def pluralise_groups(level: str) -> str:
-    """The groups of a level, in the plural."""
-    return "leaves" if level == "leaf" else f"{level}s"
-
-
 def find_crossable_groups(fabric: Fabric, groups: dict[str, GroupRows]) -> list[CrossableGroups]:
     """One for every axis and level above the node where there is anything to count."""
     found = []

@@ -9,12 +9,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpc_train.cluster.hostlist import escape_unprintable, fold_names, pluralise_level
+from hpc_train.cluster.hostlist import fold_names, pluralise_level
 from hpc_train.placement.diagram.canvas import format_seconds
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh_groups import format_axes
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement
+from hpc_train.terminal import one_line
 from hpc_train.traffic.axes import Flow
 
 _MAX_ORDER_LENGTH = 240
@@ -36,7 +37,7 @@ class PlacementView:
     def parts(self) -> Iterator[RenderableType]:
         """What to print, from top to bottom."""
         yield Text(self._headline(), style="bold")
-        yield Text(escape_unprintable(f"{self.where.source}; {self._levels()}"), style="dim")
+        yield Text(one_line(f"{self.where.source}; {self._levels()}"), style="dim")
         yield self._costs()
         if self.found.straddling:
             yield self._straddling()
@@ -48,7 +49,7 @@ class PlacementView:
         for line in self.advice:
             yield Text(f"advice: {line}", style="cyan")
         for note in self.notes:
-            yield Text(escape_unprintable(f"note: {note}"), style="yellow")
+            yield Text(one_line(f"note: {note}"), style="yellow")
 
     def _headline(self) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"

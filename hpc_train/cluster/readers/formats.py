@@ -68,8 +68,8 @@ def list_formats() -> tuple[TopologyFormat, ...]:
         TopologyFormat("nccl_xml", nccl_xml.matches_nccl_xml, nccl_xml.read_nccl_xml, MAX_NODE_BYTES),
         TopologyFormat("ibnetdiscover", ibnetdiscover.matches_ibnetdiscover, ibnetdiscover.read_ibnetdiscover),
         TopologyFormat("ibstat", ibstat.matches_ibstat, ibstat.read_ibstat, MAX_NODE_BYTES),
-        TopologyFormat("hostlist", hostfile.is_hostlist, hostfile.read_hostlist),
-        TopologyFormat("hostfile", hostfile.is_hostfile, hostfile.read_hostfile),
+        TopologyFormat("hostlist", hostfile.matches_hostlist, hostfile.read_hostlist),
+        TopologyFormat("hostfile", hostfile.matches_hostfile, hostfile.read_hostfile),
     )
 
 

@@ -16,7 +16,7 @@ _ENTRY = re.compile(
 )
 
 
-def is_hostlist(text: str) -> bool:
+def matches_hostlist(text: str) -> bool:
     """Whether it is one line with brackets or commas, and no character that names do not have."""
     lines = [line for _, line in _lines(text)]
     return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(it in lines[0] for it in "[]{},")
@@ -32,11 +32,13 @@ def read_hostlist(text: str, name: str) -> Cluster:
     return Cluster("hostlist", tuple(Node(it) for it in nodes))
 
 
-def is_hostfile(text: str) -> bool:
+def matches_hostfile(text: str) -> bool:
     """Whether the first line names a host, and most others do."""
     lines = [line for _, line in _lines(text)]
     named = sum(1 for line in lines if _ENTRY.fullmatch(line))
-    return bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not is_hostlist(text)
+    return (
+        bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not matches_hostlist(text)
+    )
 
 
 def read_hostfile(text: str, name: str) -> Cluster:

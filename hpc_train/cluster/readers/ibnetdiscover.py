@@ -10,6 +10,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Mapping
 
+from hpc_train.cluster.hostlist import natural_key
 from hpc_train.cluster.readers.ibnetdiscover_text import (
     CA,
     SWITCH,
@@ -20,7 +21,7 @@ from hpc_train.cluster.readers.ibnetdiscover_text import (
     parse_rate,
 )
 from hpc_train.cluster.readers.infiniband_names import format_guid, is_aggregation_node, name_hosts, name_switches
-from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk
+from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk, sum_rates
 from hpc_train.errors import UserError
 
 
@@ -171,28 +172,22 @@ def _make_nics(
     adapters: list[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
 ) -> tuple[Nic, ...]:
     """In the order of their devices' numbers."""
-    ordered = sorted(adapters, key=lambda it: (_natural_key(host_of[it.id][1] or "~"), it.id))
+    ordered = sorted(adapters, key=lambda it: (natural_key(host_of[it.id][1] or "~"), it.id))
     return tuple(_make_nic(f"NIC{n}", it, host_of[it.id][1], switches) for n, it in enumerate(ordered))
 
 
 def _make_nic(id: str, adapter: SubnetDevice, device: str | None, switches: Mapping[str, str]) -> Nic:
     rates = [parse_rate(cable.rate) for cable in adapter.cables.values()]
-    known = [rate for rate in rates if rate is not None]
     on = dict.fromkeys(switches[it.far] for _, it in sorted(adapter.cables.items()) if it.far in switches)
     return Nic(
         id,
         device,
         guid=format_guid(adapter) if get_device_kind(adapter.id) else None,
         active=bool(adapter.cables),
-        gbit_s=sum(known) if known and len(known) == len(rates) else None,
+        gbit_s=sum_rates(rates),
         layer="infiniband",
         switches=tuple(on),
     )
-
-
-def _natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """HCA-10 after HCA-9."""
-    return tuple((it.isdecimal(), int(it) if it.isdecimal() else 0, it) for it in re.split(r"([0-9]+)", text))
 
 
 def _make_switches(
@@ -220,14 +215,8 @@ def _make_uplinks(
         if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
             rates[far.id].append(parse_rate(cable.rate))
     return tuple(
-        Trunk(names.get(far) or format_guid(devices[far]), len(found), _sum_rates(found))
-        for far, found in rates.items()
+        Trunk(names.get(far) or format_guid(devices[far]), len(found), sum_rates(found)) for far, found in rates.items()
     )
-
-
-def _sum_rates(rates: list[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if len(known) == len(rates) else None
 
 
 def _list_notes(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.spec import Cluster, Nic, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Nic, Node, sum_rates
 from hpc_train.errors import UserError
 
 _ADAPTER = re.compile(r"(?:CA|Switch|Router|iWARP RNIC|\?\?\?):? '([^']+)'")
@@ -48,7 +48,7 @@ def read_ibstat(text: str, name: str) -> Cluster:
     if not adapters:
         raise UserError(f"{name}:1: no adapter; expected a line such as CA 'mlx5_0'")
     nics = tuple(_nic(f"NIC{n}", it, kind, name) for n, it in enumerate(adapters.values()))
-    return Cluster(kind, (Node("localhost", (), nics),))
+    return Cluster(kind, (Node(UNNAMED_HOST, (), nics),))
 
 
 def _adapters(text: str, name: str) -> dict[str, _Adapter]:
@@ -86,13 +86,12 @@ def _nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
     rates = [_gbit_s(it) for it in up]
     layers = [_layer(it, name) for it in adapter.ports.values()]
     live = [layer for layer, it in zip(layers, adapter.ports.values(), strict=True) if _is_up(it.fields)]
-    known = [rate for rate in rates if rate is not None]
     return Nic(
         id,
         adapter.device,
         guid=_guid(adapter.fields.get("node guid", ""), adapter.line, name),
         active=bool(up),
-        gbit_s=sum(known) if known and len(known) == len(rates) else None,
+        gbit_s=sum_rates(rates),
         layer=next(iter([*live, *layers]), None),
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
 MAX_BYTES = 32 << 20
@@ -295,7 +295,6 @@ def _root_bus(place: PciPlace) -> str:
     return place.bridges[0].rpartition(":")[0]
 
 
-UNNAMED_HOST = "localhost"
 MAX_DEVICES = 512
 """Of one node: every pair of them becomes a link."""
 _OTHERS = {

@@ -22,10 +22,9 @@ from hpc_train.cluster.readers.nvidia_smi_rows import (
     read_row,
     split_header,
 )
-from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
-UNNAMED_HOST = "localhost"
 MAX_NVLINKS = 18
 """NVLinks of a GPU that is joined point to point: V100 6, A100 12, H100 18."""
 MAX_BOND_LINKS = 4

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hpc_train.cluster.readers.nvidia_smi_rows import clean_lines
-from hpc_train.cluster.spec import Cluster, Gpu, Link, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 
-UNNAMED_HOST = "localhost"
 _SECTION = re.compile(r"\b(weight|hops|link type|link access\w*)\s+between\s+two\s+gpus", re.IGNORECASE)
 _END = re.compile(r"numa\s+nodes\b\s*=|end of rocm smi log", re.IGNORECASE)
 _BEGIN = re.compile(r"ROCm System Management Interface", re.IGNORECASE)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.cluster.hostlist import escape_unprintable
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 IDLE_COLOUR = "#c9d1d9"
 """A link of which no load is known, or none."""
@@ -96,7 +96,7 @@ class Canvas:
 
     def text(self, x: float, y: float, text: str, size: float, room: float | None = None, **style: Any) -> None:
         """Centred on y; room: points that it may take, beyond which it is cut in the middle."""
-        shown = escape_unprintable(text)
+        shown = one_line(text)
         if room is not None:
             shown = shorten_text(shown, size, room, style.get("fontweight") == "bold")
         self.texts.append((x, y, shown, {"fontsize": size, "va": "center", "color": INK_COLOUR, "zorder": 4, **style}))

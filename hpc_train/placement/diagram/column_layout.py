@@ -18,7 +18,7 @@ from hpc_train.placement.diagram.canvas import (
     format_seconds,
     measure_text,
 )
-from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
 _SMALL, _NAME = 6.5, 7.5
@@ -47,8 +47,8 @@ class ColumnSizes:
         return max(_BUS + self.name + self.cells_a_row * self.cell + self.ranks, _LEAST_COLUMN)
 
 
-def size_of(panel: Panel) -> tuple[float, float]:
-    """(width, height) of the panel."""
+def _measure(panel: Panel) -> tuple[float, float]:
+    """Return (width, height) of the panel, points."""
     drawn, sizes = select_drawn_levels(panel), _choose_sizes(panel)
     columns = len(drawn[0].level.labels) if drawn else 1
     width = columns * (sizes.column + _GAP) - _GAP
@@ -57,13 +57,13 @@ def size_of(panel: Panel) -> tuple[float, float]:
     ) + _HEAD + 8 + sizes.nodes * sizes.node
 
 
-def shows_rank_numbers(panel: Panel) -> bool:
-    """Whether cells say which of its group's ranks a rank is."""
+def _has_rank_numbers(panel: Panel) -> bool:
+    """Whether each cell shows the number that its rank has in its group."""
     return panel.place is not None and int(panel.place.max()) < _MOST_NUMBERS
 
 
-def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
-    """The panel with its top left corner there."""
+def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
+    """Draw the panel with its top left corner at (x, y)."""
     drawn, sizes = select_drawn_levels(panel), _choose_sizes(panel)
     canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
     centres = _draw_columns(canvas, panel, drawn, sizes, (x, y + _measure_top(drawn)), heaviest)
@@ -182,7 +182,7 @@ def _draw_gpu(canvas: Canvas, panel: Panel, slot: tuple[int, int], corner: tuple
     )
     gid = f"{panel.key}-gpu-{slot[0]}-{slot[1]}"
     canvas.box(corner[0], corner[1], cell - 1, cell - 1, facecolor=colour, linewidth=0, gid=gid)
-    if panel.place is not None and shows_rank_numbers(panel):
+    if panel.place is not None and _has_rank_numbers(panel):
         size = 6.0 if cell > 10 else 5.0
         middle = corner[0] + (cell - 1) / 2, corner[1] + (cell - 1) / 2
         canvas.text(*middle, str(panel.place[slot]), size, ha="center", color=choose_ink(colour))
@@ -248,3 +248,6 @@ def _draw_link(
         "linewidth": choose_load_width(load, heaviest),
     }
     canvas.line(start, end, gid=f"{panel.key}-link-{drawn.level.name}-{group}", **style)
+
+
+COLUMN_LAYOUT = Layout(_measure, _draw, _has_rank_numbers)

@@ -5,14 +5,15 @@ Which levels are worth a row of boxes, and which of the two layouts a panel gets
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.cluster.hostlist import natural_key
+from hpc_train.placement.diagram.canvas import Canvas
 from hpc_train.placement.fabric import NamedLevel
 
 
@@ -44,7 +45,9 @@ class Panel:
     def order(self) -> list[int]:
         """Nodes so that those of one group stand together at every level, and groups by name: no lines cross."""
         names = [
-            [_natural_key(label, number) for number, label in enumerate(it.labels)] for it in reversed(self.levels)
+            # The number tells two groups of one name apart.
+            [(natural_key(label), number) for number, label in enumerate(level.labels)]
+            for level in reversed(self.levels)
         ]
         groups = [level.group.tolist() for level in reversed(self.levels)]
         keys = [
@@ -74,10 +77,16 @@ class Panel:
         return held
 
 
-def _natural_key(label: str, number: int) -> tuple[list[tuple[str, int]], int]:
-    """leaf2 before leaf10; number tells groups of one name apart."""
-    pieces = re.findall(r"(\D*)(\d{0,18})", label)
-    return [(text, int(digits or -1)) for text, digits in pieces], number
+@dataclass(frozen=True)
+class Layout:
+    """A way to put a panel on paper: COLUMN_LAYOUT or ROW_LAYOUT."""
+
+    measure: Callable[[Panel], tuple[float, float]]
+    """Returns the panel's width and height, points."""
+    draw: Callable[[Canvas, Panel, float, float, float], None]
+    """Draws the panel; takes its left and top edge, and the seconds of the busiest link of the whole picture."""
+    has_rank_numbers: Callable[[Panel], bool]
+    """Whether GPUs are labelled with the place of their rank in its group."""
 
 
 MAX_DRAWN_NODES = 64

@@ -13,9 +13,10 @@ from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import CostModel
-from hpc_train.placement.diagram import column_layout, row_layout
 from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, format_seconds, measure_text
+from hpc_train.placement.diagram.column_layout import COLUMN_LAYOUT
 from hpc_train.placement.diagram.panel import Panel, draws_each_node, select_drawn_levels
+from hpc_train.placement.diagram.row_layout import ROW_LAYOUT
 from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.placement_result import Placement
@@ -130,14 +131,12 @@ def draw_panels(panels: Sequence[Panel], axes: str | None, path: Path) -> None:
 
     axes: those whose groups colour the GPUs. Raises UserError, one line, where the file cannot be written.
     """
-    layouts = [column_layout if draws_each_node(panel, select_drawn_levels(panel)) else row_layout for panel in panels]
-    sizes = [layout.size_of(panel) for layout, panel in zip(layouts, panels, strict=True)]
+    layouts = [COLUMN_LAYOUT if draws_each_node(panel, select_drawn_levels(panel)) else ROW_LAYOUT for panel in panels]
+    sizes = [layout.measure(panel) for layout, panel in zip(layouts, panels, strict=True)]
     heaviest = max(panel.heaviest for panel in panels)
     beside = sum(width for width, _ in sizes) + _BETWEEN * (len(sizes) - 1) <= _WIDEST
     corners = _place_panels(sizes, beside)
-    numbers = column_layout in layouts and all(
-        it.place is not None and column_layout.shows_rank_numbers(it) for it in panels
-    )
+    numbers = all(layout.has_rank_numbers(panel) for layout, panel in zip(layouts, panels, strict=True))
     caption = _write_caption(axes, numbers)
     width = max(x + size[0] for (x, _), size in zip(corners, sizes, strict=True)) + _MARGIN
     width = max(width, *(measure_text(line, _CAPTION) + 2 * _MARGIN for line in caption), 340.0)

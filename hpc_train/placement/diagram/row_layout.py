@@ -19,7 +19,7 @@ from hpc_train.placement.diagram.canvas import (
     format_seconds,
     measure_text,
 )
-from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
 
 MAX_ROWS = 64
 """Of one block; where the lowest level has more groups, its rows are those of a level above, or the first ones."""
@@ -50,16 +50,16 @@ class RowBlock:
         return _HEAD + self.row * len(self.groups) + _BLOCK
 
 
-def size_of(panel: Panel) -> tuple[float, float]:
-    """(width, height) of the panel."""
+def _measure(panel: Panel) -> tuple[float, float]:
+    """Return (width, height) of the panel, points."""
     blocks = _make_blocks(panel)
     height = sum(block.height for block in blocks)
     width = _measure_names(blocks) + _GAP + _measure_strip(panel) + _measure_bars(panel)
     return max(width, measure_text(panel.title, 10, bold=True)), _TITLE + height
 
 
-def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
-    """The panel with its top left corner there."""
+def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
+    """Draw the panel with its top left corner at (x, y)."""
     canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
     blocks = _make_blocks(panel)
     name, top = _measure_names(blocks), y + _TITLE
@@ -186,3 +186,6 @@ def _draw_bar(
     gid = f"{panel.key}-link-{drawn.level.name}-{group}"
     canvas.box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
     canvas.text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
+
+
+ROW_LAYOUT = Layout(_measure, _draw, has_rank_numbers=lambda panel: False)
