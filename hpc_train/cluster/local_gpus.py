@@ -1,6 +1,6 @@
-"""GPUs of this machine: NVIDIA's by their management library (NVML), AMD's by the kernel driver (/sys/class/kfd).
+"""Read the GPUs of this machine: NVIDIA's through NVML, AMD's from the kernel driver (/sys/class/kfd).
 
-Every call of NVML may be unsupported, and a GPU may be lost: what is not told is None. Without a driver there are none.
+Every NVML call may be unsupported, and a GPU may be lost: such facts are None. Without a driver there are no GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_LINKS = 36
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """What the library tells of one GPU; None is what it does not."""
+    """One GPU as NVML describes it; facts that NVML does not give are None."""
 
     index: int
     name: str | None = None
@@ -38,7 +38,7 @@ class NvmlGpu:
 
 
 def load_nvml() -> Any | None:
-    """The library's module, nvidia-ml-py's pynvml; None if it is not installed."""
+    """Import nvidia-ml-py's pynvml; None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -46,7 +46,7 @@ def load_nvml() -> Any | None:
 
 
 def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
-    """The GPUs that it lists, in its order, which is that of nvidia-smi; none without a driver.
+    """List the GPUs in NVML's order, which is nvidia-smi's; empty without a driver.
 
     nvml: a module with the functions of pynvml. Warns of a driver that another version of the library would need, and
     of GPUs that do not answer.
@@ -61,9 +61,9 @@ def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
         return ()
     try:
         return tuple(
-            it
+            gpu
             for n in range(_call_nvml(nvml, nvml.nvmlDeviceGetCount) or 0)
-            if (it := _read_nvml_gpu(nvml, n)) is not None
+            if (gpu := _read_nvml_gpu(nvml, n)) is not None
         )
     finally:
         _call_nvml(nvml, nvml.nvmlShutdown)
@@ -82,7 +82,7 @@ def _read_nvml_gpu(nvml: Any, index: int) -> NvmlGpu | None:
 
 
 def _call_nvml(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its answer; None where this GPU, driver or library has none."""
+    """Call an NVML function; None if this GPU, driver or library does not support it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -90,7 +90,7 @@ def _call_nvml(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _decode_string(value: Any) -> str | None:
-    """Older versions of the module give bytes."""
+    """Return a string as text: older versions of pynvml return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -109,7 +109,7 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
-    """`switch`, a PCI address, or None for what is neither a switch nor a GPU."""
+    """Return `switch`, the PCI address of a GPU, or None for any other device at the end of an NVLink."""
     kind = None
     if hasattr(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType"):
         kind = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
@@ -120,7 +120,9 @@ def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
 
 
 def _clique(nvml: Any, handle: Any) -> str | None:
-    """Only where the fabric manager has finished, and has a cluster: before, id and uuid are 0 on every node."""
+    """Return the NVLink domain. None until the fabric manager has finished: before that, id and uuid are 0 on every
+    node.
+    """
     if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfoV"):
         return None
     info = nvml.c_nvmlGpuFabricInfoV_t()
@@ -142,7 +144,7 @@ _XGMI = 11
 
 @dataclass(frozen=True)
 class AmdGpu:
-    """One GPU, or a part of one that is a device of its own."""
+    """One GPU, or a partition of one that is a device of its own."""
 
     node: int
     """Its number in this topology, which counts processors too."""
@@ -153,10 +155,14 @@ class AmdGpu:
 
 
 def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:
-    """Nodes with compute units, in the driver's order; none without the driver."""
-    found = [_read_amd_gpu(it) for it in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if it.name.isdecimal()]
-    known = {it.node for it in found if it is not None}
-    return tuple(AmdGpu(it.node, it.pci, it.name, it.peers & known) for it in found if it is not None)
+    """List the GPUs in the driver's order; empty without the driver. kfd also lists processors, which have no compute
+    units.
+    """
+    gpus = [
+        _read_amd_gpu(gpu) for gpu in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if gpu.name.isdecimal()
+    ]
+    gpu_nodes = {gpu.node for gpu in gpus if gpu is not None}
+    return tuple(AmdGpu(gpu.node, gpu.pci, gpu.name, gpu.peers & gpu_nodes) for gpu in gpus if gpu is not None)
 
 
 def _read_amd_gpu(node: Path) -> AmdGpu | None:
@@ -165,13 +171,13 @@ def _read_amd_gpu(node: Path) -> AmdGpu | None:
         return None
     bus, device = divmod(facts["location_id"] & 0xFFFF, 256)
     pci = f"{facts.get('domain', 0):04x}:{bus:02x}:{device >> 3:02x}.{device & 7}"
-    links = [_read_properties(it / "properties") for it in list_entries(node / "io_links")]
-    peers = {it.get("node_to", -1) for it in links if it.get("type") == _XGMI}
+    links = [_read_properties(entry / "properties") for entry in list_entries(node / "io_links")]
+    peers = {link.get("node_to", -1) for link in links if link.get("type") == _XGMI}
     return AmdGpu(int(node.name), pci, read_text(node / "name") or None, frozenset(peers))
 
 
 def _read_properties(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     return {
         name: int(value) for name, value in re.findall(r"^(\w+) ([0-9]{1,20})$", read_text(path) or "", re.MULTILINE)
     }

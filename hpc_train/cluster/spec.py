@@ -1,4 +1,4 @@
-"""Cluster: what every topology reader gives, whatever its source. What a source does not tell is empty or None."""
+"""Cluster: the result of every topology reader. Facts that a source does not give are empty or None."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """How two devices of a node reach each other; one entry a pair, a before b in the source's order."""
+    """The connection between two devices of a node; one entry a pair, `a` before `b` in the source's order."""
 
     node: str
     a: str
@@ -86,7 +86,7 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch, a block, a ring or any other unit of a fabric, and what hangs on it directly."""
+    """A switch, block, ring or other unit of a fabric, with the nodes and switches directly attached to it."""
 
     name: str
     level: int
@@ -103,7 +103,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything that one source tells."""
+    """A machine as one source describes it."""
 
     kind: str
     """The source: nvidia_smi, rocm_smi, nccl_xml, sysfs, slurm_tree, slurm_block, ibnetdiscover, ..."""
@@ -116,12 +116,12 @@ class Cluster:
 
 def sum_rates(rates: Iterable[float | None]) -> float | None:
     """Add up line rates. Returns None if there are none, or any is unknown: a sum of the others would be too low."""
-    known = list(rates)
-    return sum(rate for rate in known if rate is not None) if known and None not in known else None
+    listed = list(rates)
+    return sum(rate for rate in listed if rate is not None) if listed and None not in listed else None
 
 
 def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as `topology read --json` prints it; facts beyond the first three of a device only where known."""
+    """Convert a cluster to the JSON of `topology read`. Devices have their optional facts only where known."""
     return {
         "kind": cluster.kind,
         "nodes": [
@@ -151,13 +151,15 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
 
 
 def _capacity(switch: Switch) -> dict[str, Any]:
-    """Describe what is known about a switch's uplinks."""
-    found: dict[str, Any] = {}
+    """Describe the known uplinks of a switch."""
+    capacity: dict[str, Any] = {}
     if switch.uplinks:
-        found["uplinks"] = [{"switch": it.switch, "cables": it.cables, "gbit_s": it.gbit_s} for it in switch.uplinks]
+        capacity["uplinks"] = [
+            {"switch": trunk.switch, "cables": trunk.cables, "gbit_s": trunk.gbit_s} for trunk in switch.uplinks
+        ]
     if switch.link_speed is not None:
-        found["link_speed"] = switch.link_speed
-    return found
+        capacity["link_speed"] = switch.link_speed
+    return capacity
 
 
 _GPU = ("name", "pci", "nvlinks", "clique")

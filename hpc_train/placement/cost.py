@@ -43,7 +43,7 @@ _ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class CostTerm:
-    """One phase of one flow."""
+    """The cost of one phase of one flow."""
 
     flow: Flow
     phase: CollectivePhase
@@ -52,15 +52,15 @@ class CostTerm:
 
     @property
     def moved(self) -> float:
-        """Bytes of a step on each edge."""
+        """Bytes a step on each edge."""
         return self.flow.calls * self.phase.fraction * self.flow.bytes
 
     def seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """[orders] seconds of a step."""
+        """Return [orders]: seconds a step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
     def seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """Return [orders] seconds of a step next to busy neighbours."""
+        """Return [orders]: seconds a step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
 
@@ -78,7 +78,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Fabric, mesh and flows, prepared so that many orders of nodes can be costed."""
+    """A fabric, a mesh and its flows, prepared to cost many orders of nodes."""
 
     fabric: Fabric
     groups: dict[str, GroupRows]
@@ -88,12 +88,12 @@ class CostModel:
     labels: tuple[str, ...]
     """Of all flows, those of degree 1 too."""
 
-    def totals(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[orders] seconds; orders: [orders, positions], node at each position."""
-        return self.sums(orders).seconds
+    def compute_seconds(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return [orders]: seconds of communication a step. orders: [orders, positions], the node at each position."""
+        return self.compute_sums(orders).seconds
 
-    def sums(self, orders: NDArray[np.int64]) -> StepSums:
-        """Compute the sums. orders: [orders, positions], node at each position."""
+    def compute_sums(self, orders: NDArray[np.int64]) -> StepSums:
+        """Compute the totals of many orders. orders: [orders, positions], the node at each position."""
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
         parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
         return StepSums(
@@ -102,20 +102,16 @@ class CostModel:
             np.concatenate([part.crossings for part in parts]),
         )
 
-    def beside(self, order: Sequence[int]) -> float:
-        """Return the seconds of one order next to busy neighbours."""
-        return float(self.sums(np.asarray(order, np.int64)[None]).beside[0])
-
-    def cost(self, order: Sequence[int]) -> CommunicationCost:
-        """Of one order."""
+    def compute_cost(self, order: Sequence[int]) -> CommunicationCost:
+        """Compute the cost of one order, in total and by axis."""
         measured = self._measure(np.asarray(order, np.int64)[None])
         per_axis = dict.fromkeys(self.labels, 0.0)
         for term in self.terms:
             per_axis[format_axes(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
         return CommunicationCost(sum(per_axis.values()), per_axis)
 
-    def link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-        """Level -> [groups] bytes of a step that leave a group, or enter it, whichever are more."""
+    def compute_link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+        """Map each level to [groups]: bytes a step that leave a group, or enter it, whichever are more."""
         orders = np.asarray(order, np.int64)[None]
         return {level.name: self._level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)}
 
@@ -128,7 +124,7 @@ class CostModel:
         return larger
 
     def _measure(self, orders: NDArray[np.int64]) -> list[MeasuredPhase]:
-        return [measure_orders(it, self.fabric, orders) for it in self.patterns]
+        return [measure_orders(pattern, self.fabric, orders) for pattern in self.patterns]
 
     def _sums(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)
@@ -143,10 +139,12 @@ class CostModel:
 def build_cost_model(
     fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], nodes: int, backend: Backend = "nccl"
 ) -> CostModel:
-    """The model of a mesh on `nodes` of the fabric's nodes. Raises UserError where the degrees do not fill them."""
+    """Build the cost model of a mesh on `nodes` of the fabric's nodes. Raises UserError if the degrees do not fill
+    them.
+    """
     check_world(fabric, sizes, nodes)
     groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
-    groups = {name: it for name, it in groups.items() if it.position.shape[1] > 1}
+    groups = {name: group for name, group in groups.items() if group.position.shape[1] > 1}
     index: dict[tuple[object, ...], int] = {}
     patterns: list[MessagePattern] = []
     terms = []
@@ -169,7 +167,7 @@ def estimate_cost(
     nodes: Sequence[int] | None = None,
     backend: Backend = "nccl",
 ) -> CommunicationCost:
-    """Seconds of a step's communication, in all and by axis, with the ranks on `nodes`.
+    """Estimate the seconds of a step's communication, in total and by axis, with the ranks on `nodes`.
 
     sizes: mesh axis -> degree; ranks are row-major over AXES. nodes: index of the fabric's node that holds each next
     `ranks_per_node` ranks (default: the launcher's order); fewer than the fabric has leave spares.
@@ -177,4 +175,4 @@ def estimate_cost(
     """
     order = range(len(fabric.nodes)) if nodes is None else nodes
     assert len(set(order)) == len(order), "a node holds two places"
-    return build_cost_model(fabric, sizes, flows, len(order), backend).cost(order)
+    return build_cost_model(fabric, sizes, flows, len(order), backend).compute_cost(order)

@@ -1,9 +1,9 @@
-"""Find where the nodes of a job are; used by both `topology place` and the job itself.
+"""Find where the nodes of a job are: their switches and NVLink domains. `topology place` and the job both ask here.
 
-Sources, in this order: the file of cluster.topology; Slurm (`scontrol show topology` and, if that does not name a node,
-the node's own SLURM_TOPOLOGY_ADDR). NVLink domains that span nodes come from NVML on the nodes; else from the file's
+Sources of switches, in this order: the file of cluster.topology; `scontrol show topology`; for nodes that it does not
+name, their own SLURM_TOPOLOGY_ADDR. NVLink domains that span nodes come from NVML on the nodes; else from the file's
 GPUs; else from Slurm's blocks, if the cluster's description has domains of that size. A node that no source names is
-alone on a switch; the others are placed as usual.
+taken to be alone on a switch; the others are placed as usual.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING = "nothing tells how the nodes hang together; describe it with cluster.
 
 @dataclass(frozen=True)
 class JobHost:
-    """A node of the job and what it knows about itself."""
+    """A node of the job, with the facts that only the node itself knows."""
 
     name: str
     slurm_name: str | None = None
@@ -50,13 +50,13 @@ class JobHost:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names a source may use for it."""
+        """The names that a source may use for the node."""
         return (self.slurm_name or self.name, self.name, self.name.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class NodeLocations:
-    """Nodes of one job, and what is known about where they are."""
+    """The nodes of one job, and where they are as far as it is known."""
 
     nodes: tuple[str, ...]
     """Nodes in the launcher's order."""
@@ -97,7 +97,7 @@ def locate_hosts(
         notes = (
             [] if shown is None else ["`scontrol show topology` puts the nodes elsewhere than SLURM_TOPOLOGY_ADDR does"]
         )
-        blocks = {host.name: found[-1] for host, found in _blocks_of(hosts, addressed)}
+        blocks = {host.name: path[-1] for host, path in _blocks_of(hosts, addressed)}
         return _located(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
     return _on_switches(cluster, hosts, shown, _SLURM, addressed)
 
@@ -119,9 +119,9 @@ def read_switch_file(file: Path) -> Cluster:
 def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (compute nodes on switches in the file's order; one line on the other hosts, if any)."""
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
-    hanging = [name for name, found in find_paths(topology, compute).items() if found]
-    left_out = [name for name in hanging if name not in compute]
-    chosen = tuple(name for name in hanging if name in compute)
+    attached = [name for name, path in find_paths(topology, compute).items() if path]
+    left_out = [name for name in attached if name not in compute]
+    chosen = tuple(name for name in attached if name in compute)
     if not left_out:
         return chosen, ()
     own = next(iter(group_by_hardware(topology, compute)), None)
@@ -142,10 +142,12 @@ def _on_switches(
     addressed: Mapping[str, tuple[str, ...]] | None = None,
 ) -> NodeLocations:
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
-    found = _by_any_name({name: it for name, it in find_paths(topology, compute).items() if it})
-    named = {host.name: next((found[name] for name in host.names if name in found), None) for host in hosts}
-    paths = {name: it for name, it in named.items() if it} | {
-        name: it for name, it in (addressed or {}).items() if not named.get(name)
+    path_by_name = _by_any_name({name: path for name, path in find_paths(topology, compute).items() if path})
+    named = {
+        host.name: next((path_by_name[name] for name in host.names if name in path_by_name), None) for host in hosts
+    }
+    paths = {name: path for name, path in named.items() if path} | {
+        name: path for name, path in (addressed or {}).items() if not named.get(name)
     }
     cliques, blocks = _find_cliques(topology), _find_blocks(topology)
     return _located(
@@ -177,8 +179,8 @@ def _located(
     about = [f"{source} does not say where {_name_some(missing)} is; taken to be alone on a switch"] if missing else []
     problem = None
     if not paths and not domains:
-        known = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
-        problem, about = ("; ".join([*notes, known]) if topology is None else known), []
+        reason = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
+        problem, about = ("; ".join([*notes, reason]) if topology is None else reason), []
     nics, rate = _find_usual_network(hosts, topology) if topology is not None else (0, 0.0)
     return NodeLocations(
         nodes=tuple(host.name for host in hosts),
@@ -194,17 +196,17 @@ def _located(
     )
 
 
-def _by_any_name(found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _by_any_name(paths: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Look nodes up by the source's names, and by their first parts if those are unique."""
-    short = Counter(name.partition(".")[0] for name in found)
-    return {name.partition(".")[0]: it for name, it in found.items() if short[name.partition(".")[0]] == 1} | dict(
-        found
+    short = Counter(name.partition(".")[0] for name in paths)
+    return {name.partition(".")[0]: path for name, path in paths.items() if short[name.partition(".")[0]] == 1} | dict(
+        paths
     )
 
 
-def _select_hosts(hosts: Sequence[JobHost], known: Mapping[str, str]) -> dict[str, str]:
-    named = {host.name: next((known[name] for name in host.names if name in known), None) for host in hosts}
-    return {name: it for name, it in named.items() if it is not None}
+def _select_hosts(hosts: Sequence[JobHost], by_name: Mapping[str, str]) -> dict[str, str]:
+    named = {host.name: next((by_name[name] for name in host.names if name in by_name), None) for host in hosts}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[int, float]:
@@ -220,8 +222,12 @@ def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[in
 
 def _find_cliques(topology: Cluster) -> dict[str, str]:
     """Return the NVLink domain of each node whose GPUs are all in one domain."""
-    found = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
-    return {name: clique for name, it in found.items() if len(it) == 1 and (clique := next(iter(it))) is not None}
+    cliques = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
+    return {
+        name: clique
+        for name, of_node in cliques.items()
+        if len(of_node) == 1 and (clique := next(iter(of_node))) is not None
+    }
 
 
 def _find_blocks(topology: Cluster) -> dict[str, str]:
@@ -270,8 +276,8 @@ def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter
     """Count the nodes of each block that holds a job node: all of them if the source lists them, else the job's."""
     if topology is None:
         return Counter(blocks.values())
-    held = set(blocks.values())
-    return Counter({switch.name: len(switch.nodes) for switch in topology.switches if switch.name in held})
+    used = set(blocks.values())
+    return Counter({switch.name: len(switch.nodes) for switch in topology.switches if switch.name in used})
 
 
 def _are_domains(cluster: ClusterConfig, blocks: Mapping[str, str], topology: Cluster | None) -> bool:
@@ -305,17 +311,17 @@ def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list
 def _by_address(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Return (path of each host that has a valid address, problems of the others)."""
     names = frozenset(switch.name for switch in shown.switches) if shown is not None else frozenset[str]()
-    found: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
     for host in hosts:
         if host.address is None:
             continue
         try:
             if above := parse_address(host.address, host.pattern, host.names[0], names):
-                found[host.name] = above
+                paths[host.name] = above
         except UserError as error:
             problems.append(str(error))
-    return found, problems
+    return paths, problems
 
 
 def _contradict(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:

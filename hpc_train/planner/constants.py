@@ -152,7 +152,7 @@ def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     """What was measured in place of what was fitted: bandwidths that benchmarks have reached are reached."""
     found: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
-        if told := measured.of(level):
+        if told := measured.get_level(level):
             found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}

@@ -80,17 +80,19 @@ def read_topology_file(path: Path, format: str | None = None) -> Cluster:
 
 def read_topology_text(text: str, name: str, format: str | None = None) -> Cluster:
     """The same of a text; name: what messages call it."""
-    known = list_formats()
+    formats = list_formats()
     text = _plain(text)
     if format is not None:
-        chosen = [it for it in known if it.name == format]
+        chosen = [candidate for candidate in formats if candidate.name == format]
         if not chosen:
-            raise UserError(f"--format {format}: choose one of {', '.join(it.name for it in known)}")
-    elif not (chosen := [it for it in known if it.matches(text)]):
-        raise UserError(f"{name}: not a topology that is read here; known: {', '.join(it.name for it in known)}")
+            raise UserError(f"--format {format}: choose one of {', '.join(candidate.name for candidate in formats)}")
+    elif not (chosen := [candidate for candidate in formats if candidate.matches(text)]):
+        raise UserError(
+            f"{name}: not a topology that is read here; known: {', '.join(candidate.name for candidate in formats)}"
+        )
     if len(text) > chosen[0].largest:
-        most = chosen[0].largest >> 20
-        raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {most} MiB")
+        limit = chosen[0].largest >> 20
+        raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
     return chosen[0].read(text, name)
 
 

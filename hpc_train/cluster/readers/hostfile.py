@@ -19,7 +19,7 @@ _ENTRY = re.compile(
 def matches_hostlist(text: str) -> bool:
     """Whether it is one line with brackets or commas, and no character that names do not have."""
     lines = [line for _, line in _lines(text)]
-    return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(it in lines[0] for it in "[]{},")
+    return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(character in lines[0] for character in "[]{},")
 
 
 def read_hostlist(text: str, name: str) -> Cluster:
@@ -29,7 +29,7 @@ def read_hostlist(text: str, name: str) -> Cluster:
         nodes += _expand_line(line, name, number)
     if not nodes:
         raise UserError(f"{name}: no name in it; expected a host list such as n[001-016]")
-    return Cluster("hostlist", tuple(Node(it) for it in nodes))
+    return Cluster("hostlist", tuple(Node(host) for host in nodes))
 
 
 def matches_hostfile(text: str) -> bool:
@@ -49,15 +49,15 @@ def read_hostfile(text: str, name: str) -> Cluster:
     """
     nodes: list[str] = []
     for number, line in _lines(text):
-        found = _ENTRY.fullmatch(line)
-        if not found:
+        match = _ENTRY.fullmatch(line)
+        if not match:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected HOST or HOST slots=N")
-        nodes += _expand_line(found[1], name, number)
+        nodes += _expand_line(match[1], name, number)
         if len(nodes) > MAX_HOSTS:
             raise UserError(f"{name}:{number}: more than {MAX_HOSTS} hosts")
     if not nodes:
         raise UserError(f"{name}: no host in it; expected a name a line")
-    return Cluster("hostfile", tuple(Node(it) for it in nodes))
+    return Cluster("hostfile", tuple(Node(host) for host in nodes))
 
 
 def _expand_line(text: str, name: str, number: int) -> list[str]:

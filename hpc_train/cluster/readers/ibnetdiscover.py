@@ -69,7 +69,7 @@ def _make_contradiction_error(id: str, port: int, cable: CableEnd, back: CableEn
 
 def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, int]], name: str) -> None:
     """A switch whose record was cut lost hosts that nothing else tells of: its level would be wrong."""
-    last = max(devices.values(), key=lambda it: it.line or 0)
+    last = max(devices.values(), key=lambda device: device.line or 0)
     if last.kind == SWITCH and set(missing) == {last.id}:
         port, line = missing[last.id]
         raise UserError(
@@ -85,8 +85,8 @@ def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[
     tells but a part of its devices: it may be cut there. A level that hangs on what such a switch may hold is refused;
     a switch without a record on which no host is seen is left out. Switches that no host is connected to are level 0.
     """
-    switches = {id: it for id, it in devices.items() if it.kind == SWITCH}
-    leaves = [id for id, it in switches.items() if any(cable.far in hosts for cable in it.cables.values())]
+    switches = {id: device for id, device in devices.items() if device.kind == SWITCH}
+    leaves = [id for id, switch in switches.items() if any(cable.far in hosts for cable in switch.cables.values())]
     farthest = _compute_distances(switches, leaves)
     nearest = _compute_distances(switches, [*leaves, *_list_uncertain_switches(devices)])
     for id, level in nearest.items():
@@ -95,27 +95,27 @@ def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[
                 f"{name}:{line}: how far {id} is from a host hangs on switches that have no whole record; "
                 "expected the whole dump"
             )
-    known = {id: farthest.get(id, 0) for id, it in switches.items() if it.line is not None}
-    return known | dict.fromkeys(leaves, 0)
+    recorded = {id: farthest.get(id, 0) for id, switch in switches.items() if switch.line is not None}
+    return recorded | dict.fromkeys(leaves, 0)
 
 
 def _list_uncertain_switches(devices: Mapping[str, SubnetDevice]) -> list[str]:
     """Switches that may have more cables than the dump tells."""
-    seen = [id for id, it in devices.items() if it.line is None]
-    last = max(devices.values(), key=lambda it: it.line or 0)
-    return [it for it in [*seen, *([last.id] if seen else [])] if devices[it].kind == SWITCH]
+    seen = [id for id, device in devices.items() if device.line is None]
+    last = max(devices.values(), key=lambda device: device.line or 0)
+    return [device for device in [*seen, *([last.id] if seen else [])] if devices[device].kind == SWITCH]
 
 
 def _compute_distances(switches: Mapping[str, SubnetDevice], start: Iterable[str]) -> dict[str, int]:
-    found = dict.fromkeys(start, 0)
-    queue = deque(found)
+    distances = dict.fromkeys(start, 0)
+    queue = deque(distances)
     while queue:
         id = queue.popleft()
         for cable in switches[id].cables.values():
-            if cable.far in switches and cable.far not in found:
-                found[cable.far] = found[id] + 1
+            if cable.far in switches and cable.far not in distances:
+                distances[cable.far] = distances[id] + 1
                 queue.append(cable.far)
-    return found
+    return distances
 
 
 _DUMP = re.compile(
@@ -133,7 +133,7 @@ _OTHERS = {
 
 def matches_ibnetdiscover(text: str) -> bool:
     """Whether it is a dump of ibnetdiscover, or what could be mistaken for one."""
-    return bool(_DUMP.search(text)) or any(it.search(text) for it in _OTHERS.values())
+    return bool(_DUMP.search(text)) or any(pattern.search(text) for pattern in _OTHERS.values())
 
 
 def read_ibnetdiscover(text: str, name: str) -> Cluster:
@@ -146,7 +146,7 @@ def read_ibnetdiscover(text: str, name: str) -> Cluster:
         if pattern.search(text) and not _DUMP.search(text):
             raise UserError(f"{name}:1: {tool} is not read; expected what ibnetdiscover prints without options")
     devices = connect_cables(parse_ibnetdiscover(text, name), name)
-    adapters = [it for it in devices.values() if it.kind == CA and not is_aggregation_node(it)]
+    adapters = [device for device in devices.values() if device.kind == CA and not is_aggregation_node(device)]
     if not adapters:
         raise UserError(
             f"{name}:1: no adapter of a host; expected the whole dump, which has at least the one it ran on"
@@ -165,20 +165,22 @@ def _make_nodes(
     members: dict[str, list[SubnetDevice]] = defaultdict(list)
     for adapter in adapters:
         members[host_of[adapter.id][0]].append(adapter)
-    return tuple(Node(host, (), _make_nics(found, host_of, switches)) for host, found in members.items())
+    return tuple(
+        Node(host, (), _make_nics(adapters_of_host, host_of, switches)) for host, adapters_of_host in members.items()
+    )
 
 
 def _make_nics(
     adapters: list[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
 ) -> tuple[Nic, ...]:
     """In the order of their devices' numbers."""
-    ordered = sorted(adapters, key=lambda it: (natural_key(host_of[it.id][1] or "~"), it.id))
-    return tuple(_make_nic(f"NIC{n}", it, host_of[it.id][1], switches) for n, it in enumerate(ordered))
+    ordered = sorted(adapters, key=lambda adapter: (natural_key(host_of[adapter.id][1] or "~"), adapter.id))
+    return tuple(_make_nic(f"NIC{n}", adapter, host_of[adapter.id][1], switches) for n, adapter in enumerate(ordered))
 
 
 def _make_nic(id: str, adapter: SubnetDevice, device: str | None, switches: Mapping[str, str]) -> Nic:
     rates = [parse_rate(cable.rate) for cable in adapter.cables.values()]
-    on = dict.fromkeys(switches[it.far] for _, it in sorted(adapter.cables.items()) if it.far in switches)
+    on = dict.fromkeys(switches[cable.far] for _, cable in sorted(adapter.cables.items()) if cable.far in switches)
     return Nic(
         id,
         device,
@@ -199,8 +201,8 @@ def _make_switches(
     """Lowest level first; of two switches of one level neither is below the other."""
     for id in sorted(levels, key=levels.__getitem__):
         far = [cable.far for _, cable in sorted(devices[id].cables.items())]
-        below = [names[it] for it in far if it in levels and levels[it] == levels[id] - 1]
-        hosts = [host_of[it][0] for it in far if it in host_of]
+        below = [names[device] for device in far if device in levels and levels[device] == levels[id] - 1]
+        hosts = [host_of[device][0] for device in far if device in host_of]
         uplinks = _make_uplinks(id, devices, levels, names)
         yield Switch(names[id], levels[id], tuple(dict.fromkeys(hosts)), tuple(dict.fromkeys(below)), uplinks)
 
@@ -215,7 +217,8 @@ def _make_uplinks(
         if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
             rates[far.id].append(parse_rate(cable.rate))
     return tuple(
-        Trunk(names.get(far) or format_guid(devices[far]), len(found), sum_rates(found)) for far, found in rates.items()
+        Trunk(names.get(far) or format_guid(devices[far]), len(cable_rates), sum_rates(cable_rates))
+        for far, cable_rates in rates.items()
     )
 
 

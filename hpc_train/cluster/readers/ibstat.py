@@ -47,29 +47,29 @@ def read_ibstat(text: str, name: str) -> Cluster:
     adapters = _adapters(text, name)
     if not adapters:
         raise UserError(f"{name}:1: no adapter; expected a line such as CA 'mlx5_0'")
-    nics = tuple(_nic(f"NIC{n}", it, kind, name) for n, it in enumerate(adapters.values()))
+    nics = tuple(_nic(f"NIC{n}", adapter, kind, name) for n, adapter in enumerate(adapters.values()))
     return Cluster(kind, (Node(UNNAMED_HOST, (), nics),))
 
 
 def _adapters(text: str, name: str) -> dict[str, _Adapter]:
-    found: dict[str, _Adapter] = {}
+    adapters: dict[str, _Adapter] = {}
     section: _Section | None = None
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if match := _STATUS.match(line):
-            adapter = found.setdefault(match[1], _Adapter(number, device=match[1]))
+            adapter = adapters.setdefault(match[1], _Adapter(number, device=match[1]))
             section = _port(adapter, int(match[2]), number, name)
         elif match := _ADAPTER.match(line):
-            if match[1] in found:
+            if match[1] in adapters:
                 raise UserError(f"{name}:{number}: {match[1]} is there twice; expected the output of one host")
-            section = found[match[1]] = _Adapter(number, device=match[1])
+            section = adapters[match[1]] = _Adapter(number, device=match[1])
         elif match := _PORT.fullmatch(line):
-            if not found:
+            if not adapters:
                 raise UserError(f"{name}:{number}: a port of no adapter; expected a line such as CA 'mlx5_0' before it")
-            section = _port(next(reversed(found.values())), int(match[1]), number, name)
+            section = _port(next(reversed(adapters.values())), int(match[1]), number, name)
         elif section is not None and (match := _FIELD.fullmatch(line)):
             section.fields[match[1].lower().replace("_", " ")] = (match[2] or "").strip()
-    return found
+    return adapters
 
 
 def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
@@ -82,10 +82,10 @@ def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
 
 def _nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
     _check_ports(adapter, kind, name)
-    up = [it.fields for it in adapter.ports.values() if _is_up(it.fields)]
-    rates = [_gbit_s(it) for it in up]
-    layers = [_layer(it, name) for it in adapter.ports.values()]
-    live = [layer for layer, it in zip(layers, adapter.ports.values(), strict=True) if _is_up(it.fields)]
+    up = [port.fields for port in adapter.ports.values() if _is_up(port.fields)]
+    rates = [_gbit_s(port) for port in up]
+    layers = [_layer(port, name) for port in adapter.ports.values()]
+    live = [layer for layer, port in zip(layers, adapter.ports.values(), strict=True) if _is_up(port.fields)]
     return Nic(
         id,
         adapter.device,
@@ -98,10 +98,10 @@ def _nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
 
 def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
     count = adapter.fields.get("number of ports", "")
-    wanted = int(count) if count.isdecimal() else 1
-    if sum(port > 0 for port in adapter.ports) < min(wanted, 255):
+    expected = int(count) if count.isdecimal() else 1
+    if sum(port > 0 for port in adapter.ports) < min(expected, 255):
         raise UserError(
-            f"{name}:{adapter.line}: {adapter.device} has {len(adapter.ports)} of {wanted} ports; expected all"
+            f"{name}:{adapter.line}: {adapter.device} has {len(adapter.ports)} of {expected} ports; expected all"
         )
     for port, section in adapter.ports.items():
         for needed in _KINDS[kind]:

@@ -31,16 +31,16 @@ def assign_nameless_adapters(
     another as those of named servers do, on different switches. An adapter that matches no other is a server of its
     own.
     """
-    nameless = [it for it in adapters if it.id not in named]
+    nameless = [adapter for adapter in adapters if adapter.id not in named]
     if not nameless:
         return {}
     groups = _by_system(nameless)
-    plugs = {it.id: [(cable.far, cable.far_port) for cable in it.cables.values()] for it in adapters}
+    plugs = {adapter.id: [(cable.far, cable.far_port) for cable in adapter.cables.values()] for adapter in adapters}
     if _same_ports(named, plugs):
-        found = _by_port(groups, named, plugs)
+        host_of = _by_port(groups, named, plugs)
     else:
-        found = _by_guid(groups, adapters, named, plugs, number_of)
-    return found | {it.id: group[0].id for group in groups for it in group if it.id not in found}
+        host_of = _by_guid(groups, adapters, named, plugs, number_of)
+    return host_of | {adapter.id: group[0].id for group in groups for adapter in group if adapter.id not in host_of}
 
 
 CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
@@ -49,8 +49,8 @@ CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
 
 def _by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
     groups: dict[str, list[SubnetDevice]] = defaultdict(list)
-    for it in nameless:
-        groups[it.system or it.id].append(it)
+    for adapter in nameless:
+        groups[adapter.system or adapter.id].append(adapter)
     return list(groups.values())
 
 
@@ -63,13 +63,13 @@ def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
     """Whether each server's cables are in ports of one number, each on a different switch."""
-    kept = several = 0
+    same = several = 0
     for ids in _members(named).values():
         cables = [plug for id in ids for plug in plugs.get(id, ())]
         if len(cables) > 1:
             several += 1
-            kept += len({port for _, port in cables}) == 1 and len({switch for switch, _ in cables}) == len(cables)
-    return several > 1 and kept >= _MOSTLY * several
+            same += len({port for _, port in cables}) == 1 and len({switch for switch, _ in cables}) == len(cables)
+    return several > 1 and same >= _MOSTLY * several
 
 
 def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs) -> dict[str, str]:
@@ -79,17 +79,19 @@ def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str],
         for switch, port in plugs.get(id, ()):
             owners[unit.get(switch, -1), port].add(host)
     used = {host: {switch for id in ids for switch, _ in plugs.get(id, ())} for host, ids in _members(named).items()}
-    found: dict[str, str] = {}
+    hosts_of: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
     for group in groups:
-        keys = {(unit[switch], port) for it in group for switch, port in plugs[it.id] if switch in unit}
+        keys = {(unit[switch], port) for adapter in group for switch, port in plugs[adapter.id] if switch in unit}
         if len(keys) == 1:
             key = next(iter(keys))
-            own = {switch for it in group for switch, _ in plugs[it.id]}
+            own = {switch for adapter in group for switch, _ in plugs[adapter.id]}
             hosts = {host for host in owners[key] if used[host].isdisjoint(own)}
             if len(hosts) < 2:
-                found |= dict.fromkeys((it.id for it in group), next(iter(hosts), first.setdefault(key, group[0].id)))
-    return found
+                hosts_of |= dict.fromkeys(
+                    (adapter.id for adapter in group), next(iter(hosts), first.setdefault(key, group[0].id))
+                )
+    return hosts_of
 
 
 def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
@@ -111,23 +113,27 @@ def _by_guid(
     number_of: Callable[[SubnetDevice], int | None],
 ) -> dict[str, str]:
     """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
-    numbers = sorted((number, it.id) for it in adapters if (number := number_of(it)) is not None)
+    numbers = sorted((number, adapter.id) for adapter in adapters if (number := number_of(adapter)) is not None)
     step = _step(numbers, named)
     members = _members(named)
-    most = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
-    if step is None or most < 2:
+    usual = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
+    if step is None or usual < 2:
         return {}
     host = dict(named)
     used = {name: {switch for id in ids for switch, _ in plugs.get(id, ())} for name, ids in members.items()}
     size = {name: len(ids) for name, ids in members.items()}
-    system = {it.id: group for group in groups for it in group}
+    system = {adapter.id: group for group in groups for adapter in group}
     at = dict(numbers)
 
     def join(number: int, id: str, alone: bool) -> None:
         """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
         own = {switch for switch, _ in plugs.get(id, ())}
-        near = [host[at[it]] for it in (number - step, number + step) if it in at and at[it] in host]
-        fits = [name for name in near if size[name] < most and used[name].isdisjoint(own)]
+        near = [
+            host[at[neighbour]]
+            for neighbour in (number - step, number + step)
+            if neighbour in at and at[neighbour] in host
+        ]
+        fits = [name for name in near if size[name] < usual and used[name].isdisjoint(own)]
         if not fits and not alone:
             return
         name = fits[0] if fits else system[id][0].id
@@ -202,13 +208,13 @@ def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | N
     for adapter in adapters:
         if adapter.id in named:
             of_system[adapter.system].add(named[adapter.id][0])
-    found = dict(named)
+    names = dict(named)
     for adapter in adapters:
         if adapter.id not in named and adapter.system and len(of_system[adapter.system]) == 1:
-            found[adapter.id] = (next(iter(of_system[adapter.system])), None)
-    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in found.items()}, _number)
+            names[adapter.id] = (next(iter(of_system[adapter.system])), None)
+    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in names.items()}, _number)
     systems = {adapter.id: adapter.system or format_guid(adapter) for adapter in adapters}
-    return found | {id: (systems.get(host, host), None) for id, host in joined.items()}
+    return names | {id: (systems.get(host, host), None) for id, host in joined.items()}
 
 
 def _number(adapter: SubnetDevice) -> int | None:
@@ -217,11 +223,19 @@ def _number(adapter: SubnetDevice) -> int | None:
 
 def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
     """Adapters whose description names a host; a host most of whose adapters are there twice is several of one name."""
-    named = {it.id: found for it in adapters if (found := parse_description(it.name or _is_simulated(it)))}
+    named = {
+        adapter.id: description
+        for adapter in adapters
+        if (description := parse_description(adapter.name or _is_simulated(adapter)))
+    }
     twice: dict[str, list[bool]] = defaultdict(list)
     for (host, device), count in Counter(named.values()).items():
         twice[host].append(device is not None and count > 1)
-    return {id: found for id, found in named.items() if 2 * sum(twice[found[0]]) <= len(twice[found[0]])}
+    return {
+        id: description
+        for id, description in named.items()
+        if 2 * sum(twice[description[0]]) <= len(twice[description[0]])
+    }
 
 
 def _is_simulated(device: SubnetDevice) -> str | None:
@@ -236,8 +250,8 @@ def format_guid(device: SubnetDevice) -> str:
 
 def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
     """A name of each, no two alike: its own, with its place in a chassis where several share that, else the GUID."""
-    choices = {it.id: [*_own_names(it), format_guid(it), it.id] for it in switches}
-    while doubles := {name for name, count in Counter(it[0] for it in choices.values()).items() if count > 1}:
+    choices = {switch.id: [*_own_names(switch), format_guid(switch), switch.id] for switch in switches}
+    while doubles := {name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1}:
         for names in choices.values():
             if names[0] in doubles and len(names) > 1:
                 del names[0]

@@ -31,9 +31,9 @@ class XmlElement:
     line: int
     children: list[XmlElement] = field(default_factory=list)
 
-    def of(self, tag: str) -> list[XmlElement]:
+    def list_children(self, tag: str) -> list[XmlElement]:
         """Children with a tag."""
-        return [it for it in self.children if it.tag == tag]
+        return [child for child in self.children if child.tag == tag]
 
 
 def read_root_tag(text: str) -> str | None:
@@ -47,8 +47,8 @@ def read_root_tag(text: str) -> str | None:
         elif text.startswith("<?", at):
             at += 2
         else:
-            found = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
-            return found[1] if found else None
+            match = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
+            return match[1] if match else None
     return None
 
 
@@ -137,12 +137,12 @@ def find_devices(root: XmlElement, name: str) -> tuple[list[NcclDevice], list[Nc
     """GPUs and NICs in the order of the file. A file without <gpu> (without <net>) is one that a vendor ships for
     NCCL_TOPO_FILE: there the PCI class tells the GPUs (NICs)."""
     places = list(_find_places(root, name))
-    gpus = [NcclDevice(it, place) for place, element in places for it in element.of("gpu")]
-    nics = [NcclDevice(it, place) for place, element in places for it in _list_nets(element)]
+    gpus = [NcclDevice(device, place) for place, element in places for device in element.list_children("gpu")]
+    nics = [NcclDevice(device, place) for place, element in places for device in _list_nets(element)]
     listed = [NcclDevice(element, place) for place, element in places if element.tag == "pci"]
     return (
-        gpus or [it for it in listed if _read_class(it.element).startswith(("03", "12"))],
-        nics or [it for it in listed if _read_class(it.element).startswith("02")],
+        gpus or [device for device in listed if _read_class(device.element).startswith(("03", "12"))],
+        nics or [device for device in listed if _read_class(device.element).startswith("02")],
     )
 
 
@@ -164,9 +164,9 @@ def read_number(element: XmlElement, attribute: str, name: str, default: str = "
 
 
 def _list_nets(element: XmlElement) -> Iterator[XmlElement]:
-    yield from element.of("net")
-    for nic in element.of("nic"):
-        yield from nic.of("net")
+    yield from element.list_children("net")
+    for nic in element.list_children("nic"):
+        yield from nic.list_children("net")
 
 
 def _read_class(pci: XmlElement) -> str:
@@ -185,7 +185,7 @@ def _find_places(root: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlEle
 
 
 def _make_place_below(place: PciPlace, element: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
-    for pci in element.of("pci"):
+    for pci in element.list_children("pci"):
         bridges = (*place.bridges, read_bus_id(pci, "busid", name))
         deeper = PciPlace(place.host, place.processor, place.numa, place.cpus, bridges)
         yield deeper, pci
@@ -203,7 +203,7 @@ def _cpus(processor: XmlElement, name: str) -> str | None:
     """Linux's list for an affinity mask: hexadecimal groups of 32 processors, the highest first."""
     value = processor.attributes.get("affinity", "").strip()
     groups = value.removeprefix("0x").split(",") if value else []
-    if len(groups) > MAX_MASK_GROUPS or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", it) for it in groups):
+    if len(groups) > MAX_MASK_GROUPS or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", group) for group in groups):
         raise UserError(
             f"{name}:{processor.line}: affinity={value[:40]!r} of <cpu>; expected a mask like 00ff,ffffffff"
         )
@@ -214,8 +214,8 @@ def _cpus(processor: XmlElement, name: str) -> str | None:
 
 
 def _ranges(mask: int) -> Iterator[str]:
-    for found in re.finditer("1+", f"{mask:b}"[::-1]):
-        first, last = found.start(), found.end() - 1
+    for run in re.finditer("1+", f"{mask:b}"[::-1]):
+        first, last = run.start(), run.end() - 1
         yield f"{first}-{last}" if last > first else f"{first}"
 
 
@@ -240,16 +240,16 @@ def read_bonds(gpu: NcclDevice, name: str) -> GpuBonds | None:
     """None for a GPU that a vendor's file tells by its class only; such files never list links."""
     if gpu.element.tag != "gpu":
         return None
-    found = GpuBonds(nvlink=not gpu.element.of("xgmi"))
-    for outer in (*gpu.element.of("nvlink"), *gpu.element.of("xgmi")):
-        for link in outer.of("link") or [outer]:
+    bonds = GpuBonds(nvlink=not gpu.element.list_children("xgmi"))
+    for outer in (*gpu.element.list_children("nvlink"), *gpu.element.list_children("xgmi")):
+        for link in outer.list_children("link") or [outer]:
             count = int(read_number(link, "count", name, "1"))
             target = _read_target(link, name)
-            found.total += count
-            found.targets[target] = found.targets.get(target, 0) + count
+            bonds.total += count
+            bonds.targets[target] = bonds.targets.get(target, 0) + count
             if link.attributes.get("tclass", "").lower() == _SWITCH:
-                found.switched += count
-    return found
+                bonds.switched += count
+    return bonds
 
 
 def _read_target(link: XmlElement, name: str) -> str:
@@ -322,7 +322,7 @@ def read_nccl_xml(text: str, name: str) -> Cluster:
         raise UserError(f"{name}:{root.line}: <{root.tag}>; expected NCCL's <system version=...>")
     _check_version(root, name)
     gpus, nics = find_devices(root, name)
-    hosts = list(dict.fromkeys(it.place.host for it in (*gpus, *nics))) or [""]
+    hosts = list(dict.fromkeys(device.place.host for device in (*gpus, *nics))) or [""]
     parts = [
         _node(
             host if len(hosts) > 1 else UNNAMED_HOST, _devices_of_host(gpus, host), _devices_of_host(nics, host), name
@@ -338,8 +338,8 @@ def _check_version(root: XmlElement, name: str) -> None:
         raise UserError(f"{name}:{root.line}: <system version={version!r}>; expected 1 (NCCL) or 2 (RCCL)")
 
 
-def _devices_of_host(found: list[NcclDevice], host: str) -> list[NcclDevice]:
-    return [it for it in found if it.place.host == host]
+def _devices_of_host(devices: list[NcclDevice], host: str) -> list[NcclDevice]:
+    return [device for device in devices if device.place.host == host]
 
 
 def _node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) -> tuple[Node, list[Link]]:
@@ -347,37 +347,37 @@ def _node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) 
     if len(gpus) + len(nics) > MAX_DEVICES:
         raise UserError(f"{name}:1: more than {MAX_DEVICES} GPUs and NICs in one node; not a real topology")
     gpus, gpu_ids = _number_devices(gpus, "GPU")
-    ports, nic_ids = _number_devices([it[0] for it in nics], "NIC")
+    ports, nic_ids = _number_devices([nic[0] for nic in nics], "NIC")
     _check_addresses(gpus, name)
-    bonds = [read_bonds(it, name) for it in gpus]
+    bonds = [read_bonds(gpu, name) for gpu in gpus]
     rates = {id(first.element): rate for first, rate in nics}
     node = Node(
         host,
-        tuple(_gpu(*it) for it in zip(gpu_ids, gpus, bonds, strict=True)),
-        tuple(_nic(label, it, rates[id(it.element)]) for label, it in zip(nic_ids, ports, strict=True)),
+        tuple(_gpu(*gpu_id) for gpu_id in zip(gpu_ids, gpus, bonds, strict=True)),
+        tuple(_nic(label, nic_id, rates[id(nic_id.element)]) for label, nic_id in zip(nic_ids, ports, strict=True)),
     )
     return node, _links(host, [*gpu_ids, *nic_ids], [*gpus, *ports], [*bonds, *[None] * len(ports)])
 
 
 def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
     """Devices and the rate of all their ports: NCCL lists every port that is up as a <net>, in Mbit/s."""
-    found: dict[object, tuple[NcclDevice, float | None]] = {}
+    ports: dict[object, tuple[NcclDevice, float | None]] = {}
     for net in nets:
         device = net.element.attributes.get("name")
         rate = read_number(net.element, "speed", name) / 1000 if net.element.tag == "net" else 0.0
         key = (device, net.place) if device else id(net)
-        first, before = found.get(key, (net, None))
-        found[key] = first, (before or 0.0) + rate or None
-    return list(found.values())
+        first, before = ports.get(key, (net, None))
+        ports[key] = first, (before or 0.0) + rate or None
+    return list(ports.values())
 
 
-def _number_devices(found: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
+def _number_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
     """By NCCL's index where every one has its own, else in the order of the file."""
-    numbers = [it.number() for it in found]
+    numbers = [device.number() for device in devices]
     if None in numbers or len(set(numbers)) < len(numbers):
-        return found, [f"{kind}{at}" for at in range(len(found))]
-    ordered = sorted(found, key=lambda it: it.number() or 0)
-    return ordered, [f"{kind}{it.number()}" for it in ordered]
+        return devices, [f"{kind}{at}" for at in range(len(devices))]
+    ordered = sorted(devices, key=lambda device: device.number() or 0)
+    return ordered, [f"{kind}{device.number()}" for device in ordered]
 
 
 def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
@@ -406,11 +406,11 @@ def _nic(label: str, net: NcclDevice, rate: float | None) -> Nic:
     return Nic(label, device or None, numa=numa, pci=bridges[-1] if bridges else None, gbit_s=rate)
 
 
-def _links(host: str, ids: list[str], found: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
+def _links(host: str, ids: list[str], devices: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
     links = []
-    for a, b in itertools.combinations(range(len(found)), 2):
-        kind = classify_bond(found[a], found[b], (bonds[a], bonds[b])) or classify_pci_distance(
-            found[a].place, found[b].place
+    for a, b in itertools.combinations(range(len(devices)), 2):
+        kind = classify_bond(devices[a], devices[b], (bonds[a], bonds[b])) or classify_pci_distance(
+            devices[a].place, devices[b].place
         )
         if kind is not None:
             links.append(Link(host, ids[a], ids[b], kind))

@@ -51,14 +51,14 @@ def read_nvidia_smi(text: str, name: str) -> Cluster:
     filled where the matrix tells it, see `nvlinks_of`. NIC ids are NIC0, NIC1, ...; old drivers name the columns
     by device. Raises UserError for a missing GPU row, an unknown cell, or cells that contradict each other."""
     lines = clean_lines(text)
-    found = list(find_matrices(lines))
-    whole = [it for it in found if it.rows and not it.peers]
-    if not whole:
-        line = found[0].header.number if found else 1
-        if any(it.peers for it in found):
+    matrices = list(find_matrices(lines))
+    readable = [matrix for matrix in matrices if matrix.rows and not matrix.peers]
+    if not readable:
+        line = matrices[0].header.number if matrices else 1
+        if any(matrix.peers for matrix in matrices):
             raise UserError(f"{name}:{line}: `nvidia-smi topo -p2p`; expected the output of `nvidia-smi topo -m`")
         raise UserError(f"{name}:{line}: no rows of GPUs; expected a header GPU0 GPU1 ... and one row a GPU")
-    read_ones = [(it.header.number, _MatrixReader(name, lines, it).cluster()) for it in whole]
+    read_ones = [(matrix.header.number, _MatrixReader(name, lines, matrix).cluster()) for matrix in readable]
     for number, cluster in read_ones[1:]:
         if cluster != read_ones[0][1]:
             raise UserError(f"{name}:{number}: a second, different matrix; expected the output of one node")
@@ -92,9 +92,9 @@ class _MatrixReader:
     def cluster(self) -> Cluster:
         columns, rows = self._columns_and_rows()
         cells = self._cells(columns.names, rows)
-        gpus = tuple(it for it in columns.names if it.startswith("GPU"))
+        gpus = tuple(name for name in columns.names if name.startswith("GPU"))
         nics = columns.names[len(gpus) :]
-        ids = {it: it for it in gpus} | {it: it if _numbered(it) else f"NIC{at}" for at, it in enumerate(nics)}
+        ids = {gpu: gpu for gpu in gpus} | {nic: nic if _numbered(nic) else f"NIC{at}" for at, nic in enumerate(nics)}
         kinds = _kinds(columns.names, cells)
         links = tuple(Link(UNNAMED_HOST, ids[a], ids[b], kind) for (a, b), kind in kinds.items())
         node = Node(UNNAMED_HOST, _gpus(gpus, [row for _, row in rows], kinds), self._nics(nics, ids))
@@ -129,7 +129,7 @@ class _MatrixReader:
                 raise self._refuse(lines.number, f"a second row {row.label}; expected the output of one node")
             self._check_length(lines, row, len(columns.names))
             rows[row.label] = lines.number, row
-        missing = [it for it in columns.names if it.startswith("GPU") and it not in rows]
+        missing = [name for name in columns.names if name.startswith("GPU") and name not in rows]
         if missing:
             raise self._refuse(self.matrix.header.number, f"{missing[0]} has no row below; expected one row a GPU")
         self._check_end(columns, list(rows.values()))
@@ -142,13 +142,13 @@ class _MatrixReader:
                 return read_row(lines.parts[0][lines.start :].rstrip(), columns, edge)
             except NotARowError as error:
                 raise self._refuse(lines.number, str(error)) from None
-        found = dict.fromkeys(_readings(lines, replace(columns, starts=()), edge))
-        if not found:
+        readings = dict.fromkeys(_readings(lines, replace(columns, starts=()), edge))
+        if not readings:
             return self._row(replace(lines, parts=lines.parts[:1]), columns)
-        first = next(iter(found))
-        if len({it.kinds for it in found}) > 1:
+        first = next(iter(readings))
+        if len({reading.kinds for reading in readings}) > 1:
             raise self._refuse(lines.number, f"row {first.label}, wrapped, can be joined in several ways")
-        return first if len(found) == 1 else replace(first, cpus=None, numa=None)
+        return first if len(readings) == 1 else replace(first, cpus=None, numa=None)
 
     def _check_length(self, lines: WrappedLines, row: MatrixRow, expected: int) -> None:
         ends = lines.number + len(lines.parts) > self.last
@@ -162,14 +162,14 @@ class _MatrixReader:
         line, row = rows[-1]
         if not self.cut or line != self.last or not row.label.startswith("GPU") or row.tail[-1:] == ("N/A",):
             return
-        most = len(columns.affinity) if row.tail else max(len(other.tail) for _, other in rows)
+        expected = len(columns.affinity) if row.tail else max(len(other.tail) for _, other in rows)
         nics_follow = columns.affinity == ("cpu",) and len(rows) < len(columns.names)
-        if len(row.tail) < most or nics_follow:
+        if len(row.tail) < expected or nics_follow:
             raise self._refuse(line, f"the text ends inside row {row.label}; expected its CPU and NUMA affinity")
 
     def _cells(self, names: tuple[str, ...], rows: list[tuple[int, MatrixRow]]) -> LinkCells:
         cells: LinkCells = {}
-        for line, row in sorted(rows, key=lambda it: len(it[1].kinds), reverse=True):
+        for line, row in sorted(rows, key=lambda numbered: len(numbered[1].kinds), reverse=True):
             options = [dict(zip(names, row.kinds, strict=False))]
             if len(row.kinds) < len(names):
                 options.append(
@@ -195,14 +195,14 @@ class _MatrixReader:
         devices: dict[str, str] = {}
         start = self.matrix.header.number
         for number, line in enumerate(self.lines[start:], start + 1):
-            found = _LEGEND.search(line)
-            if found is None or found[1] not in nics:
+            match = _LEGEND.search(line)
+            if match is None or match[1] not in nics:
                 continue
-            if devices.setdefault(found[1], found[2]) != found[2] or list(devices.values()).count(found[2]) > 1:
-                raise self._refuse(number, f"NIC legend: {found[1]} is {found[2]}; expected one device a NIC")
-            if self.cut and number == self.last and (len(devices) < len(nics) or _BROKEN.fullmatch(found[2])):
+            if devices.setdefault(match[1], match[2]) != match[2] or list(devices.values()).count(match[2]) > 1:
+                raise self._refuse(number, f"NIC legend: {match[1]} is {match[2]}; expected one device a NIC")
+            if self.cut and number == self.last and (len(devices) < len(nics) or _BROKEN.fullmatch(match[2])):
                 raise self._refuse(number, "the text ends inside the NIC legend; expected a device a NIC")
-        return tuple(Nic(ids[it], devices.get(it) if _numbered(it) else it) for it in nics)
+        return tuple(Nic(ids[nic], devices.get(nic) if _numbered(nic) else nic) for nic in nics)
 
 
 def _numbered(column: str) -> bool:
@@ -214,12 +214,12 @@ def _headers(header: WrappedLines) -> Iterator[MatrixColumns]:
         split = split_header(text)
         if split is not None:
             names, affinity, starts = split
-            whole = len(header.parts) == 1
+            unwrapped = len(header.parts) == 1
             line = header.parts[0]
-            at = [len(line[: header.start + it].expandtabs()) for it in starts]
-            first = [len(line[: header.start + it.start()].expandtabs()) for it in re.finditer(r"\S+", text)]
+            at = [len(line[: header.start + start].expandtabs()) for start in starts]
+            first = [len(line[: header.start + start.start()].expandtabs()) for start in re.finditer(r"\S+", text)]
             yield MatrixColumns(
-                names, affinity, tuple(at) if whole else (), tuple(first[: len(names)]) if whole else ()
+                names, affinity, tuple(at) if unwrapped else (), tuple(first[: len(names)]) if unwrapped else ()
             )
 
 

@@ -74,16 +74,16 @@ def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:
             end += 1
         below = range(index + len(header.parts), end)
         rows = tuple(_rows(lines, below))
-        yield TextMatrix(header, rows, any(_PEERS.search(lines[it]) for it in below))
+        yield TextMatrix(header, rows, any(_PEERS.search(lines[number]) for number in below))
         index = end
 
 
 def _header(lines: list[str], index: int) -> WrappedLines | None:
     line = lines[index]
-    found = _HEAD.search(line) if "GPU" in line else None
-    if found is None or _ROW.search(line) or _PEERS.search(line):
+    head = _HEAD.search(line) if "GPU" in line else None
+    if head is None or _ROW.search(line) or _PEERS.search(line):
         return None
-    parts, first = [line], line[found.start() :].split()[:1]
+    parts, first = [line], line[head.start() :].split()[:1]
     for more in lines[index + 1 : index + MAX_WRAPPED_LINES]:
         again = more.split()[:1] in ([], first)
         if again or _ROW.search(more) or _PEERS.search(more) or not _MORE_NAMES.fullmatch(more):
@@ -91,18 +91,18 @@ def _header(lines: list[str], index: int) -> WrappedLines | None:
         parts.append(more)
     else:
         parts = [line]
-    return WrappedLines(index + 1, tuple(parts), found.start())
+    return WrappedLines(index + 1, tuple(parts), head.start())
 
 
 def _rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
     for index in below:
-        found = _ROW.search(lines[index])
-        if found is None:
+        match = _ROW.search(lines[index])
+        if match is None:
             continue
         parts = [lines[index]]
         while (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _continues(lines[more]):
             parts.append(lines[more])
-        yield WrappedLines(index + 1, tuple(parts), found.start())
+        yield WrappedLines(index + 1, tuple(parts), match.start())
 
 
 def _continues(line: str) -> bool:
@@ -116,13 +116,17 @@ def _has_affinity(matrix: TextMatrix) -> bool:
 def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]] | None:
     """Device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`, a header from its first
     GPU on. None where that is no header."""
-    found = list(_AFFINITY.finditer(text))
-    names = _names(text[: found[0].start()] if found else text)
-    kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[it.group()[0].upper()] for it in found)
-    rest = _AFFINITY.sub(" ", text[found[0].start() :]) if found else ""
-    if names is None or rest.strip() or kinds != tuple(it for it in ("cpu", "numa", "gpu_numa") if it in kinds):
+    affinity_columns = list(_AFFINITY.finditer(text))
+    names = _names(text[: affinity_columns[0].start()] if affinity_columns else text)
+    kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[column.group()[0].upper()] for column in affinity_columns)
+    rest = _AFFINITY.sub(" ", text[affinity_columns[0].start() :]) if affinity_columns else ""
+    if (
+        names is None
+        or rest.strip()
+        or kinds != tuple(column for column in ("cpu", "numa", "gpu_numa") if column in kinds)
+    ):
         return None
-    return names, kinds, tuple(it.start() for it in found)
+    return names, kinds, tuple(column.start() for column in affinity_columns)
 
 
 def _names(text: str) -> tuple[str, ...] | None:
@@ -134,9 +138,9 @@ def _names(text: str) -> tuple[str, ...] | None:
             names.append(token)
         else:
             return None
-    gpus = [it for it in names if re.fullmatch(r"GPU\d+", it)]
-    whole = gpus and names[: len(gpus)] == gpus and len(set(names)) == len(names)
-    return tuple(names) if whole else None
+    gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
+    complete = gpus and names[: len(gpus)] == gpus and len(set(names)) == len(names)
+    return tuple(names) if complete else None
 
 
 _LIST = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
@@ -194,18 +198,18 @@ def _label(text: str, names: tuple[str, ...]) -> str:
     raise NotARowError(f"row {text.split()[0]} has no column in the header")
 
 
-def _links(text: str, start: int, most: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
+def _links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
     """Cells may have lost what separated them (drivers do that beyond 30 NICs): a cell ends where its word does."""
     spans: list[tuple[int, int]] = []
     end = start
-    while len(spans) < most:
+    while len(spans) < limit:
         space = re.compile(r"\s*").match(text, end)
         begin = space.end() if space else end
-        found = LINK_KIND.match(text, begin)
-        if found is None or not _cell_ends(text, found, len(spans) + 1 == most):
+        match = LINK_KIND.match(text, begin)
+        if match is None or not _cell_ends(text, match, len(spans) + 1 == limit):
             break
-        spans.append(found.span())
-        end = found.end()
+        spans.append(match.span())
+        end = match.end()
     return tuple(text[a:b] for a, b in spans), spans, end
 
 
@@ -227,7 +231,7 @@ def _check(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
 def _is_list(token: str) -> bool:
     if not _LIST.fullmatch(token) or len(token) > 4096:
         return False
-    ranges = [it.partition("-") for it in token.split(",")]
+    ranges = [part.partition("-") for part in token.split(",")]
     return all(not dash or int(low) <= int(high) for low, dash, high in ranges)
 
 
@@ -266,9 +270,9 @@ def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
         return cells.get("cpu", ""), cells.get("numa", "")
     if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
         return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
-    for told in (_by_tabs(row), _by_stops(row), _by_header(row, columns)):
-        if told is not None:
-            return told
+    for values in (_by_tabs(row), _by_stops(row), _by_header(row, columns)):
+        if values is not None:
+            return values
     return _by_shape(row.tokens, columns.affinity)
 
 
@@ -278,13 +282,13 @@ def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
     gaps = [row.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=False)]
     if not all(re.fullmatch(r" *\t *", gap) for gap in gaps):
         return None
-    return _driver_cells([it.strip() for it in row.text[row.end :].split("\t")[1:]])
+    return _driver_cells([cell.strip() for cell in row.text[row.end :].split("\t")[1:]])
 
 
 def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
     """CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
     cells = [*cells, "", ""]
-    if any(" " in it for it in cells) or (not any(cells[:2]) and any(it != "N/A" for it in cells if it)):
+    if any(" " in cell for cell in cells) or (not any(cells[:2]) and any(cell != "N/A" for cell in cells if cell)):
         return None
     return cells[0], cells[1]
 
@@ -300,8 +304,8 @@ def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | Non
     cells = {start + row.edge: token for start, token in tail}
     if not under or not set(cells) <= set(columns.starts):
         return None
-    told = {name: cells[at] for name, at in zip(columns.affinity, columns.starts, strict=True) if at in cells}
-    return told.get("cpu", ""), told.get("numa", "")
+    values = {name: cells[at] for name, at in zip(columns.affinity, columns.starts, strict=True) if at in cells}
+    return values.get("cpu", ""), values.get("numa", "")
 
 
 def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
@@ -317,8 +321,8 @@ def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
     for start, token in tail:
         cells += [""] * (start // _TAB - end // _TAB - 1) + [token]
         end = start + len(token)
-    told = _driver_cells(cells)
-    return ("", "") if told is not None and not told[0] and not told[1].isdigit() else told
+    values = _driver_cells(cells)
+    return ("", "") if values is not None and not values[0] and not values[1].isdigit() else values
 
 
 def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
@@ -328,7 +332,7 @@ def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, s
         return len(row.text[:at].expandtabs(_TAB))
 
     spans = [(column(a), column(b)) for a, b in row.spans]
-    tail = [(column(row.end + it.start()), it.group()) for it in re.finditer(r"\S+", row.text[row.end :])]
+    tail = [(column(row.end + token.start()), token.group()) for token in re.finditer(r"\S+", row.text[row.end :])]
     return (spans, tail) if spans else None
 
 
@@ -344,4 +348,4 @@ def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, s
 
 
 def _tabbed(text: str) -> tuple[str, ...]:
-    return tuple(it.strip() for it in text.split("\t")[1:]) if "\t" in text else ()
+    return tuple(cell.strip() for cell in text.split("\t")[1:]) if "\t" in text else ()

@@ -44,7 +44,7 @@ def read_rocm_smi(text: str, name: str) -> Cluster:
     facts = _from_json(text, name) if _is_json(text) else _from_text(clean_lines(text), name)
     if not facts.gpus:
         raise UserError(f"{name}:1: no GPUs; expected the output of `rocm-smi --showtopo`, with or without --json")
-    gpus = tuple(Gpu(it, numa=facts.numa.get(it)) for it in facts.gpus)
+    gpus = tuple(Gpu(gpu, numa=facts.numa.get(gpu)) for gpu in facts.gpus)
     pairs = ((pair, facts.kinds.get(pair)) for pair in itertools.combinations(facts.gpus, 2))
     links = tuple(Link(UNNAMED_HOST, a, b, kind) for (a, b), kind in pairs if kind is not None)
     notes = (
@@ -90,9 +90,9 @@ def _matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tu
     for number, line in enumerate(lines[start + 1 :], start + 2):
         if _SECTION.search(line) or _END.search(line) or _NUMA.search(line) or (rows and len(rows) == len(gpus)):
             break
-        found = _GPU.search(line)
-        words = line[found.start() :].split() if found else []
-        if not gpus and words and all(_GPU.fullmatch(it) for it in words):
+        match = _GPU.search(line)
+        words = line[match.start() :].split() if match else []
+        if not gpus and words and all(_GPU.fullmatch(word) for word in words):
             gpus = words
         elif gpus and words:
             rows.append((number, words[0], words[1:]))
@@ -137,28 +137,28 @@ def _from_json(text: str, name: str) -> _GpuTopology:
         numbers |= set(pair)
         if what == "link type" and pair[0] != pair[1]:
             _add_kind(facts, f"GPU{pair[0]}", f"GPU{pair[1]}", kind, f"{name}:1")
-    facts.gpus = [f"GPU{it}" for it in sorted(numbers)]
+    facts.gpus = [f"GPU{number}" for number in sorted(numbers)]
     facts.kinds |= {(b, a): kind for (a, b), kind in facts.kinds.items()}
     return facts
 
 
 def _card(facts: _GpuTopology, gpu: str, content: dict[str, object], name: str) -> None:
     for key in content:
-        found = re.fullmatch(r"\(Topology\) Numa (Node|Affinity)", key)
-        if found is not None:
-            _add_numa(facts, gpu, found[1].lower(), str(content[key]), f"{name}:1")
+        match = re.fullmatch(r"\(Topology\) Numa (Node|Affinity)", key)
+        if match is not None:
+            _add_numa(facts, gpu, match[1].lower(), str(content[key]), f"{name}:1")
 
 
 def _pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], str, str]]:
-    found = []
+    pairs = []
     for content in values:
         for key, value in content.items() if isinstance(content, dict) else ():
             pair = _PAIR.search(key)
             if pair is not None and (len(pair[2]) > 4 or len(pair[3]) > 4):
                 raise UserError(f"{name}:1: {key!r}; expected the numbers of two GPUs")
             if pair is not None:
-                found.append(((int(pair[2]), int(pair[3])), pair[1].lower(), str(value)))
-    return found
+                pairs.append(((int(pair[2]), int(pair[3])), pair[1].lower(), str(value)))
+    return pairs
 
 
 def _object(text: str, name: str) -> dict[str, object]:

@@ -39,8 +39,8 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
     if (first := words[0].split(":")[0] if words else "") in _COORDINATES:
         name = before.rsplit(":", _COORDINATES[first])[0]
         return (name,) if name else ()
-    found = _split_address(before, len(words), switches)
-    return (before,) if found is None else tuple(_canonical(name) for name in found if name)
+    path = _split_address(before, len(words), switches)
+    return (before,) if path is None else tuple(_canonical(name) for name in path if name)
 
 
 def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
@@ -69,26 +69,26 @@ def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[
         return tuple(pieces)
     if not switches or not 0 < count < len(pieces):
         return None
-    known = frozenset(switches)
+    known_names = frozenset(switches)
 
     @cache
     def ways(start: int, left: int) -> list[tuple[str, ...]]:
         """Up to two ways to see `left` names in the pieces from `start` on."""
         if left == 0:
             return [()] if start == len(pieces) else []
-        found: list[tuple[str, ...]] = []
+        rest_ways: list[tuple[str, ...]] = []
         for end in range(start + 1, len(pieces) - left + 2):
             name = ".".join(pieces[start:end])
-            if not name or _is_known(name, known):
-                found += [(name, *rest) for rest in ways(end, left - 1)]
-        return found[:2]
+            if not name or _is_known(name, known_names):
+                rest_ways += [(name, *rest) for rest in ways(end, left - 1)]
+        return rest_ways[:2]
 
-    found = ways(0, count)
-    return found[0] if len(found) == 1 else None
+    splits = ways(0, count)
+    return splits[0] if len(splits) == 1 else None
 
 
-def _is_known(name: str, known: Collection[str]) -> bool:
-    return name in known or (_is_group(name) and all(member in known for member in _expand_group(name)))
+def _is_known(name: str, known_names: Collection[str]) -> bool:
+    return name in known_names or (_is_group(name) and all(member in known_names for member in _expand_group(name)))
 
 
 def _canonical(name: str) -> str:
@@ -128,15 +128,15 @@ def read_slurm_environment(text: str, name: str) -> Cluster:
     after the other. Raises UserError `FILE:LINE: ...` for a line cut short, two different lists of nodes, or a number
     of nodes that no list has.
     """
-    found: dict[str, dict[str, int]] = {}
+    variables: dict[str, dict[str, int]] = {}
     for line, variable, value in _variables(text, name):
-        found.setdefault(variable, {}).setdefault(value, line)
-    nodes = _nodes(found, name)
-    for value, line in found.get("SLURM_TASKS_PER_NODE", {}).items():
+        variables.setdefault(variable, {}).setdefault(value, line)
+    nodes = _nodes(variables, name)
+    for value, line in variables.get("SLURM_TASKS_PER_NODE", {}).items():
         _describe_place(name, line, value)
     paths: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
-    pattern = next(iter(found.get(_PATTERN, {"": 0})))
-    for address, line in found.get("SLURM_TOPOLOGY_ADDR", {}).items():
+    pattern = next(iter(variables.get(_PATTERN, {"": 0})))
+    for address, line in variables.get("SLURM_TOPOLOGY_ADDR", {}).items():
         node = _node_of(address, nodes)
         if node is None:
             raise UserError(f"{name}:{line}: SLURM_TOPOLOGY_ADDR={address[:80]} ends in no node of the job")
@@ -149,45 +149,45 @@ def parse_tasks_per_node(text: str) -> list[int]:
     """SLURM_TASKS_PER_NODE, such as `34,26,2(x2)`, as one number a node. UserError for another form."""
     tasks: list[int] = []
     for piece in text.split(","):
-        found = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
-        if not found:
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
+        if not match:
             raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}; expected such as 34,26,2(x2)")
-        times = int(found[2] or 1)
+        times = int(match[2] or 1)
         if len(tasks) + times > MAX_NODES:
             raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}: more than {MAX_NODES} nodes")
-        tasks += [int(found[1])] * times
+        tasks += [int(match[1])] * times
     return tasks
 
 
 def _variables(text: str, name: str) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(text.split("\n"), 1):
-        found = _LINE.fullmatch(line.rstrip("\r"))
-        if not found:
+        match = _LINE.fullmatch(line.rstrip("\r"))
+        if not match:
             continue
-        if found[2] is None:
+        if match[2] is None:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected NAME=VALUE (is the text cut short?)")
-        yield number, found[1], _unquoted(found[2].strip())
+        yield number, match[1], _unquoted(match[2].strip())
 
 
 def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _nodes(found: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
+def _nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
     lists: dict[str, tuple[str, ...]] = {}
     for variable in _LISTS:
-        values = found.get(variable, {})
+        values = variables.get(variable, {})
         if variable != "SLURM_STEP_NODELIST" and len(values) > 1:
             raise UserError(f"{name}:{list(values.values())[1]}: another {variable}; expected the dump of one job")
         for value, line in values.items():
             lists.setdefault(variable, expand_names(value, f"{name}:{line}: {variable}="))
-    for value, line in found.get("SLURM_NNODES", {}).items():
-        counts = [len(it) for it in lists.values()]
+    for value, line in variables.get("SLURM_NNODES", {}).items():
+        counts = [len(names) for names in lists.values()]
         if counts and value not in map(str, counts):
             raise UserError(f"{name}:{line}: SLURM_NNODES={value[:20]}, but {counts[0]} nodes in the list")
     if lists:
         return next(iter(lists.values()))
-    if single := found.get("SLURMD_NODENAME"):
+    if single := variables.get("SLURMD_NODENAME"):
         return tuple(single)
     raise UserError(f"{name}: no SLURM_JOB_NODELIST, SLURM_NODELIST or SLURMD_NODENAME; expected the dump of a job")
 
@@ -201,6 +201,6 @@ def _describe_place(name: str, line: int, tasks: str) -> None:
 
 def _node_of(address: str, nodes: tuple[str, ...]) -> str | None:
     """The node that the address is of: the longest name that it ends in."""
-    known = set(nodes)
+    node_names = set(nodes)
     pieces = address.split(".")
-    return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in known), None)
+    return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in node_names), None)

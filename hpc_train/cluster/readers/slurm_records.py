@@ -81,8 +81,8 @@ def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyV
         yield record
 
 
-def _keys(known: Iterable[str]) -> str:
-    return ", ".join(f"{key}=" for key in sorted(known))
+def _keys(keys: Iterable[str]) -> str:
+    return ", ".join(f"{key}=" for key in sorted(keys))
 
 
 def expand_names(text: str, where: str) -> tuple[str, ...]:
@@ -95,37 +95,37 @@ def expand_names(text: str, where: str) -> tuple[str, ...]:
 
 def check_single_name(text: str, where: str) -> str:
     """A name that stands for one thing: no brackets, no list."""
-    found = expand_names(text, where)
-    if found != (text,):
+    names = expand_names(text, where)
+    if names != (text,):
         raise UserError(f"{where}{text[:60]}; expected one name")
     return text
 
 
 def _join_lines(text: str) -> Iterator[tuple[int, str]]:
     """(number of its first line, line without comment) of each line that holds something."""
-    held, start = "", 0
+    pending, start = "", 0
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.split("#", 1)[0].rstrip()
         start = start or number
         if line.endswith("\\"):
-            held += line[:-1] + " "
+            pending += line[:-1] + " "
             continue
-        if (held + line).strip():
-            yield start, held + line
-        held, start = "", 0
-    if held.strip():
-        yield start, held
+        if (pending + line).strip():
+            yield start, pending + line
+        pending, start = "", 0
+    if pending.strip():
+        yield start, pending
 
 
 def _split_pairs(line: str) -> list[tuple[str, str]] | None:
     pairs, at = [], 0
     line = line.rstrip()
     while at < len(line):
-        found = _PAIR.match(line, at)
-        if not found:
+        match = _PAIR.match(line, at)
+        if not match:
             return None
-        pairs.append((found[1].lower(), found[2] if found[3] is None else found[3]))
-        at = found.end()
+        pairs.append((match[1].lower(), match[2] if match[3] is None else match[3]))
+        at = match.end()
     return pairs
 
 
@@ -155,16 +155,16 @@ class ListedUnit:
 
 def collect_units(units: Iterable[ListedUnit], file: str) -> dict[str, ListedUnit]:
     """By name, in order. UserError for a name that is there twice, or for more names than any machine has."""
-    found: dict[str, ListedUnit] = {}
+    by_name: dict[str, ListedUnit] = {}
     size = 0
     for unit in units:
-        if unit.name in found:
-            raise UserError(f"{file}:{unit.line}: {unit.name} is defined in line {found[unit.name].line} already")
-        found[unit.name] = unit
+        if unit.name in by_name:
+            raise UserError(f"{file}:{unit.line}: {unit.name} is defined in line {by_name[unit.name].line} already")
+        by_name[unit.name] = unit
         size += len(unit.nodes) + len(unit.switches)
         if size > MAX_NAMES:
             raise UserError(f"{file}:{unit.line}: more than {MAX_NAMES} names; not a real machine")
-    return found
+    return by_name
 
 
 def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: Iterable[str] = ()) -> Cluster:

@@ -65,7 +65,7 @@ def read_scontrol(text: str, name: str) -> Cluster:
     topology.conf may not have either.
     """
     lines = list(parse_records(text, name, _SCONTROL_GRAMMAR))
-    listed = collect_units((it for it in map(_read_scontrol_unit, lines) if it is not None), name)
+    listed = collect_units((unit for unit in map(_read_scontrol_unit, lines) if unit is not None), name)
     if not listed:
         raise UserError(f"{name}: no switch or block; expected what `scontrol show topology` prints")
     kind = _SCONTROL_GRAMMAR.kinds[lines[0].first]
@@ -81,9 +81,9 @@ def read_scontrol(text: str, name: str) -> Cluster:
 
 def _check_sizes(lines: Sequence[KeyValueRecord]) -> None:
     """Slurm ends every line of a block with its size, or (before 24.05) none."""
-    if any("blocksize" in it.values for it in lines):
-        for it in lines:
-            it.number("blocksize")
+    if any("blocksize" in line.values for line in lines):
+        for line in lines:
+            line.number("blocksize")
 
 
 def _read_scontrol_unit(record: KeyValueRecord) -> ListedUnit | None:
@@ -147,19 +147,19 @@ def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str,
 def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
     """Each unit with only those nodes that hang on it directly."""
     below: dict[str, set[str]] = {}
-    whole: dict[str, bool] = {}
+    listed_fully: dict[str, bool] = {}
     direct = {}
     for name in sort_bottom_up(listed, file):
         unit = listed.get(name)
         under: set[str] = set().union(*(below[child] for child in unit.switches)) if unit else set()
-        whole[name] = unit is not None and all(whole[child] for child in unit.switches)
+        listed_fully[name] = unit is not None and all(listed_fully[child] for child in unit.switches)
         if unit is not None:
-            direct[name] = _without(unit, under, whole[name], file)
+            direct[name] = _without(unit, under, listed_fully[name], file)
         below[name] = under.union(unit.nodes if unit else ())
     return {name: direct[name] for name in listed}
 
 
-def _without(unit: ListedUnit, under: set[str], whole: bool, file: str) -> ListedUnit:
+def _without(unit: ListedUnit, under: set[str], listed_fully: bool, file: str) -> ListedUnit:
     """The unit without the nodes under its switches; `whole`: all of these are in the text."""
     if not unit.switches or not unit.nodes:
         return unit
@@ -168,7 +168,7 @@ def _without(unit: ListedUnit, under: set[str], whole: bool, file: str) -> Liste
     if strange is not None:
         raise UserError(f"{file}:{unit.line}: Nodes= of {unit.name} lacks node {strange}, which hangs below it")
     rest = tuple(node for node in unit.nodes if node not in under)
-    if rest and whole:
+    if rest and listed_fully:
         what = f"{unit.name} lists node {rest[0]}, which nothing below it has"
         raise UserError(f"{file}:{unit.line}: {what} (is the text cut short?)")
     return replace(unit, nodes=rest)
@@ -228,7 +228,7 @@ def read_topology_conf(text: str, name: str) -> Cluster:
     two blocks or rings is refused. BlockSizes= says how Slurm plans, not what hangs where: no switch comes of it.
     """
     lines = list(parse_records(text, name, _CONF_GRAMMAR))
-    units = collect_units((_read_conf_unit(it) for it in lines if it.first != "blocksizes"), name)
+    units = collect_units((_read_conf_unit(line) for line in lines if line.first != "blocksizes"), name)
     if not units:
         raise UserError(f"{name}: no switch or block; expected lines such as SwitchName=leaf1 Nodes=n[1-16]")
     check_defined(units, name)

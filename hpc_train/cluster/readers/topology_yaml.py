@@ -42,15 +42,15 @@ class YamlValue:
     def error(self, what: str) -> UserError:
         return UserError(f"{self.file}:{self.line}: {what}")
 
-    def mapping(self, known: Collection[str] | None = None) -> dict[str, YamlValue]:
+    def mapping(self, allowed: Collection[str] | None = None) -> dict[str, YamlValue]:
         """Its entries. UserError where it is no mapping, or has a key twice or one that is not `known`."""
         if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(f"expected a mapping{_list_choices(known)}")
+            raise self.error(f"expected a mapping{_list_choices(allowed)}")
         entries: dict[str, YamlValue] = {}
         for key, value in self.node.value:
             name = YamlValue(self.file, key).text()
-            if name in entries or (known is not None and name not in known):
-                what = "stands there twice" if name in entries else f"is not known here{_list_choices(known)}"
+            if name in entries or (allowed is not None and name not in allowed):
+                what = "stands there twice" if name in entries else f"is not known here{_list_choices(allowed)}"
                 raise YamlValue(self.file, key).error(f"{name[:60]!r} {what}")
             entries[name] = YamlValue(self.file, value)
         return entries
@@ -59,7 +59,7 @@ class YamlValue:
         """UserError where it is no list."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error("expected a list")
-        return [YamlValue(self.file, it) for it in self.node.value]
+        return [YamlValue(self.file, node) for node in self.node.value]
 
     def text(self) -> str:
         """UserError where it is no scalar, or an empty one."""
@@ -86,8 +86,8 @@ class YamlValue:
         if isinstance(self.node, yaml.ScalarNode) and not self.node.value:
             return ()
         parts = self.items() if isinstance(self.node, yaml.SequenceNode) else [self]
-        found = (name for it in parts for name in expand_names(it.text(), f"{it.file}:{it.line}"))
-        return tuple(dict.fromkeys(found))
+        expanded = (name for part in parts for name in expand_names(part.text(), f"{part.file}:{part.line}"))
+        return tuple(dict.fromkeys(expanded))
 
 
 def parse_yaml(text: str, file: str) -> YamlValue:
@@ -107,8 +107,8 @@ def parse_yaml(text: str, file: str) -> YamlValue:
     return YamlValue(file, root)
 
 
-def _list_choices(known: Collection[str] | None) -> str:
-    return f"; expected {', '.join(sorted(known))}" if known else ""
+def _list_choices(names: Collection[str] | None) -> str:
+    return f"; expected {', '.join(sorted(names))}" if names else ""
 
 
 _FIRST = re.compile(r"^[ \t]*-[ \t]+[\"']?topology[\"']?[ \t]*:", re.MULTILINE)
@@ -141,7 +141,7 @@ def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
 
 
 def _default_first(text: str, name: str) -> dict[str, Cluster]:
-    found: dict[str, Cluster] = {}
+    clusters: dict[str, Cluster] = {}
     default: str | None = None
     root = parse_yaml(text, name)
     for entry in root.items():
@@ -149,14 +149,14 @@ def _default_first(text: str, name: str) -> dict[str, Cluster]:
         if "topology" not in fields:
             raise entry.error("a topology without a name; expected topology: NAME")
         title = fields["topology"].text()
-        if title in found:
+        if title in clusters:
             raise entry.error(f"topology {title[:60]} is there twice")
-        found[title] = _topology(entry, fields)
+        clusters[title] = _topology(entry, fields)
         if "cluster_default" in fields and fields["cluster_default"].is_true():
             default = default if default is not None else title
-    if not found:
+    if not clusters:
         raise root.error("no topology; expected - topology: NAME")
-    return found if default is None else {default: found.pop(default), **found}
+    return clusters if default is None else {default: clusters.pop(default), **clusters}
 
 
 def _topology(entry: YamlValue, fields: Mapping[str, YamlValue]) -> Cluster:
@@ -210,9 +210,9 @@ _KINDS: dict[str, Callable[[YamlValue], Cluster]] = {
 
 
 def _disjoint(kind: str, value: YamlValue, units: Iterator[ListedUnit]) -> Cluster:
-    found = collect_units(units, value.file)
-    check_disjoint(found, value.file)
-    return build_cluster(kind, found, value.file)
+    by_name = collect_units(units, value.file)
+    check_disjoint(by_name, value.file)
+    return build_cluster(kind, by_name, value.file)
 
 
 def _named(value: YamlValue, key: str) -> Iterator[ListedUnit]:
@@ -239,8 +239,8 @@ def _toruses(value: YamlValue) -> Iterator[ListedUnit]:
             raise fields["dims"].error(f"dims {size}; expected positive numbers, at most {_LARGEST_TORUS} cells")
         if ("nodes" in fields) == ("regions" in fields):
             raise entry.error("expected either nodes: or regions: of a torus")
-        whole = {"nodes": fields["nodes"]} if "nodes" in fields else {}
-        nodes = _cells(entry, whole, (0, 0, 0), size) if whole else _regions(fields["regions"], size)
+        all_nodes = {"nodes": fields["nodes"]} if "nodes" in fields else {}
+        nodes = _cells(entry, all_nodes, (0, 0, 0), size) if all_nodes else _regions(fields["regions"], size)
         by_coordinate = sorted(nodes, key=lambda cell: cell[::-1])
         yield ListedUnit(fields["name"].name(), entry.line, tuple(nodes[cell] for cell in by_coordinate))
 
@@ -296,9 +296,9 @@ def read_topograph(text: str, name: str) -> Cluster:
     fields = parse_yaml(text, name).mapping({"switches", "blocks"})
     units = collect_units(_read_topograph_switches(fields["switches"]) if "switches" in fields else (), name)
     for unit in _read_topograph_blocks(fields["blocks"]) if "blocks" in fields else ():
-        known = units.get(unit.name, ListedUnit(unit.name, unit.line))
-        nodes = tuple(dict.fromkeys((*known.nodes, *unit.nodes)))
-        units[unit.name] = ListedUnit(known.name, known.line, nodes, known.switches)
+        earlier = units.get(unit.name, ListedUnit(unit.name, unit.line))
+        nodes = tuple(dict.fromkeys((*earlier.nodes, *unit.nodes)))
+        units[unit.name] = ListedUnit(earlier.name, earlier.line, nodes, earlier.switches)
     return build_cluster("topograph", collect_units(units.values(), name), name)
 
 

@@ -1,6 +1,6 @@
-"""Panel: everything that one side of a picture shows, without saying where on the paper.
+"""Panel: the content of one side of a picture, without positions on paper.
 
-Which levels are worth a row of boxes, and which of the two layouts a panel gets, is decided here too.
+Also decided here: which levels are worth a row of boxes, and whether each node is drawn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Panel:
 
     @cached_property
     def order(self) -> list[int]:
-        """Nodes so that those of one group stand together at every level, and groups by name: no lines cross."""
+        """Nodes in drawing order: those of one group together at every level, and groups by name, so that no lines
+        cross.
+        """
         names = [
             # The number tells two groups of one name apart.
             [(natural_key(label), number) for number, label in enumerate(level.labels)]
@@ -65,16 +67,16 @@ class Panel:
         return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
 
     def load_of(self, level: NamedLevel, group: int) -> float | None:
-        """None where it is not known, as on a picture of a machine without a run."""
+        """Return the seconds that a group's link is busy; None if unknown, as in a picture of a machine without a run."""
         load = self.load.get(level.name)
         return None if load is None else float(load[group])
 
     def members(self, level: NamedLevel) -> list[list[int]]:
-        """[groups]: its nodes, in drawing order."""
-        held: list[list[int]] = [[] for _ in level.labels]
+        """Return [groups]: the nodes of each group, in drawing order."""
+        members: list[list[int]] = [[] for _ in level.labels]
         for node in self.order:
-            held[int(level.group[node])].append(node)
-        return held
+            members[int(level.group[node])].append(node)
+        return members
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class DrawnLevel:
 
 
 def select_drawn_levels(panel: Panel) -> list[DrawnLevel]:
-    """Those above the nodes, innermost first; of levels that have the same groups one, with the heavier load."""
+    """List the levels above the nodes, innermost first. Levels with the same groups are drawn as one, with the heavier
+    load.
+    """
     drawn: list[DrawnLevel] = []
     for level in panel.levels[1:]:
         load = panel.load.get(level.name)
@@ -126,7 +130,7 @@ def draws_each_node(panel: Panel, drawn: list[DrawnLevel]) -> bool:
 
 
 def _join_names(inner: NamedLevel, outer: NamedLevel) -> NamedLevel:
-    """Both names of every group, unless they are one name; of a group that has no leaves of its own, the group."""
+    """Name the groups of two levels that are the same: by both names, unless one contains the other."""
     if inner.labels == outer.labels:
         return outer
     pairs = zip(inner.labels, outer.labels, strict=True)
