@@ -207,7 +207,7 @@ _SPECIAL = re.compile(r"[\[\],\s]")
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Write names compactly: as a host list, or joined by commas if a name has characters that host lists cannot have."""
+    """Write names compactly: as a host list, or joined by commas if a host list cannot hold such names."""
     given = list(names)
     plain = not any(_SPECIAL.search(name) for name in given)
     return one_line(compress_hostlist(given) if plain else ", ".join(given))

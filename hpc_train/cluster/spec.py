@@ -75,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Trunk:
-    """All cables between a switch and one other switch that is not below it."""
+    """The cables between a switch and one other switch that is not below it."""
 
     switch: str
     """The other switch: one level up, or on the same level if switches are joined directly."""

@@ -30,7 +30,7 @@ def get_pci_address(path: PciPath) -> str | None:
 
 
 def normalise_pci_address(text: str) -> str | None:
-    """Write a PCI address as Linux does: 00000000:07:00.0 (NVML) and 07:00.0 -> 0000:07:00.0; None for any other text."""
+    """Write a PCI address as Linux does: 00000000:07:00.0 (NVML), 07:00.0 -> 0000:07:00.0; None for other text."""
     match = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", text.strip().lower())
     if match is None:
         return None

@@ -1,8 +1,9 @@
-"""Which messages a collective is made of, and how those of an axis load a fabric, for any order of its nodes.
+"""List the messages of a collective, and measure how those of an axis load a fabric under any order of its nodes.
 
-`nccl`: rings over the ranks of a group in rank order, which is the order NCCL numbers nodes in; its trees and its
-NVLink SHARP change the constant, not the order that is best, and are NCCL's own choice. `gloo`: what torch's
-ProcessGroupGloo runs, read in gloo's source and counted on a loopback device (bytes of 4 ranks and a buffer of 4 MiB):
+`nccl`: rings over the ranks of a group in rank order, in which NCCL numbers nodes too; its trees and NVLink SHARP
+change the constant, but not which order is best, and NCCL chooses them itself. `gloo`: the algorithms of torch's
+ProcessGroupGloo, from gloo's source and checked by counting bytes on a loopback device (the numbers in parentheses are
+buffers of 4 MiB, sent by 4 ranks together):
 
     all_reduce       ring: reduce-scatter, then all-gather                   2 (n-1)/n of the buffer on an edge
     reduce_scatter   gloo: an all_reduce, of which each rank keeps a part    2 (n-1)/n     (6.01 buffers counted in all)
@@ -15,8 +16,8 @@ ProcessGroupGloo runs, read in gloo's source and counted on a loopback device (b
                      nccl: a chain, in pieces                                1
     send_recv        to the next rank of the axis                            1
 
-The pattern of an axis is built once and measured for many orders. Only whole nodes move, so messages are kept between
-positions of nodes, equal ones as one with a weight.
+The pattern of an axis is built once and measured for many orders. Only whole nodes move, so messages are stored between
+positions of nodes, and equal ones once with a weight.
 """
 
 from __future__ import annotations
@@ -276,6 +277,7 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
     latency = np.full((len(orders), len(messages.source)), fabric.levels[0].latency)
     crossings = np.zeros(len(orders))
     for number, level in enumerate(fabric.levels):
+        # All orders load equal nodes equally, so the level of the nodes is the same for every order: no need to count.
         if not number and has_uniform_uplinks(level):
             seconds = beside = np.maximum(seconds, messages.node_load / level.uplink[0])
             continue
@@ -283,11 +285,13 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
         crossed = group[:, messages.source] != group[:, messages.target]
         links = LevelLinks.build(level, group)
         load = _message_loads(messages, links.index[:, messages.source], crossed, links.count)
+        # A ring enters every group as often as it leaves it; a node's own share of a link need not balance.
         if not (messages.closed and links.shared):
             load = np.maximum(load, _message_loads(messages, links.index[:, messages.target], crossed, links.count))
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         if number:
+            # Levels come innermost first, so the last write is the highest level that a message crosses.
             latency[crossed] = level.latency
             crossings += crossed @ messages.weight
     return MeasuredPhase(seconds, beside, _measure_hops(messages, fabric.inside_latency, latency), crossings)
@@ -306,8 +310,8 @@ def _message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[np.boo
 def _measure_hops(messages: ListedMessages, inside_latency: float, latency: Floats) -> Floats:
     """Return [orders]: seconds of one hop in the slowest group. latency: [orders, messages] of those between nodes.
 
-    A ring has no barrier: what one rank waits for has passed the edges before it one after the other, so that a hop
-    takes their mean; where messages do not wait for one another the slowest decides.
+    A ring has no barrier: the data that a rank waits for has passed all edges before it one after the other, so a hop
+    takes the mean of the edges' latencies. Where messages do not wait for one another the slowest edge decides.
     """
     if messages.slowest:
         within = inside_latency if messages.inside.any() else 0.0

@@ -1,17 +1,21 @@
-"""What one step's communication costs on a fabric, with the ranks on given nodes.
+"""Model the cost of one step's communication on a fabric, with the ranks on given nodes.
 
-For every flow, all groups of its axes run at once, and flows one after the other:
+The model is Hockney's (latency + bytes / bandwidth), with links that are shared. All groups of an axis run at the same
+time, and the flows of a step one after the other:
 
-    seconds of a flow = calls x sum over the phases of the collective of
-                        (hops x latency of a hop + bytes of an edge x messages on the busiest link / its bandwidth)
+    seconds of a flow = calls x sum over the phases of its collective of
+                        hops [1] x latency [s] + bytes of an edge [B] x max over links of messages / bandwidth [B/s]
 
-The busiest link is the largest, over every group of every level, of the messages that leave it (or enter it, whichever
-are more: links are full duplex) over its uplink; and inside a node, of what a rank sends (or receives) there over
-`inside_bandwidth`. Other jobs are taken to be silent, and once more to use their nodes' fair share of every uplink
-(`beside`): what they really do lies between. What leaves an NVLink domain that spans nodes leaves it by the NICs of the
-node that sends it, so of the level `domain` every node has an equal share of the uplink, and no more. Which messages
-there are is said in placement.algorithm, what a hop takes in placement.pattern. This is Hockney's model with shared
-links; it knows no overlap and no hashing of flows onto parallel links.
+The maximum is over the links of every level: for each group, the messages that leave it, or that enter it, whichever
+are more (links are full duplex), over its uplink; and inside a node, the messages that a rank sends or receives there
+over `inside_bandwidth`. collective_messages.py says which messages a collective has, and what a hop takes.
+
+Other jobs are unknown, so every cost is computed twice: they are silent (`seconds`), or use their nodes' fair share of
+each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that spans nodes leaves by the NICs of
+the sending node, so at that level each node has an equal share of the uplink, and no more.
+
+The model knows no overlap with computation, and no hashing of flows onto parallel links (ECMP): it compares orders of
+nodes, and predicts their ratio better than their seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from hpc_train.placement.placement_result import CommunicationCost
 from hpc_train.traffic.axes import Flow
 
 _ELEMENTS = 1 << 21
-"""Orders measured at a time times nodes: what keeps the arrays in memory small."""
+"""Orders times ranks that are measured at a time, which bounds the memory of the arrays (16 MiB each)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class CostModel:
 
     def compute_sums(self, orders: NDArray[np.int64]) -> StepSums:
         """Compute the totals of many orders. orders: [orders, positions], the node at each position."""
+        # Arrays are [orders, messages], and there are about as many messages as ranks.
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
         parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
         return StepSums(
@@ -151,6 +156,7 @@ def build_cost_model(
     for flow in flows:
         name = format_axes(flow.axes)
         for phase in list_phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
+            # Flows of one axis share the pattern, which is expensive to measure; only bytes and calls differ.
             key = (name, phase.edges, phase.round, phase.hops == 1)
             if key not in index:
                 index[key] = len(patterns)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MPOL_PREFERRED = 1
+"""MPOL_PREFERRED of linux/mempolicy.h. Not MPOL_BIND: a full NUMA node would kill the rank instead of slowing it."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
 """Number of the system call; glibc has no function for it."""
 
@@ -48,7 +49,7 @@ class NodeProcessors:
     """Processor -> the hardware threads of its core, itself counted."""
 
     def numa_of(self, cpus: Iterable[int]) -> int | None:
-        """Return the NUMA node that holds all of these processors; None if there is none, or the machine has only one."""
+        """Return the NUMA node that holds all these processors; None if none does, or the machine has only one."""
         numbers = frozenset(cpus)
         nodes = [node for node, members in self.numa.items() if numbers <= members]
         return nodes[0] if nodes and len(self.numa) > 1 else None
@@ -98,6 +99,7 @@ def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[C
     of all that is allowed. All are left alone where the launcher has given each its own processors already, and where
     there are more ranks than processors.
     """
+    # Disjoint sets are the launcher's own binding (srun --cpu-bind, mpirun --bind-to), which the user may have chosen.
     if len(seats) > 1 and all(not a.allowed & b.allowed for a, b in combinations(seats, 2)):
         return [
             _leave_unbound(seat, processors, "the launcher has given each rank its own processors") for seat in seats
@@ -154,6 +156,7 @@ def bind_process(binding: CpuBinding) -> str | None:
     if not binding.cpus:
         return None
     done: set[str] = set()
+    # The kernel binds one thread at a time, and libraries have started some at import: repeat until none is new.
     while new := {entry.name for entry in Path("/proc/self/task").iterdir()} - done:  # one may start another meanwhile
         for thread in new:
             try:
@@ -173,7 +176,7 @@ def prefer_numa_memory(node: int) -> str | None:
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel takes one bit less than it is told.
+    # The kernel reads one bit fewer than maxnode says (get_nodes in mm/mempolicy.c).
     if libc.syscall(number, _MPOL_PREFERRED, mask, len(mask) * bits + 1):
         return os.strerror(ctypes.get_errno())
     return None

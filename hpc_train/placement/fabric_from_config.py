@@ -30,12 +30,13 @@ DEFAULT_UPLINK = 1e9
 DEFAULT_INSIDE = 1e10
 """Bytes/s between the ranks of a node whose links are unknown."""
 
-# Seconds of a hop as NCCL's own tuning has them (src/graph/tuning.cc, ring, protocol Simple), and of a TCP message.
+# Seconds of a hop: NCCL's own tuning constants (src/graph/tuning.cc, ring, protocol Simple); `none` and sockets: a TCP
+# message.
 _INSIDE_LATENCY = {"nvlink": 3.4e-6, "nvswitch": 3.4e-6, "xgmi": 3.4e-6, "pcie": 5.7e-6, "none": 2e-5}
 _NETWORK_LATENCY = 1.4e-5
 _SOCKET_LATENCY = 5e-5
 _SWITCH_LATENCY = 1e-6
-"""Of one level more: two more switches and their cables."""
+"""Seconds added by each further level of switches: two more switches and their cables."""
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,12 @@ def _make_level(
     below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, locations))
     cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
     taper = figures.taper(level.name) or unknown_taper
-    reckoned = below * (figures.nic_uplink / taper) * _relative_speeds(level, locations)
-    uplink = np.where(cabled > 0, cabled, reckoned)
-    return FabricLevel(
-        level.name, level.group, uplink, latency, uplink * sizes / below if (sizes < below).any() else None
-    )
+    # Uplink of a switch = what its nodes' NICs can send / taper; slower switches of a level by their LinkSpeed.
+    computed = below * (figures.nic_uplink / taper) * _relative_speeds(level, locations)
+    uplink = np.where(cabled > 0, cabled, computed)
+    # The job's fair share of an uplink is its share of the nodes below the switch.
+    share = uplink * sizes / below if (sizes < below).any() else None
+    return FabricLevel(level.name, level.group, uplink, latency, share)
 
 
 def _count_nodes_below(level: NamedLevel, sizes: Floats, figures: FabricFigures, locations: NodeLocations) -> Floats:

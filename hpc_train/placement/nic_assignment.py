@@ -33,7 +33,7 @@ class NicAssignment:
 
 
 def measure_distance(kind: str) -> int:
-    """Return how far two devices with this kind of link are apart: 0 (NVLink, xGMI) to 6 (SYS), 7 for an unknown kind."""
+    """Return the distance of two devices by their link: 0 (NVLink, xGMI) to 6 (SYS), 7 for an unknown kind."""
     if kind.startswith(("NV", "XGMI")):
         return 0
     return _KINDS.index(kind) + 1 if kind in _KINDS else _UNKNOWN

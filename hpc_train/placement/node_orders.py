@@ -76,8 +76,10 @@ def _cells_of_level(
 
 
 def list_nestings(grid: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
-    """Every order of the axes of the node grid, outermost first, the mesh's own first, with [positions]: which node
-    along an order of nodes stands at each position of the mesh. At most 5! of them."""
+    """Yield every order of the axes of the node grid, outermost first, the mesh's own first: at most 5!.
+
+    Each comes with [positions]: the index, along an order of nodes, of the node at each position of the mesh.
+    """
     for nest in itertools.permutations(range(len(grid))):
         along = np.arange(math.prod(grid)).reshape([grid[axis] for axis in nest])
         yield nest, along.transpose(np.argsort(nest)).ravel() if nest else along.ravel()
@@ -181,7 +183,7 @@ def find_nearest_order(fabric: Fabric, order: Sequence[int]) -> NDArray[np.int64
 def _match_groups(
     tree: SymmetryTree, position: dict[int, int], level: int, group: int, other: int
 ) -> tuple[int, dict[int, int]]:
-    """Map the nodes of `group` to those of `other`, a group of its kind. Returns (nodes left in place, node -> node)."""
+    """Map the nodes of `group` to those of `other`, a group of its kind. Returns (nodes unmoved, node -> node)."""
     if level == 0:
         return int(position[group] == other), {group: other}
     kind, parts, other_parts = tree.kinds[level - 1], tree.parts[level][group], tree.parts[level][other]

@@ -44,10 +44,11 @@ MAX_EXACT_NODES = 8
 MIN_GAIN = 0.01
 """Gain of a step's communication below which the launcher's order stays: no constant is known better than that."""
 _SAME = 1e-9
-"""Relative: sums of the same seconds in another order."""
+"""Relative difference that counts as equal: floating-point sums of the same seconds in another order."""
 _NODES_ORDERED = 1 << 18
-"""Orders times nodes above which not every nesting is tried in cells."""
+"""Orders times nodes above which only the best nestings are tried in cells, to bound the time."""
 _NESTS_KEPT = 6
+"""Nestings that are then tried in cells."""
 
 
 def search_placement(
@@ -155,12 +156,15 @@ def _choose_order(problem: CostModel, orders: NDArray[np.int64]) -> NodeOrder:
     """Choose among the candidates, of which the first is the launcher's, by the rule of `search_placement`."""
     sums = problem.compute_sums(orders)
     seconds, beside, crossings = sums.seconds, sums.beside, sums.crossings
+    # 1. A step gets faster even if all neighbours are silent: take the fastest, then the best beside neighbours.
     if seconds.min() < seconds[0] * (1 - MIN_GAIN):
         best = _select_least(beside, _select_least(seconds, np.arange(len(orders))))
         return _select_fewest_crossings(problem, orders, _select_least(crossings, best))
+    # 2. It gets faster only beside busy neighbours, and no slower without them.
     no_worse = np.flatnonzero(_is_at_most(seconds, seconds[0]) & _is_at_most(beside, beside[0]))
     if beside[no_worse].min() < beside[0] * (1 - MIN_GAIN):
         return _select_fewest_crossings(problem, orders, _select_least(crossings, _select_least(beside, no_worse)))
+    # 3. No modelled gain: still prefer fewer straddling groups, then crossings, if nothing gets worse.
     no_worse = no_worse[_is_at_most(crossings[no_worse], crossings[0])]
     straddle = _count_all_straddling(problem, orders[no_worse])
     fewer_crossings = find_tapered_levels(problem.fabric) and crossings[no_worse].min() < crossings[0] * (1 - MIN_GAIN)
@@ -256,6 +260,7 @@ def place_nodes(job: PlacementJob) -> Placement:
     )
     identity = tuple(range(len(placement.nodes)))
     before, after = flat.compute_cost(identity), flat.compute_cost(placement.nodes)
+    # The order that is best on a tapered fabric may be slower on a non-blocking one (more hops): then place for that.
     if after.total > before.total * (1 + MIN_GAIN):
         placement = search_placement(job.fabric, job.sizes, job.flows, job.backend)
         after = flat.compute_cost(placement.nodes)

@@ -1,4 +1,4 @@
-"""Files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
+"""Read files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _ENTRY = re.compile(
 
 
 def matches_hostlist(text: str) -> bool:
-    """Whether it is one line with brackets or commas, and no character that names do not have."""
+    """Whether the text is one line with brackets or commas, of characters that names can have."""
     lines = [line for _, line in _lines(text)]
     return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(character in lines[0] for character in "[]{},")
 
 
 def read_hostlist(text: str, name: str) -> Cluster:
-    """The nodes of one host list in Slurm's order, duplicates kept; kind hostlist. UserError as `expand` raises it."""
+    """Read the nodes of one host list in Slurm's order, duplicates kept; kind hostlist. Raises UserError as
+    `expand_hostlist` does.
+    """
     nodes: list[str] = []
     for number, line in _lines(text):
         nodes += _expand_line(line, name, number)
@@ -42,7 +44,7 @@ def matches_hostfile(text: str) -> bool:
 
 
 def read_hostfile(text: str, name: str) -> Cluster:
-    """The nodes of a host file in its order, duplicates kept (a line a slot); kind hostfile.
+    """Read the nodes of a host file in its order, duplicates kept (a line a slot); kind hostfile.
 
     Takes comments, `slots=8` and other KEY=VALUE, `host:8`, and a host list for a name. Raises UserError
     `FILE:LINE: ...` for any other line.

@@ -1,7 +1,8 @@
-"""An InfiniBand subnet as ibnetdiscover dumps it: text -> devices and cables -> names -> levels -> Cluster.
+"""Read an InfiniBand subnet as ibnetdiscover dumps it: text -> devices and cables -> names -> levels -> Cluster.
 
-The syntax is in ibnetdiscover_text.py, the names of hosts and switches in infiniband_names.py. Here: both ends of every
-cable, which must not contradict each other; how far each switch is from the hosts (leaves are level 0); the Cluster.
+The syntax is in ibnetdiscover_text.py, the names of hosts and switches in infiniband_names.py. In this file: both ends
+of every cable, which must not contradict each other; how far each switch is from the hosts (leaves are level 0); the
+Cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hpc_train.errors import UserError
 
 
 def connect_cables(devices: dict[str, SubnetDevice], name: str) -> dict[str, SubnetDevice]:
-    """The devices with every cable known at both ends, and those too that are seen at a far end only.
+    """Complete every cable at both ends, and add the devices that are seen at a far end only.
 
     A dump of a part of a subnet is legal: a far end without a record is a device of which only that cable is known.
     Raises UserError where two lines contradict each other, and where the file ends within a switch's record.
@@ -68,7 +69,9 @@ def _make_contradiction_error(id: str, port: int, cable: CableEnd, back: CableEn
 
 
 def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, int]], name: str) -> None:
-    """A switch whose record was cut lost hosts that nothing else tells of: its level would be wrong."""
+    """Refuse a dump that ends within a switch's record: it lost hosts that no other line lists, so the switch's level
+    would be wrong.
+    """
     last = max(devices.values(), key=lambda device: device.line or 0)
     if last.kind == SWITCH and set(missing) == {last.id}:
         port, line = missing[last.id]
@@ -79,7 +82,7 @@ def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, i
 
 
 def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[str], name: str) -> dict[str, int]:
-    """Switch -> hops to the nearest one that holds a host. hosts: adapters that are in hosts.
+    """Map each switch to its hops from the nearest switch with a host. hosts: adapters that are in hosts.
 
     A switch without a record may hold hosts that the dump does not tell of, and so may the last one of a dump that
     tells but a part of its devices: it may be cut there. A level that hangs on what such a switch may hold is refused;
@@ -100,7 +103,7 @@ def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[
 
 
 def _list_uncertain_switches(devices: Mapping[str, SubnetDevice]) -> list[str]:
-    """Switches that may have more cables than the dump tells."""
+    """List the switches that may have more cables than the dump lists."""
     seen = [id for id, device in devices.items() if device.line is None]
     last = max(devices.values(), key=lambda device: device.line or 0)
     return [device for device in [*seen, *([last.id] if seen else [])] if devices[device].kind == SWITCH]
@@ -132,12 +135,12 @@ _OTHERS = {
 
 
 def matches_ibnetdiscover(text: str) -> bool:
-    """Whether it is a dump of ibnetdiscover, or what could be mistaken for one."""
+    """Whether the text is a dump of ibnetdiscover, or something often mistaken for one."""
     return bool(_DUMP.search(text)) or any(pattern.search(text) for pattern in _OTHERS.values())
 
 
 def read_ibnetdiscover(text: str, name: str) -> Cluster:
-    """The hosts, their adapters and the switches; Nic.switches says what each adapter hangs on.
+    """Read the hosts, their adapters and the switches; Nic.switches lists the switches of each adapter.
 
     Devices are known by GUID. SHARP's aggregation nodes and routers are no hosts. Raises UserError, one line, for a
     dump that is cut or contradicts itself.
@@ -173,7 +176,7 @@ def _make_nodes(
 def _make_nics(
     adapters: list[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
 ) -> tuple[Nic, ...]:
-    """In the order of their devices' numbers."""
+    """Make a host's NICs, in the order of the numbers in their device names."""
     ordered = sorted(adapters, key=lambda adapter: (natural_key(host_of[adapter.id][1] or "~"), adapter.id))
     return tuple(_make_nic(f"NIC{n}", adapter, host_of[adapter.id][1], switches) for n, adapter in enumerate(ordered))
 
@@ -198,7 +201,7 @@ def _make_switches(
     names: Mapping[str, str],
     host_of: Mapping[str, tuple[str, str | None]],
 ) -> Iterable[Switch]:
-    """Lowest level first; of two switches of one level neither is below the other."""
+    """Yield the switches, lowest level first. Of two switches of one level neither is below the other."""
     for id in sorted(levels, key=levels.__getitem__):
         far = [cable.far for _, cable in sorted(devices[id].cables.items())]
         below = [names[device] for device in far if device in levels and levels[device] == levels[id] - 1]

@@ -1,4 +1,4 @@
-"""The syntax of ibnetdiscover's dump and of ibsim's net files, which is the same: records of a device and its ports.
+"""Parse ibnetdiscover's dump, and ibsim's net files, which have the same syntax: records of a device and its ports.
 
 Grammar: rdma-core, infiniband-diags/ibnetdiscover.c (out_switch, out_ca and their ports); ibsim/sim_net.c.
 """
@@ -15,7 +15,7 @@ SWITCH, CA, ROUTER = "switch", "ca", "router"
 
 
 class CableEnd(NamedTuple):
-    """What one port line says."""
+    """One port line: the device at the other end of the cable."""
 
     far: str
     """Id of the device at the other end."""
@@ -46,7 +46,7 @@ class SubnetDevice:
 
 
 def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
-    """The devices that have a record of their own, in the file's order; `name` is for messages."""
+    """Parse the devices that have a record of their own, in the file's order. name: what messages call the file."""
     parser = _Parser(name)
     for number, line in enumerate(text.split("\n"), 1):
         parser.take(line.strip(), number)
@@ -61,7 +61,7 @@ def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
 
 
 def get_device_kind(id: str) -> str | None:
-    """What the letter of an id says; None for an id without a GUID."""
+    """Return the kind of a device by the first letter of its id; None for an id without a GUID."""
     return _LETTERS[id[0]] if _GUID.fullmatch(id) else None
 
 
@@ -166,7 +166,7 @@ class _Parser:
             )
 
     def _quoted(self, comment: str | None, number: int) -> str | None:
-        """What is between the first and the last quotation mark."""
+        """Return the text between the first and the last quotation mark."""
         if not comment or (first := comment.find('"')) < 0:
             return None
         last = comment.rfind('"')
@@ -177,7 +177,7 @@ class _Parser:
         return comment[first + 1 : last]
 
     def _plain(self, comment: str | None) -> str | None:
-        """A name without quotation marks, as ibsim takes it too."""
+        """Return a name without quotation marks, which ibsim also takes."""
         match = _PLAIN_NAME.fullmatch(comment) if comment else None
         return (match[1] or None) if match else None
 
@@ -187,7 +187,7 @@ _LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HD
 
 
 def parse_rate(rate: str | None) -> float | None:
-    """200 of 4xHDR; None of what has no name here."""
+    """Parse a link's width and speed: 4xHDR -> 200 Gbit/s; None for an unknown speed."""
     match = re.fullmatch(r"(\d{1,2})x(\w+)", rate or "")
     lane = _LANE.get(match[2]) if match else None
     return float(int(match[1]) * lane) if match and lane else None

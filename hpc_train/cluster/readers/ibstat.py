@@ -1,4 +1,4 @@
-"""ibstat's and ibstatus's output: the adapters of one host and the state of their ports.
+"""Read ibstat's and ibstatus's output: the adapters of one host and the state of their ports.
 
 Layout: rdma-core, infiniband-diags/ibstat.c (ca_dump, port_dump) and scripts/ibstatus.
 """
@@ -42,7 +42,9 @@ def matches_ibstat(text: str) -> bool:
 
 
 def read_ibstat(text: str, name: str) -> Cluster:
-    """One node, `localhost`, and its adapters. Raises UserError for one whose fields are cut off or cannot be."""
+    """Read one node and its adapters; neither tool names the node. Raises UserError for fields that are cut off or
+    malformed.
+    """
     kind = "ibstatus" if re.search(rf"^[ \t]*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
     adapters = _adapters(text, name)
     if not adapters:
@@ -116,12 +118,12 @@ def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
 
 
 def _is_up(fields: Mapping[str, str]) -> bool:
-    """ibstat writes Active, ibstatus 4: ACTIVE."""
+    """Whether a port is active: ibstat writes `Active`, ibstatus `4: ACTIVE`."""
     return fields["state"].lower().split(":")[-1].strip() == "active"
 
 
 def _gbit_s(fields: Mapping[str, str]) -> float | None:
-    """100 of `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
+    """Parse the rate: 100 for `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
     match = _RATE.fullmatch(fields["rate"])
     return float(match[1]) if match else None
 
@@ -134,7 +136,7 @@ def _layer(section: _Section, name: str) -> str | None:
 
 
 def _guid(text: str, line: int, name: str) -> str | None:
-    """16 digits; None where there is none or it is 0."""
+    """Return the 16 digits of a GUID; None if there is none or it is 0."""
     if text and not re.fullmatch(r"0x[0-9a-fA-F]{16}", text):
         raise UserError(f"{name}:{line}: GUID {text[:40]!r}; expected 0x and 16 hexadecimal digits")
     return text[2:].lower() if text.strip("0x") else None

@@ -1,4 +1,4 @@
-"""What the devices of an InfiniBand subnet are called: which adapters are in one host, and the name of each switch.
+"""Name the devices of an InfiniBand subnet: find which adapters are in one host, and the name of each switch.
 
 Node descriptions are free text, and only some of them name a host. Adapters whose description names none are assigned
 to servers by example of the adapters that do: by system, by port number, by neighbouring GUIDs.
@@ -178,12 +178,14 @@ _MANAGED = re.compile(r"MF0;\s*(?P<name>[^:;]*[^:;\s])\s*(?::(?P<part>.*))?")
 
 
 def is_aggregation_node(device: SubnetDevice) -> bool:
-    """SHARP's processor within a switch, which shows itself as a channel adapter."""
+    """Whether the adapter is SHARP's processor within a switch, which shows itself as a channel adapter."""
     return device.kind == CA and "aggregation node" in (device.name or "").lower()
 
 
 def parse_description(description: str | None) -> tuple[str, str | None] | None:
-    """("gpu01", "mlx5_4") of `gpu01 mlx5_4`; None where no host is named: `MT4129 ConnectX7 Mellanox Technologies`."""
+    """Split `gpu01 mlx5_4` into ("gpu01", "mlx5_4"); None if no host is named: `MT4129 ConnectX7 Mellanox
+    Technologies`.
+    """
     text = " ".join((description or "").strip("'\" ").split())
     if not text or _VENDOR.search(text) or _ONLY_DEVICE.fullmatch(text):
         return None
@@ -198,7 +200,7 @@ def parse_description(description: str | None) -> tuple[str, str | None] | None:
 
 
 def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
-    """Return (host, device) for each adapter.
+    """Map each adapter to (host, device).
 
     Names come from the description, else from an adapter with the same system image GUID that has a name, else from
     `join_nameless`. A host without any name is called by its system image GUID.
@@ -222,7 +224,10 @@ def _number(adapter: SubnetDevice) -> int | None:
 
 
 def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
-    """Adapters whose description names a host; a host most of whose adapters are there twice is several of one name."""
+    """Map the adapters whose description names a host.
+
+    A host most of whose adapters appear twice is several hosts of one name, and is left out.
+    """
     named = {
         adapter.id: description
         for adapter in adapters
@@ -239,17 +244,17 @@ def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[st
 
 
 def _is_simulated(device: SubnetDevice) -> str | None:
-    """ibsim's ids are names where they are no GUIDs."""
+    """Whether the device is ibsim's, whose ids are names instead of GUIDs."""
     return None if get_device_kind(device.id) else device.id
 
 
 def format_guid(device: SubnetDevice) -> str:
-    """16 hexadecimal digits, lower case; for ibsim's names the name."""
+    """Format a GUID as 16 hexadecimal digits, lower case; a device of ibsim has its name instead."""
     return device.id[2:].lower() if get_device_kind(device.id) else device.id
 
 
 def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
-    """A name of each, no two alike: its own, with its place in a chassis where several share that, else the GUID."""
+    """Name each switch, no two alike: its own name, with its place in a chassis if several share it, else its GUID."""
     choices = {switch.id: [*_own_names(switch), format_guid(switch), switch.id] for switch in switches}
     while doubles := {name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1}:
         for names in choices.values():

@@ -1,4 +1,4 @@
-"""NCCL's topology XML (NCCL_TOPO_DUMP_FILE, NCCL_TOPO_FILE) and RCCL's: GPUs, NICs and links of a node.
+"""Read NCCL's topology XML (NCCL_TOPO_DUMP_FILE, NCCL_TOPO_FILE) and RCCL's: GPUs, NICs and links of a node.
 
 Elements and attributes are those of NCCL, src/graph/xml.cc and topo.cc. From the bottom up: the XML with its lines,
 read safely (no document type, no entities, bounded depth and size); devices and where each hangs (its processor and the
@@ -24,7 +24,7 @@ MAX_ELEMENTS = 100_000
 
 @dataclass
 class XmlElement:
-    """One element; text between elements means nothing here and is dropped."""
+    """One element; text between elements has no meaning in this format and is dropped."""
 
     tag: str
     attributes: dict[str, str]
@@ -32,12 +32,12 @@ class XmlElement:
     children: list[XmlElement] = field(default_factory=list)
 
     def list_children(self, tag: str) -> list[XmlElement]:
-        """Children with a tag."""
+        """Return the children with a tag."""
         return [child for child in self.children if child.tag == tag]
 
 
 def read_root_tag(text: str) -> str | None:
-    """Name of the first element, or of the document type where one is declared; None where there is none."""
+    """Return the name of the first element, or of the document type if one is declared; None if there is neither."""
     at = 0
     while (at := text.find("<", at)) >= 0:
         if text.startswith("<!--", at):
@@ -53,7 +53,7 @@ def read_root_tag(text: str) -> str | None:
 
 
 def parse_xml(text: str, name: str) -> XmlElement:
-    """The root element. Raises UserError, one line, for what is not well-formed or beyond the bounds."""
+    """Parse the root element. Raises UserError, one line, for text that is not well-formed or beyond the bounds."""
     if len(text) > MAX_BYTES:
         raise UserError(f"{name}:1: larger than {MAX_BYTES >> 20} MiB; not a topology of one system")
     body = text.lstrip("\ufeff \t\r\n")
@@ -109,7 +109,7 @@ MAX_MASK_GROUPS = 1024
 
 @dataclass(frozen=True)
 class PciPlace:
-    """Where a device hangs."""
+    """Place of a device on the PCI tree."""
 
     host: str
     """host_hash, which NCCL writes where one file holds several nodes; "" where it does not."""
@@ -128,7 +128,7 @@ class NcclDevice:
     place: PciPlace
 
     def number(self) -> int | None:
-        """NCCL's own index of it."""
+        """NCCL's own index of the device."""
         dev = self.element.attributes.get("dev", "")
         return int(dev) if re.fullmatch(r"\d{1,4}", dev) else None
 
@@ -147,7 +147,7 @@ def find_devices(root: XmlElement, name: str) -> tuple[list[NcclDevice], list[Nc
 
 
 def read_bus_id(element: XmlElement, attribute: str, name: str) -> str:
-    """A PCI address as Linux writes it."""
+    """Read a PCI address, as Linux writes it."""
     value = element.attributes.get(attribute, "")
     if not _BUS_ID.fullmatch(value):
         raise UserError(f"{name}:{element.line}: {attribute}={value!r} of <{element.tag}>; expected a PCI address")
@@ -156,7 +156,7 @@ def read_bus_id(element: XmlElement, attribute: str, name: str) -> str:
 
 
 def read_number(element: XmlElement, attribute: str, name: str, default: str = "0") -> float:
-    """A number that is not negative."""
+    """Read an attribute as a number that is not negative."""
     value = element.attributes.get(attribute, default)
     if not re.fullmatch(r"\d{1,12}(\.\d{1,12})?", value):
         raise UserError(f"{name}:{element.line}: {attribute}={value!r} of <{element.tag}>; expected a number")
@@ -174,7 +174,7 @@ def _read_class(pci: XmlElement) -> str:
 
 
 def _find_places(root: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
-    """Every <cpu> and <pci> and its place. A fragment may start at <cpu> or <pci>."""
+    """Yield every <cpu> and <pci> with its place. A fragment may start at <cpu> or <pci>."""
     tops = root.children if root.tag == "system" else [root]
     for index, top in enumerate(tops):
         processor = top if top.tag == "cpu" else XmlElement("cpu", {}, top.line, [top])
@@ -200,7 +200,7 @@ def _numa(processor: XmlElement, name: str) -> int | None:
 
 
 def _cpus(processor: XmlElement, name: str) -> str | None:
-    """Linux's list for an affinity mask: hexadecimal groups of 32 processors, the highest first."""
+    """Convert an affinity mask (hexadecimal groups of 32 processors, highest first) to Linux's list of processors."""
     value = processor.attributes.get("affinity", "").strip()
     groups = value.removeprefix("0x").split(",") if value else []
     if len(groups) > MAX_MASK_GROUPS or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", group) for group in groups):
@@ -237,7 +237,9 @@ class GpuBonds:
 
 
 def read_bonds(gpu: NcclDevice, name: str) -> GpuBonds | None:
-    """None for a GPU that a vendor's file tells by its class only; such files never list links."""
+    """Read the links of a GPU; None for a GPU that a vendor's file gives by class only, since such files never list
+    links.
+    """
     if gpu.element.tag != "gpu":
         return None
     bonds = GpuBonds(nvlink=not gpu.element.list_children("xgmi"))
@@ -258,7 +260,9 @@ def _read_target(link: XmlElement, name: str) -> str:
 
 
 def classify_bond(a: NcclDevice, b: NcclDevice, bonds: tuple[GpuBonds | None, GpuBonds | None]) -> str | None:
-    """NV<count>, of the links that both have, or XGMI where both sides say so. None where PCI joins them."""
+    """Name the bond of two GPUs: NV<count> of the links that both have, XGMI if both sides say so, None if only PCI
+    joins them.
+    """
     from_a, from_b = bonds
     if from_a is None or from_b is None:
         return None
@@ -274,9 +278,12 @@ def _count_towards(bonds: GpuBonds, other: NcclDevice) -> int:
 
 
 def classify_pci_distance(a: PciPlace, b: PciPlace) -> str | None:
-    """What the way over PCI crosses at worst: one bridge PIX, several PXB, the host bridge PHB (both paths start on one
-    root bus), the processor NODE (one <cpu>, or one NUMA node), the link between processors SYS. None for a NIC that is
-    no PCI device. NCCL itself writes PHB for NODE: it does not tell host bridges apart."""
+    """Return the worst hop of the way over PCI, in NVIDIA's words; None for a NIC that is no PCI device.
+
+    PIX: one bridge; PXB: several; PHB: the host bridge (both paths start on one root bus); NODE: the processor (one
+    <cpu>, or one NUMA node); SYS: the link between processors. NCCL itself writes PHB for NODE, because it does not
+    tell host bridges apart.
+    """
     if not a.bridges or not b.bridges:
         return None
     if a.processor == b.processor:
@@ -305,15 +312,16 @@ _ROOTS = ("system", "cpu", "pci")
 
 
 def matches_nccl_xml(text: str) -> bool:
-    """Whether it is XML with NCCL's root element, or a fragment of it, or XML that is often mistaken for it."""
+    """Whether the text is XML with NCCL's root element, a fragment of it, or XML that is often mistaken for it."""
     return text.lstrip("\ufeff \t\r\n")[:1] == "<" and read_root_tag(text) in (*_ROOTS, *_OTHERS)
 
 
 def read_nccl_xml(text: str, name: str) -> Cluster:
-    """One node, or several where the file holds those that NVLink joins (host_hash), named by that hash.
+    """Read one node, or several if the file holds nodes joined by NVLink (host_hash), named by that hash.
 
     GPUs are named by NCCL's own index. `nvlinks` counts what each GPU itself lists, so that one that lost its links
-    shows; None in files of vendors, which list none. Raises UserError for other XML and for truncated or odd files."""
+    shows; None in files of vendors, which list none. Raises UserError for other XML and for truncated or odd files.
+    """
     tag = read_root_tag(text)
     if tag in _OTHERS:
         raise UserError(f"{name}:1: {_OTHERS[tag]}")
@@ -360,7 +368,7 @@ def _node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) 
 
 
 def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
-    """Devices and the rate of all their ports: NCCL lists every port that is up as a <net>, in Mbit/s."""
+    """Group the ports by device, with their total rate: NCCL lists every port that is up as a <net>, in Mbit/s."""
     ports: dict[object, tuple[NcclDevice, float | None]] = {}
     for net in nets:
         device = net.element.attributes.get("name")
@@ -372,7 +380,7 @@ def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | 
 
 
 def _number_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
-    """By NCCL's index where every one has its own, else in the order of the file."""
+    """Order and name devices by NCCL's index if every one has its own, else by the order of the file."""
     numbers = [device.number() for device in devices]
     if None in numbers or len(set(numbers)) < len(numbers):
         return devices, [f"{kind}{at}" for at in range(len(devices))]
@@ -381,7 +389,7 @@ def _number_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevi
 
 
 def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
-    """Several GPUs may share one <pci> (partitions), but no address may stand at two places."""
+    """Refuse an address at two places. Several GPUs may share one <pci>: partitions."""
     places: dict[str, PciPlace] = {}
     for gpu in gpus:
         bridges = gpu.place.bridges

@@ -1,6 +1,10 @@
-"""`nvidia-smi topo -m` of every driver era: how the GPUs and NICs of one node are joined, and the processors next to
-them. A fallback and for files that users hand over: NVML and sysfs tell more, and this text loses its CPU column inside
-small cgroups."""
+"""Read `nvidia-smi topo -m` of every driver era: the links between the GPUs and NICs of a node, and their processors.
+
+For files that users hand over, and a fallback: NVML and sysfs tell more, and inside small cgroups this text loses its
+CPU column. Users also paste it from terminals that wrapped it, and the driver's columns have changed often:
+nvidia_smi_rows.py finds the matrix and reads its rows; this file joins the wrapped lines, checks the cells against each
+other, and counts NVLinks.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +44,17 @@ LinkCells = dict[tuple[str, str], tuple[str, int]]
 
 
 def matches_nvidia_smi(text: str) -> bool:
-    """Whether there is a matrix of GPUs that `topo` printed (`topo -p2p` too, which `read` refuses)."""
+    """Whether the text has a matrix of GPUs printed by `topo` (`topo -p2p` too, which `read_nvidia_smi` refuses)."""
     return "GPU" in text and not _OWN_ROCM.search(text) and looks_like_matrix(text)
 
 
 def read_nvidia_smi(text: str, name: str) -> Cluster:
-    """The node of one `nvidia-smi topo -m`, whatever stands around it.
+    """Read the node of one `nvidia-smi topo -m`, whatever text is around it.
 
     `numa` is a list such as 0,3-9 where the driver prints one; `cpus` is None where the cell is blank. `nvlinks` is
-    filled where the matrix tells it, see `nvlinks_of`. NIC ids are NIC0, NIC1, ...; old drivers name the columns
-    by device. Raises UserError for a missing GPU row, an unknown cell, or cells that contradict each other."""
+    filled where the matrix tells it, see `infer_nvlinks`. NIC ids are NIC0, NIC1, ...; old drivers name the columns
+    by device. Raises UserError for a missing GPU row, an unknown cell, or cells that contradict each other.
+    """
     lines = clean_lines(text)
     matrices = list(find_matrices(lines))
     readable = [matrix for matrix in matrices if matrix.rows and not matrix.peers]
@@ -66,12 +71,13 @@ def read_nvidia_smi(text: str, name: str) -> Cluster:
 
 
 def infer_nvlinks(counts: list[int], peers: int) -> int | None:
-    """NVLinks of a GPU from its NV# cells (`counts`, those that it has towards `peers` GPUs in all).
+    """Infer a GPU's number of NVLinks from its NV# cells. counts: the cells' numbers, towards `peers` GPUs in all.
 
-    Point to point, a GPU's links are spread over its peers: their sum. Behind NVSwitches every cell shows all links
-    that both sides have: the most of them. One cell: both are the same. Which it is shows where the sum is more than a
-    GPU has (a switch) or the bonds are narrow (no switch); else None. Links to what the matrix does not show (GPUs that
-    the job does not see, POWER9's processors) do not count."""
+    Point to point, a GPU's links are spread over its peers, so their number is the sum of the cells. Behind NVSwitches
+    every cell shows all links that both sides have, so it is the largest cell. The two are told apart by a sum that is
+    more than a GPU has (a switch), or by narrow bonds (no switch); otherwise None. Links to devices that the matrix
+    does not show (GPUs outside the job, POWER9's processors) do not count.
+    """
     if len(counts) <= 1:
         return counts[0] if counts else 0
     if sum(counts) > MAX_NVLINKS:
@@ -80,7 +86,7 @@ def infer_nvlinks(counts: list[int], peers: int) -> int | None:
 
 
 class _MatrixReader:
-    """Reads one matrix; holds what messages need."""
+    """Reads one matrix, with the file name and lines for messages."""
 
     def __init__(self, name: str, lines: list[str], matrix: TextMatrix):
         self.name = name
@@ -104,7 +110,7 @@ class _MatrixReader:
         return UserError(f"{self.name}:{line}: {what}")
 
     def _columns_and_rows(self) -> tuple[MatrixColumns, list[tuple[int, MatrixRow]]]:
-        """A wrapped header can be joined in several ways: the rows tell which is right."""
+        """Read header and rows. A wrapped header can be joined in several ways; the rows tell which is right."""
         header = self.matrix.header
         readings: dict[MatrixColumns, list[tuple[int, MatrixRow]]] = {}
         problem = self._refuse(header.number, "not a header; expected GPU0 GPU1 ... NIC0 ... CPU Affinity ...")
@@ -158,7 +164,7 @@ class _MatrixReader:
             )
 
     def _check_end(self, columns: MatrixColumns, rows: list[tuple[int, MatrixRow]]) -> None:
-        """A text cut off behind the last row's links: what is left of its processors looks whole."""
+        """Refuse a text that is cut within the last row's processors: what remains of them looks complete."""
         line, row = rows[-1]
         if not self.cut or line != self.last or not row.label.startswith("GPU") or row.tail[-1:] == ("N/A",):
             return
@@ -232,7 +238,9 @@ def _readings(lines: WrappedLines, columns: MatrixColumns, edge: int) -> Iterato
 
 
 def _joined(lines: WrappedLines) -> Iterator[str]:
-    """A terminal cuts anywhere, also inside a word, and may drop the spaces at the cut: all ways to join."""
+    """Yield all ways to join wrapped lines: a terminal cuts anywhere, even inside a word, and may drop the spaces at
+    the cut.
+    """
     parts = [lines.parts[0][lines.start :], *lines.parts[1:]]
     few = len(parts) <= 6
     for between in itertools.product(("", " "), repeat=len(parts) - 1) if few else _alike(len(parts) - 1):
@@ -244,7 +252,7 @@ def _alike(count: int) -> Iterator[tuple[str, ...]]:
 
 
 def _kinds(names: tuple[str, ...], cells: LinkCells) -> dict[tuple[str, str], str]:
-    """Kind of every pair that is told, in the header's order."""
+    """Map every pair with a known link to its kind, in the header's order."""
     kinds = {}
     for pair in itertools.combinations(names, 2):
         kind, _ = cells.get(pair) or cells.get(pair[::-1]) or ("N/A", 0)

@@ -1,4 +1,4 @@
-"""The rows of `nvidia-smi topo -m`: where the matrix stands in a text, and the cells of each of its rows.
+"""Read the rows of `nvidia-smi topo -m`: find the matrix in a text, and the cells of each of its rows.
 
 First the text: escape codes, prompts, log prefixes, wrapped lines and legends aside. Then a row: its link cells, and
 the CPU and NUMA cells whatever separates or hides them.
@@ -33,7 +33,7 @@ MAX_WRAPPED_LINES = 12
 
 @dataclass(frozen=True)
 class WrappedLines:
-    """One row, or the header, as it stands in the text: one line, more where a terminal wrapped it."""
+    """One row, or the header, as it is in the text: one line, or more if a terminal wrapped it."""
 
     number: int
     """Of the first line, from 1."""
@@ -51,7 +51,7 @@ class TextMatrix:
 
 
 def clean_lines(text: str) -> list[str]:
-    """Lines without escape codes, invisible characters, quote and table marks; tabs are kept."""
+    """Split into lines without escape codes, invisible characters, quote and table marks; tabs stay."""
     plain = _ESCAPE.sub("", text).translate(_INVISIBLE)
     return plain.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
@@ -62,7 +62,7 @@ def looks_like_matrix(text: str) -> bool:
 
 
 def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:
-    """Every header of GPUs and the rows below it, up to the next header."""
+    """Yield every header of GPUs with the rows below it, up to the next header."""
     index = 0
     while index < len(lines):
         header = _header(lines, index)
@@ -149,7 +149,7 @@ _TAB = 8
 
 @dataclass(frozen=True)
 class MatrixColumns:
-    """What the header says."""
+    """The columns that a header names."""
 
     names: tuple[str, ...]
     affinity: tuple[str, ...]
@@ -162,7 +162,7 @@ class MatrixColumns:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """What one row says."""
+    """The cells of one row."""
 
     label: str
     kinds: tuple[str, ...]
@@ -176,11 +176,11 @@ class MatrixRow:
 
 
 class NotARowError(ValueError):
-    """Says what is wrong with it."""
+    """The text is no row; the message says why."""
 
 
 def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
-    """`text` from its label on, which stands at column `edge`. Raises NotARowError."""
+    """Read a row from its label on, which is at column `edge` of its line. Raises NotARowError."""
     label = _label(text, columns.names)
     kinds, spans, end = _links(text, len(label), len(columns.names))
     tail = tuple(text[end:].split())
@@ -199,7 +199,7 @@ def _label(text: str, names: tuple[str, ...]) -> str:
 
 
 def _links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
-    """Cells may have lost what separated them (drivers do that beyond 30 NICs): a cell ends where its word does."""
+    """Read the link cells. Drivers drop the separators beyond 30 NICs, so a cell ends where its word does."""
     spans: list[tuple[int, int]] = []
     end = start
     while len(spans) < limit:
@@ -251,7 +251,7 @@ def _numa(label: str, cell: str) -> int | str | None:
 
 @dataclass(frozen=True)
 class _RowLayout:
-    """A row and where its cells stand in it."""
+    """A row and the positions of its cells."""
 
     text: str
     label: int
@@ -277,7 +277,7 @@ def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
 
 
 def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
-    """A tab between any two cells: the driver's own output."""
+    """Split the cells at tabs, as the driver prints them."""
     edges = [row.label, *(at for span in row.spans for at in span)]
     gaps = [row.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=False)]
     if not all(re.fullmatch(r" *\t *", gap) for gap in gaps):
@@ -286,7 +286,7 @@ def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
 
 
 def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
-    """CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
+    """Return CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
     cells = [*cells, "", ""]
     if any(" " in cell for cell in cells) or (not any(cells[:2]) and any(cell != "N/A" for cell in cells if cell)):
         return None
@@ -294,7 +294,7 @@ def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
 
 
 def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
-    """Every cell under its column, as one who retypes it with spaces puts them."""
+    """Take the cells under their columns, as someone who retypes the text with spaces puts them."""
     expanded = _expanded(row)
     if not columns.starts or expanded is None or "\t" in row.text:
         return None
@@ -326,7 +326,7 @@ def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
 
 
 def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
-    """Columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
+    """Return the columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
 
     def column(at: int) -> int:
         return len(row.text[:at].expandtabs(_TAB))

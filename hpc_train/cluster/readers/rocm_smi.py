@@ -1,4 +1,4 @@
-"""`rocm-smi --showtopo`, as text and as --json: how the AMD GPUs of one node are joined, and their NUMA nodes."""
+"""Read `rocm-smi --showtopo`, as text and as --json: links between the AMD GPUs of a node, and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNKNOWN = ("N/A", "UNKNOWN", "XXXX")
 
 @dataclass
 class _GpuTopology:
-    """Gathered from all sections."""
+    """The facts of all sections."""
 
     gpus: list[str] = field(default_factory=list)
     kinds: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class _GpuTopology:
 
 
 def matches_rocm_smi(text: str) -> bool:
-    """Whether it is a topology of rocm-smi, whole or some of its sections."""
+    """Whether the text is a topology of rocm-smi, all or some of its sections."""
     return _SECTION.search(text) is not None or _NUMA.search(text) is not None or _is_json(text)
 
 
@@ -84,7 +84,7 @@ def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, 
 
 
 def _matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tuple[int, str, list[str]]]]:
-    """Columns and rows (line, label, cells) of the matrix below a section's title."""
+    """Read the matrix below a section's title: its columns, and its rows as (line, label, cells)."""
     gpus: list[str] = []
     rows: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(lines[start + 1 :], start + 2):
@@ -114,7 +114,7 @@ def _add_kind(facts: _GpuTopology, a: str, b: str, kind: str, where: str) -> Non
 
 
 def _add_numa(facts: _GpuTopology, gpu: str, what: str, value: str, where: str) -> None:
-    """The node wins over the affinity, which older versions print without it."""
+    """Set a GPU's NUMA node. The node wins over the affinity, which older versions print instead."""
     if not re.fullmatch(r"-?\d{1,6}|N/A|None", value):
         raise UserError(f"{where}: NUMA node of {gpu} is {value!r}; expected a number")
     node = int(value) if value.isdigit() else None
@@ -162,7 +162,7 @@ def _pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], s
 
 
 def _object(text: str, name: str) -> dict[str, object]:
-    """rocm-smi may print warnings before the object, and other tools after it."""
+    """Parse the JSON object: rocm-smi may print warnings before it, and other tools text after it."""
     start = text.index("{")
     try:
         content, _ = json.JSONDecoder().raw_decode(text, start)

@@ -1,4 +1,4 @@
-"""Slurm's environment variables: the nodes of a job, and where one hangs (SLURM_TOPOLOGY_ADDR).
+"""Read Slurm's environment variables: the nodes of a job, and a node's switches (SLURM_TOPOLOGY_ADDR).
 
 slurmd tells the address to every step that runs on the node. A dump of the variables of a job is a topology file too.
 """
@@ -20,7 +20,7 @@ _COORDINATES = {"ring": 1, "torus": 3}
 
 
 def parse_address(address: str, pattern: str | None, node: str, switches: Collection[str] = ()) -> tuple[str, ...]:
-    """Names from the top switch to the leaf (or block, ring, torus) that `node` hangs on; () where Slurm knows none.
+    """Return the names from the top switch to the leaf (or block, ring, torus) of `node`; () if Slurm knows none.
 
     address, pattern: SLURM_TOPOLOGY_ADDR and _PATTERN; node: SLURMD_NODENAME. Names of nodes and switches may hold
     dots, so the node is cut off by its name, and the number of names left is the pattern's. Where dots leave it open
@@ -44,7 +44,7 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
 
 
 def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
-    """The cluster of nodes in this order, each with its names from top to leaf; kind slurm_address.
+    """Build a cluster of nodes in this order, each with its switches from top to leaf; kind slurm_address.
 
     Raises UserError where the paths contradict each other (one puts a above b, another b above a).
     """
@@ -63,7 +63,7 @@ def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
 
 
 def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[str, ...] | None:
-    """The only way to see `count` names in it; None where there is none or more than one."""
+    """Split an address into `count` names if there is exactly one way; else None. Names may contain dots."""
     pieces = before.split(".")
     if len(pieces) == count:
         return tuple(pieces)
@@ -73,7 +73,7 @@ def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[
 
     @cache
     def ways(start: int, left: int) -> list[tuple[str, ...]]:
-        """Up to two ways to see `left` names in the pieces from `start` on."""
+        """Return up to two ways to split the pieces from `start` on into `left` names."""
         if left == 0:
             return [()] if start == len(pieces) else []
         rest_ways: list[tuple[str, ...]] = []
@@ -122,7 +122,7 @@ def matches_slurm_environment(text: str) -> bool:
 
 
 def read_slurm_environment(text: str, name: str) -> Cluster:
-    """The job's nodes in Slurm's order; kind slurm_environment. Each SLURM_TOPOLOGY_ADDR adds the switches of its node.
+    """Read the job's nodes in Slurm's order; kind slurm_environment. Each SLURM_TOPOLOGY_ADDR adds its node's switches.
 
     Takes `NAME=value`, `export NAME=value`, `declare -x NAME="value"` and srun's labels, one node's or several one
     after the other. Raises UserError `FILE:LINE: ...` for a line cut short, two different lists of nodes, or a number
@@ -146,7 +146,7 @@ def read_slurm_environment(text: str, name: str) -> Cluster:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """SLURM_TASKS_PER_NODE, such as `34,26,2(x2)`, as one number a node. UserError for another form."""
+    """Parse SLURM_TASKS_PER_NODE, such as `34,26,2(x2)`, to one number a node. Raises UserError for another form."""
     tasks: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
@@ -200,7 +200,7 @@ def _describe_place(name: str, line: int, tasks: str) -> None:
 
 
 def _node_of(address: str, nodes: tuple[str, ...]) -> str | None:
-    """The node that the address is of: the longest name that it ends in."""
+    """Return the node of an address: the longest name that the address ends in."""
     node_names = set(nodes)
     pieces = address.split(".")
     return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in node_names), None)

@@ -1,4 +1,4 @@
-"""What readers of Slurm's texts share: lines of `Key=Value`, and from the switches that a text lists to a Cluster.
+"""Parse Slurm's lines of `Key=Value`, and build a Cluster from the switches that a text lists.
 
 What may not be (a circle, a node on two leaves, a switch that no line defines) is refused, levels are counted.
 """
@@ -20,7 +20,7 @@ _PROMPT = re.compile(r"[^=]*\bscontrol\s[^=]*\bshow\s+topo[^=]*")
 
 @dataclass(frozen=True)
 class KeyValueRecord:
-    """One line; keys are lower case, as Slurm takes them in any."""
+    """One line; keys are lower case, as Slurm ignores their case."""
 
     file: str
     line: int
@@ -29,16 +29,16 @@ class KeyValueRecord:
     values: dict[str, str]
 
     def name(self) -> str:
-        """What the first key names: one plain name."""
+        """The single name that the first key gives."""
         return check_single_name(self.values[self.first], f"{self.file}:{self.line}: {self.first}=")
 
     def list(self, key: str) -> tuple[str, ...]:
-        """The names of a host list, each once; () where the key is absent."""
+        """Return the names of a host list, each once; () if the key is absent."""
         text = self.values.get(key, "")
         return () if text == "(null)" else expand_names(text, f"{self.file}:{self.line}: {key}=")
 
     def number(self, key: str) -> int:
-        """A count. UserError where it is absent or no number."""
+        """Return a count. Raises UserError if it is absent or no number."""
         text = self.values.get(key)
         if text is None or not re.fullmatch("[0-9]{1,9}", text):
             raise self.error(f"{key}={text or ''}; expected {key}=NUMBER (is the line cut short?)")
@@ -50,7 +50,7 @@ class KeyValueRecord:
 
 @dataclass(frozen=True)
 class RecordGrammar:
-    """What the lines of one format may hold; all keys in lower case."""
+    """The keys that the lines of one format may hold, in lower case."""
 
     kinds: Mapping[str, str]
     """First key of a line -> kind of cluster; all lines of a text are of one kind."""
@@ -59,7 +59,7 @@ class RecordGrammar:
 
 
 def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyValueRecord]:
-    """Every line that is not empty, a comment or a shell's prompt; a backslash at its end continues a line.
+    """Parse every line that is not empty, a comment or a shell's prompt; a backslash at the end continues a line.
 
     Raises UserError `file:line: ...` for a line of another form and for a key that the grammar has not.
     """
@@ -86,7 +86,7 @@ def _keys(keys: Iterable[str]) -> str:
 
 
 def expand_names(text: str, where: str) -> tuple[str, ...]:
-    """A host list's names, each once, in order. `where` goes before the message of a wrong one."""
+    """Expand a host list, each name once, in order. where: prefix of the error message."""
     try:
         return tuple(dict.fromkeys(expand_hostlist(text)))
     except UserError as error:
@@ -94,7 +94,7 @@ def expand_names(text: str, where: str) -> tuple[str, ...]:
 
 
 def check_single_name(text: str, where: str) -> str:
-    """A name that stands for one thing: no brackets, no list."""
+    """Return the name if it is a single one: no brackets, no list."""
     names = expand_names(text, where)
     if names != (text,):
         raise UserError(f"{where}{text[:60]}; expected one name")
@@ -102,7 +102,7 @@ def check_single_name(text: str, where: str) -> str:
 
 
 def _join_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, line without comment) of each line that holds something."""
+    """Yield (first line number, text without comment) of each logical line that is not empty."""
     pending, start = "", 0
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.split("#", 1)[0].rstrip()
@@ -154,7 +154,7 @@ class ListedUnit:
 
 
 def collect_units(units: Iterable[ListedUnit], file: str) -> dict[str, ListedUnit]:
-    """By name, in order. UserError for a name that is there twice, or for more names than any machine has."""
+    """Map names to units, in order. Raises UserError for a repeated name, or for more names than any machine has."""
     by_name: dict[str, ListedUnit] = {}
     size = 0
     for unit in units:
@@ -168,7 +168,7 @@ def collect_units(units: Iterable[ListedUnit], file: str) -> dict[str, ListedUni
 
 
 def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: Iterable[str] = ()) -> Cluster:
-    """The cluster of these units, in their order; `nodes` come before those that the units name.
+    """Build the cluster of these units, in their order; `nodes` come before those that the units name.
 
     A switch below may lack a unit of its own: it is named by the one above and nothing else is known of it.
     Raises UserError, with the line, where switches hang on each other in a circle.
@@ -184,7 +184,7 @@ def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: 
 
 
 def check_defined(units: Mapping[str, ListedUnit], file: str) -> None:
-    """UserError for a switch below another that no line defines."""
+    """Raise UserError for a switch below another that no line defines."""
     for unit in units.values():
         missing = next((child for child in unit.switches if child not in units), None)
         if missing is not None:
@@ -192,7 +192,7 @@ def check_defined(units: Mapping[str, ListedUnit], file: str) -> None:
 
 
 def check_disjoint(units: Mapping[str, ListedUnit], file: str) -> None:
-    """UserError for a node that hangs on two units."""
+    """Raise UserError for a node on two units."""
     holder: dict[str, ListedUnit] = {}
     for unit in units.values():
         for node in unit.nodes:
@@ -205,7 +205,7 @@ def check_disjoint(units: Mapping[str, ListedUnit], file: str) -> None:
 
 
 def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
-    """All names, those without a unit too, each after everything below it. UserError for a circle."""
+    """Sort all names, including those without a unit, each after everything below it. Raises UserError for a cycle."""
     try:
         return list(TopologicalSorter({unit.name: unit.switches for unit in units.values()}).static_order())
     except CycleError as error:
@@ -215,7 +215,7 @@ def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
 
 
 def parse_link_speed(number: int) -> int | None:
-    """Convert LinkSpeed= to the form of Unit.link_speed."""
+    """Convert LinkSpeed= to Switch.link_speed."""
     return number if number > 1 else None
 
 

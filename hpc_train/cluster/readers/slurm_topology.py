@@ -1,4 +1,4 @@
-"""Slurm's topology: topology.conf, and what `scontrol show topology` prints; tree, block, ring and torus3d.
+"""Read Slurm's topology: topology.conf, and the output of `scontrol show topology`; tree, block, ring and torus3d.
 
 Both have lines of `Key=Value`. scontrol lists under a switch the nodes of the switches below it too, topology.conf only
 its own. Slurm itself is asked once, by one process of a job, never by every rank.
@@ -55,7 +55,7 @@ def matches_scontrol(text: str) -> bool:
 
 
 def read_scontrol(text: str, name: str) -> Cluster:
-    """The cluster; kind slurm_tree, slurm_block, slurm_ring or slurm_torus3d.
+    """Read the cluster; kind slurm_tree, slurm_block, slurm_ring or slurm_torus3d.
 
     scontrol repeats under Nodes= of a switch everything below it: here nodes stand where they hang. In an excerpt,
     where a switch below has no line of its own, the nodes that nobody else claims hang on the switch above.
@@ -80,7 +80,7 @@ def read_scontrol(text: str, name: str) -> Cluster:
 
 
 def _check_sizes(lines: Sequence[KeyValueRecord]) -> None:
-    """Slurm ends every line of a block with its size, or (before 24.05) none."""
+    """Refuse sizes on only some lines: Slurm ends every line of a block with its size, or (before 24.05) none."""
     if any("blocksize" in line.values for line in lines):
         for line in lines:
             line.number("blocksize")
@@ -125,7 +125,7 @@ def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
 
 
 def _nested_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
-    """Aggregated blocks with the largest blocks that they are made of, instead of all base blocks."""
+    """Give aggregated blocks the largest blocks that they consist of, instead of all base blocks."""
     made_of = {unit.name: frozenset(unit.switches or (unit.name,)) for unit in listed.values()}
     largest_first = sorted(made_of, key=lambda name: -len(made_of[name]))
     for unit in listed.values():
@@ -134,7 +134,9 @@ def _nested_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
 
 
 def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
-    """As few names as say all `blocks`, in their order: of what is `inside`, largest first, and what no line shows."""
+    """Return the fewest names that cover `blocks`, in their order: the largest of those `inside`, then those that no
+    line shows.
+    """
     chosen = {block: block for block in blocks}
     taken: set[str] = set()
     for name in inside:
@@ -145,7 +147,7 @@ def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str,
 
 
 def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
-    """Each unit with only those nodes that hang on it directly."""
+    """Reduce each unit to the nodes that are directly on it."""
     below: dict[str, set[str]] = {}
     listed_fully: dict[str, bool] = {}
     direct = {}
@@ -160,7 +162,7 @@ def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit
 
 
 def _without(unit: ListedUnit, under: set[str], listed_fully: bool, file: str) -> ListedUnit:
-    """The unit without the nodes under its switches; `whole`: all of these are in the text."""
+    """Return the unit without the nodes under its switches. listed_fully: the text lists all of these switches."""
     if not unit.switches or not unit.nodes:
         return unit
     own = set(unit.nodes)
@@ -179,7 +181,7 @@ SCONTROL_TIMEOUT = 10.0
 
 
 def query_topology(command: Sequence[str] = SCONTROL_COMMAND, timeout: float = SCONTROL_TIMEOUT) -> Cluster | None:
-    """The cluster as `scontrol show topology` prints it, asked once; for one process of a job, never for every rank.
+    """Ask scontrol for the topology, once; for one process of a job, never for every rank.
 
     None where Slurm has no topology (topology/flat prints nothing), does not answer within `timeout` seconds, or is
     not there. Raises UserError for an answer that cannot be understood.
@@ -221,7 +223,7 @@ def matches_topology_conf(text: str) -> bool:
 
 
 def read_topology_conf(text: str, name: str) -> Cluster:
-    """The cluster; kind slurm_tree, slurm_block or slurm_ring. Keys in any case, comments, continued lines.
+    """Read the cluster; kind slurm_tree, slurm_block or slurm_ring. Keys in any case, comments, continued lines.
 
     As Slurm does, refuses a switch with both nodes and switches, one below another that no line defines, a name that
     is defined twice and a circle. Several roots are legal, and so is a node (or switch) on several switches. A node in

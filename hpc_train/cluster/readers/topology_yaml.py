@@ -1,4 +1,4 @@
-"""Topologies in YAML: Slurm's topology.yaml (25.05 and newer), and the clusters that NVIDIA's Topograph simulates.
+"""Read topologies in YAML: Slurm's topology.yaml (25.05 and newer), and the clusters that NVIDIA's Topograph simulates.
 
 YAML is read with the line of everything, so that a message can name it; scalars stay text, so that a node called 0010
 keeps its name. topology.yaml has named topologies of the kinds tree, block, flat, ring and torus3d.
@@ -43,7 +43,7 @@ class YamlValue:
         return UserError(f"{self.file}:{self.line}: {what}")
 
     def mapping(self, allowed: Collection[str] | None = None) -> dict[str, YamlValue]:
-        """Its entries. UserError where it is no mapping, or has a key twice or one that is not `known`."""
+        """Return the entries. Raises UserError if it is no mapping, or has a key twice or one that is not `allowed`."""
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"expected a mapping{_list_choices(allowed)}")
         entries: dict[str, YamlValue] = {}
@@ -56,13 +56,13 @@ class YamlValue:
         return entries
 
     def items(self) -> list[YamlValue]:
-        """UserError where it is no list."""
+        """Return the elements of a list. Raises UserError if it is no list."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error("expected a list")
         return [YamlValue(self.file, node) for node in self.node.value]
 
     def text(self) -> str:
-        """UserError where it is no scalar, or an empty one."""
+        """Return a scalar. Raises UserError for anything else, and for an empty one."""
         if not isinstance(self.node, yaml.ScalarNode) or not self.node.value:
             raise self.error("expected a name, a number or a host list")
         return str(self.node.value)
@@ -82,7 +82,7 @@ class YamlValue:
         return text in {"true", "yes", "on", "1"}
 
     def names(self) -> tuple[str, ...]:
-        """The names of a host list, or of a list of them, each once; () for nothing."""
+        """Return the names of a host list, or of a list of them, each once; () for nothing."""
         if isinstance(self.node, yaml.ScalarNode) and not self.node.value:
             return ()
         parts = self.items() if isinstance(self.node, yaml.SequenceNode) else [self]
@@ -91,7 +91,7 @@ class YamlValue:
 
 
 def parse_yaml(text: str, file: str) -> YamlValue:
-    """The one document of a text. UserError `FILE:LINE: ...` for what is no YAML."""
+    """Parse the one document of a text. Raises UserError `FILE:LINE: ...` for text that is no YAML."""
     try:
         # libyaml's loader is faster, but a file of 100,000 brackets crashes the process in it.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -117,21 +117,22 @@ _LARGEST_TORUS = 1 << 20
 
 
 def matches_topology_yaml(text: str) -> bool:
-    """Whether it is a YAML list whose entries begin with `topology:`."""
+    """Whether the text is a YAML list whose entries begin with `topology:`."""
     return bool(_FIRST.search(text))
 
 
 def read_topology_yaml(text: str, name: str) -> Cluster:
-    """The topology that the cluster itself uses: the first with `cluster_default: true`, else the first of the file.
+    """Read the topology that the cluster itself uses: the first with `cluster_default: true`, else the first of the
+    file.
 
     One file may describe the same nodes several times, for different partitions: putting all of them into one Cluster
-    would hang nodes on switches that never were together. `read_all` gives each.
+    would put nodes on switches that were never together. `read_named_topologies` returns each.
     """
     return next(iter(_default_first(text, name).values()))
 
 
 def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
-    """Every topology of the file by its name, the default one first.
+    """Read every topology of the file by its name, the default one first.
 
     Kinds slurm_tree, slurm_block, slurm_flat (no switches, no nodes: it names none), slurm_ring and slurm_torus3d (one
     switch a torus, its nodes by coordinate, x fastest). Raises UserError `FILE:LINE: ...` for everything that Slurm
@@ -283,12 +284,12 @@ _SECTION = re.compile(r"^(?:switches|blocks)[ \t]*:[ \t]*(?:#.*)?$", re.MULTILIN
 
 
 def matches_topograph(text: str) -> bool:
-    """Whether it is YAML with `switches:` or `blocks:` on the first column."""
+    """Whether the text is YAML with `switches:` or `blocks:` in the first column."""
     return bool(_SECTION.search(text))
 
 
 def read_topograph(text: str, name: str) -> Cluster:
-    """The cluster; kind topograph. The switches of the file, then leaf switches that only blocks name.
+    """Read the cluster; kind topograph. The switches of the file come first, then leaf switches that only blocks name.
 
     A block hangs its nodes on its switch; accelerator domains (annotations) are not read. A model may name a switch
     below another and say no more of it. Raises UserError `FILE:LINE: ...` for another structure.

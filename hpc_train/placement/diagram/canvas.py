@@ -142,7 +142,7 @@ class Canvas:
 
 
 def check_picture_path(path: Path) -> None:
-    """Raise UserError, one line, if a picture cannot be written there; to be called before anything is computed for it."""
+    """Raise UserError, one line, if no picture can be written there; called before anything is computed for it."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(
             f"--picture {path}: the name must end in {', '.join(PICTURE_SUFFIXES[:-1])} or {PICTURE_SUFFIXES[-1]}"

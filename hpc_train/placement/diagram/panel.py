@@ -67,7 +67,7 @@ class Panel:
         return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
 
     def load_of(self, level: NamedLevel, group: int) -> float | None:
-        """Return the seconds that a group's link is busy; None if unknown, as in a picture of a machine without a run."""
+        """Return the seconds that a group's link is busy; None if unknown, as in a picture without a run."""
         load = self.load.get(level.name)
         return None if load is None else float(load[group])
 

@@ -115,7 +115,7 @@ _CAPTION, _LINE_HEIGHT = 8.0, 14.0
 
 
 def draw_cluster(cluster: Cluster, path: Path) -> None:
-    """Draw the switches, nodes and GPUs of a cluster. Raises UserError if there is no node, and as `draw_panels` does."""
+    """Draw a cluster's switches, nodes and GPUs. Raises UserError if there is no node, and as `draw_panels` does."""
     paths = {node: path for node, path in find_paths(cluster).items() if path}
     names = list(dict.fromkeys([*(node.name for node in cluster.nodes), *paths]))
     if not names:
