@@ -12,6 +12,14 @@ def format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
+def format_duration(value: float) -> str:
+    """Format seconds with three digits, from ns to s: 12.3 µs."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0" if value == 0 else f"{value * 1e9:.3g} ns"
+
+
 def format_amount(value: float) -> str:
     """With three digits and k, M or G."""
     for size, unit in _PREFIXES:

@@ -86,11 +86,11 @@ def read_calibration(path: Path) -> Calibration:
         content = read_json(path)
         if content.pop("version") != FORMAT_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench collectives` again")
-        levels = tuple(LevelConstants(str(entry["level"]), *_numbers(entry)) for entry in content["levels"])
-        device = _device(content["device"]) if content.get("device") else None
+        levels = tuple(LevelConstants(str(entry["level"]), *_parse_constants(entry)) for entry in content["levels"])
+        device = _parse_device(content["device"]) if content.get("device") else None
         planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
-        residuals = tuple(_residual(entry) for entry in content.get("residuals", []))
+        residuals = tuple(_parse_residual(entry) for entry in content.get("residuals", []))
         return Calibration(cluster, backend, date, levels, device, planner, residuals)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
@@ -98,7 +98,7 @@ def read_calibration(path: Path) -> Calibration:
         raise UserError(f"{path}: not a calibration as `hpc-train bench collectives` writes it") from None
 
 
-def _residual(entry: dict[str, Any]) -> StepResidual:
+def _parse_residual(entry: dict[str, Any]) -> StepResidual:
     residual = StepResidual(
         {str(name): float(value) for name, value in entry["settings"].items()}, float(entry["weight"])
     )
@@ -109,7 +109,7 @@ def _residual(entry: dict[str, Any]) -> StepResidual:
     return residual
 
 
-def _device(content: dict[str, Any]) -> DeviceMeasurement:
+def _parse_device(content: dict[str, Any]) -> DeviceMeasurement:
     tflops = {str(name): float(value) for name, value in content["tflops"].items()}
     device = DeviceMeasurement(str(content["name"]), tflops, float(content["memory_gb_s"]))
     if not all(0 < value < float("inf") for value in (*tflops.values(), device.memory_gb_s)):
@@ -117,7 +117,7 @@ def _device(content: dict[str, Any]) -> DeviceMeasurement:
     return device
 
 
-def _numbers(entry: dict[str, float]) -> tuple[float, float]:
+def _parse_constants(entry: dict[str, float]) -> tuple[float, float]:
     latency, bandwidth = float(entry["latency"]), float(entry["bandwidth"])
     if not (0 <= latency < float("inf") and 0 < bandwidth < float("inf")):
         raise ValueError

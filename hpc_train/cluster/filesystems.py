@@ -49,7 +49,7 @@ def read_mount_table(mounts: str) -> list[MountedFileSystem]:
     """Parse a mount table, in its order. Lines that are no mounts are left out."""
     rows = [line.split() for line in mounts.split("\n")]
     return [
-        MountedFileSystem(_SAME.get(row[2], row[2]), _unescape(row[1]), _unescape(row[0]))
+        MountedFileSystem(_SAME.get(row[2], row[2]), _decode_escapes(row[1]), _decode_escapes(row[0]))
         for row in rows
         if len(row) >= 3
     ]
@@ -62,6 +62,6 @@ def _read_own_mounts() -> str:
         return ""
 
 
-def _unescape(text: str) -> str:
+def _decode_escapes(text: str) -> str:
     r"""Decode \ooo in a mount table: the kernel writes a space as \040."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)

@@ -111,12 +111,12 @@ class _Item:
 
 def _check_characters(text: str) -> None:
     if odd := _ODD.search(text):
-        raise UserError(f"host list {_shorten(text)}: {odd[0]!r} is no character of a name")
+        raise UserError(f"host list {_quote_shortened(text)}: {odd[0]!r} is no character of a name")
     if never := _NEVER.search(text):
         if never[0] in "{}":
             what = "only slurmctld can expand {...}; give what `scontrol show hostnames` prints"
-            raise UserError(f"host list {_shorten(text)}: {what}")
-        raise UserError(f"host list {_shorten(text)}: {never[0]} is no character of a name")
+            raise UserError(f"host list {_quote_shortened(text)}: {what}")
+        raise UserError(f"host list {_quote_shortened(text)}: {never[0]} is no character of a name")
 
 
 def _parse_items(text: str) -> Iterator[str]:
@@ -128,7 +128,9 @@ def _parse_items(text: str) -> Iterator[str]:
             at = match.end()
             yield match[0]
         else:
-            raise UserError(f"host list {_shorten(text)}: a bracket without its partner; expected such as n[1-3,7]")
+            raise UserError(
+                f"host list {_quote_shortened(text)}: a bracket without its partner; expected such as n[1-3,7]"
+            )
 
 
 def _parse_item(item: str, text: str) -> _Item:
@@ -148,21 +150,23 @@ def _parse_group(piece: str, text: str) -> _Group:
 def _parse_range(piece: str, text: str) -> _Range:
     match = _RANGE.fullmatch(piece)
     if not match:
-        raise UserError(f"host list {_shorten(text)}: [{_shorten(piece)[1:-1]}]; expected a number or LOW-HIGH")
+        raise UserError(
+            f"host list {_quote_shortened(text)}: [{_quote_shortened(piece)[1:-1]}]; expected a number or LOW-HIGH"
+        )
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
-        raise UserError(f"host list {_shorten(text)}: [{piece}] runs backwards; expected LOW-HIGH")
+        raise UserError(f"host list {_quote_shortened(text)}: [{piece}] runs backwards; expected LOW-HIGH")
     return _Range(low, high, len(match[1]))
 
 
 def _check_length(text: str, longest: int, count: int) -> None:
     if count > MAX_HOSTS:
-        raise UserError(f"host list {_shorten(text)}: more than {MAX_HOSTS} names")
+        raise UserError(f"host list {_quote_shortened(text)}: more than {MAX_HOSTS} names")
     if longest > MAX_NAME_LENGTH:
-        raise UserError(f"host list {_shorten(text)}: a name of more than {MAX_NAME_LENGTH} characters")
+        raise UserError(f"host list {_quote_shortened(text)}: a name of more than {MAX_NAME_LENGTH} characters")
 
 
-def _shorten(text: str) -> str:
+def _quote_shortened(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 

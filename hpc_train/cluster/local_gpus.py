@@ -72,13 +72,13 @@ def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
 def _read_nvml_gpu(nvml: Any, index: int) -> NvmlGpu | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        pci = _address(nvml.nvmlDeviceGetPciInfo(handle))
+        pci = _get_pci_address(nvml.nvmlDeviceGetPciInfo(handle))
     except nvml.NVMLError as error:
         warnings.warn(f"NVML: GPU {index} does not answer: {error}", stacklevel=3)
         return None
-    nvlinks, ends = _nvlinks(nvml, handle)
+    nvlinks, ends = _read_nvlinks(nvml, handle)
     name = _call_nvml(nvml, nvml.nvmlDeviceGetName, handle)
-    return NvmlGpu(index, _decode_string(name), pci, nvlinks, ends, _clique(nvml, handle))
+    return NvmlGpu(index, _decode_string(name), pci, nvlinks, ends, _read_clique(nvml, handle))
 
 
 def _call_nvml(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -94,11 +94,11 @@ def _decode_string(value: Any) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _address(info: Any) -> str | None:
+def _get_pci_address(info: Any) -> str | None:
     return normalise_pci_address(_decode_string(info.busId) or "")
 
 
-def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
+def _read_nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
     links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS))
     states = {link: _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) for link in links}
     if all(state is None for state in states.values()):
@@ -116,10 +116,10 @@ def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
     if kind == getattr(nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2):
         return NVLINK_SWITCH
     info = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-    return _address(info) if info is not None else None
+    return _get_pci_address(info) if info is not None else None
 
 
-def _clique(nvml: Any, handle: Any) -> str | None:
+def _read_clique(nvml: Any, handle: Any) -> str | None:
     """Return the NVLink domain. None until the fabric manager has finished: before that, id and uuid are 0 on every
     node.
     """
@@ -130,10 +130,10 @@ def _clique(nvml: Any, handle: Any) -> str | None:
         return None
     uuid = bytes(info.clusterUuid)
     done = info.state == getattr(nvml, "NVML_GPU_FABRIC_STATE_COMPLETED", 3) and info.status == 0
-    return f"{_uuid(uuid)}.{info.cliqueId}" if done and any(uuid) else None
+    return f"{_format_uuid(uuid)}.{info.cliqueId}" if done and any(uuid) else None
 
 
-def _uuid(value: bytes) -> str:
+def _format_uuid(value: bytes) -> str:
     text = value.hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 

@@ -54,10 +54,10 @@ def _list_rdma_nics(root: Path) -> Iterator[LocalNic]:
     for device in list_entries(root / "sys/class/infiniband"):
         path = find_pci_path(device)
         if path and not _is_virtual_function(device / "device"):
-            yield LocalNic(_rdma_nic(device, path), path)
+            yield LocalNic(_read_rdma_nic(device, path), path)
 
 
-def _rdma_nic(device: Path, path: PciPath) -> Nic:
+def _read_rdma_nic(device: Path, path: PciPath) -> Nic:
     ports = list_entries(device / "ports")
     up = [port for port in ports if (read_text(port / "state") or "").endswith("ACTIVE")]
     guid = re.sub("[^0-9a-f]", "", (read_text(device / "node_guid") or "").lower())
@@ -69,12 +69,12 @@ def _rdma_nic(device: Path, path: PciPath) -> Nic:
         get_pci_address(path),
         guid if len(guid) == 16 and guid.strip("0") else None,
         bool(up),
-        sum_rates(_gbit_s(read_text(port / "rate")) for port in up),
-        "efa" if _driver(device / "device") == "efa" else next(iter(layers), None),
+        sum_rates(_parse_rate(read_text(port / "rate")) for port in up),
+        "efa" if _find_driver(device / "device") == "efa" else next(iter(layers), None),
     )
 
 
-def _gbit_s(rate: str | None) -> float | None:
+def _parse_rate(rate: str | None) -> float | None:
     """Parse sysfs's rate of a port: `200 Gb/sec (4X HDR)` -> 200."""
     match = re.match(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec", rate or "")
     return float(match[1]) if match else None
@@ -91,7 +91,7 @@ def _list_slingshot_nics(root: Path) -> Iterator[LocalNic]:
     devices = [find_pci_path(entry) for entry in list_entries(root / "sys/class/cxi")]
     for path, interface in interfaces.items():
         if path not in devices or not _is_virtual_function(interface / "device"):
-            yield LocalNic(_interface_nic(interface, path, "slingshot"), path)
+            yield LocalNic(_read_interface_nic(interface, path, "slingshot"), path)
     for device in list_entries(root / "sys/class/cxi"):
         path = find_pci_path(device)
         if path and path not in interfaces and not _is_virtual_function(device / "device"):
@@ -110,18 +110,20 @@ def _list_ethernet_nics(root: Path) -> Iterator[LocalNic]:
             continue
         if not _is_virtual_function(hardware):
             path = find_pci_path(interface)
-            yield LocalNic(_interface_nic(interface, path, "ethernet"), path)
+            yield LocalNic(_read_interface_nic(interface, path, "ethernet"), path)
 
 
-def _interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
+def _read_interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
     up = (read_text(interface / "operstate") or "unknown").lower()
     active = None if up == "unknown" else up == "up"
     speed = read_number(interface / "speed")
     rate = speed / 1000 if active and speed is not None and speed > 0 else None
-    return Nic("", interface.name, _numa(interface), get_pci_address(path), active=active, gbit_s=rate, layer=layer)
+    return Nic(
+        "", interface.name, _find_numa(interface), get_pci_address(path), active=active, gbit_s=rate, layer=layer
+    )
 
 
-def _numa(interface: Path) -> int | None:
+def _find_numa(interface: Path) -> int | None:
     """Return the NUMA node of an interface; a virtio device has that of the PCI device around it."""
     own = find_numa_node(interface / "device")
     return own if own is not None else find_numa_node((interface / "device").resolve().parent)
@@ -131,6 +133,6 @@ def _is_virtual_function(hardware: Path) -> bool:
     return (hardware / "physfn").exists()
 
 
-def _driver(hardware: Path) -> str | None:
+def _find_driver(hardware: Path) -> str | None:
     link = hardware / "driver"
     return link.resolve().name if link.exists() else None

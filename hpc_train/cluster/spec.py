@@ -142,7 +142,7 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
                 "level": switch.level,
                 "nodes": list(switch.nodes),
                 "switches": list(switch.switches),
-                **_capacity(switch),
+                **_uplinks_to_json(switch),
             }
             for switch in cluster.switches
         ],
@@ -150,7 +150,7 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _capacity(switch: Switch) -> dict[str, Any]:
+def _uplinks_to_json(switch: Switch) -> dict[str, Any]:
     """Describe the known uplinks of a switch."""
     capacity: dict[str, Any] = {}
     if switch.uplinks:

@@ -149,7 +149,7 @@ def find_paths(cluster: Cluster, compute: Collection[str] | None = None) -> dict
     A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
     """
     paths: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
-    for unit, path in _walk(build_units(cluster, compute)):
+    for unit, path in _walk_units(build_units(cluster, compute)):
         paths.update(dict.fromkeys(unit.nodes, path))
     return paths
 
@@ -159,14 +159,14 @@ def find_uplinks(cluster: Cluster, compute: Collection[str] | None = None) -> di
     counted = find_compute_nodes(cluster) if compute is None else compute
     switches = {switch.name: switch for switch in cluster.switches}
     return {
-        path: _uplink(
+        path: _compute_uplink(
             [switches[name] for name in unit.switches], sum(node in counted for node in list_nodes_under(unit))
         )
-        for unit, path in _walk(build_units(cluster, compute))
+        for unit, path in _walk_units(build_units(cluster, compute))
     }
 
 
-def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, ...]]]:
+def _walk_units(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, ...]]]:
     """Yield every unit with its path from the top."""
     stack: list[tuple[SwitchUnit, tuple[str, ...]]] = [(unit, (name_unit(unit),)) for unit in units]
     while stack:
@@ -175,7 +175,7 @@ def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, 
         stack += [(below, (*path, name_unit(below))) for below in unit.units]
 
 
-def _uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
+def _compute_uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
     own = {switch.name for switch in members}
     trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
     return UnitUplink(

@@ -45,7 +45,7 @@ def classify_pci_distance(a: PciPath, b: PciPath, numa_a: int | None = None, num
     or not known. Legend of `nvidia-smi topo -m`. A switch is two components of a path, its port upstream and one
     downstream, so two devices on one switch have a longest common prefix that ends two before each.
     """
-    common = _common(a, b)
+    common = _count_common(a, b)
     if common == 0:
         return "NODE" if numa_a is not None and numa_a == numa_b else "SYS"
     if common == 1:
@@ -53,7 +53,7 @@ def classify_pci_distance(a: PciPath, b: PciPath, numa_a: int | None = None, num
     return "PIX" if max(len(a), len(b)) - common <= 2 else "PXB"
 
 
-def _common(a: PciPath, b: PciPath) -> int:
+def _count_common(a: PciPath, b: PciPath) -> int:
     count = 0
     for one, other in zip(a, b, strict=False):
         if one != other:

@@ -42,43 +42,43 @@ def describe_this_node(root: str | Path = "/", nvml: Any | None = None) -> Clust
         nvml = load_nvml()
     numa = read_numa_nodes(root)
     nvidia, radeon = read_nvml_gpus(nvml), local_gpus.read_amd_gpus(root)
-    gpus = [_nvidia_gpu(n, device, numa, root) for n, device in enumerate(nvidia)]
-    gpus += [_amd_gpu(n, device, numa, root) for n, device in enumerate(radeon, len(gpus))]
+    gpus = [_make_nvidia_gpu(n, device, numa, root) for n, device in enumerate(nvidia)]
+    gpus += [_make_amd_gpu(n, device, numa, root) for n, device in enumerate(radeon, len(gpus))]
     nics = read_local_nics(root)
     places = [
-        _Place(device.id, find_pci_path_of_address(device.pci, root) if device.pci else (), _whole(device.numa))
+        _Place(device.id, find_pci_path_of_address(device.pci, root) if device.pci else (), _get_number(device.numa))
         for device in gpus
     ]
     places += [_Place(device.nic.id, device.path, device.nic.numa) for device in nics]
-    direct = _nvlinks(nvidia) | _xgmi(radeon, len(nvidia))
+    direct = _list_nvlinks(nvidia) | _list_xgmi(radeon, len(nvidia))
     name = read_host_name(root)
     links = [
-        Link(name, a.id, b.id, direct.get((a.id, b.id)) or _closeness(a, b, numa))
+        Link(name, a.id, b.id, direct.get((a.id, b.id)) or _classify_distance(a, b, numa))
         for a, b in combinations(places, 2)
         if (a.path and b.path) or (a.id, b.id) in direct
     ]
     return Cluster("machine", (Node(name, tuple(gpus), tuple(device.nic for device in nics)),), tuple(links))
 
 
-def _nvidia_gpu(position: int, gpu: NvmlGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
+def _make_nvidia_gpu(position: int, gpu: NvmlGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
     node = find_numa_of_address(gpu.pci, root) if gpu.pci else None
-    return Gpu(f"GPU{position}", node, _cpus(node, numa), gpu.name, gpu.pci, gpu.nvlinks, gpu.clique)
+    return Gpu(f"GPU{position}", node, _find_cpus(node, numa), gpu.name, gpu.pci, gpu.nvlinks, gpu.clique)
 
 
-def _amd_gpu(position: int, gpu: local_gpus.AmdGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
+def _make_amd_gpu(position: int, gpu: local_gpus.AmdGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
     node = find_numa_of_address(gpu.pci, root)
-    return Gpu(f"GPU{position}", node, _cpus(node, numa), gpu.name, gpu.pci, len(gpu.peers))
+    return Gpu(f"GPU{position}", node, _find_cpus(node, numa), gpu.name, gpu.pci, len(gpu.peers))
 
 
-def _cpus(node: int | None, numa: tuple[NumaNode, ...]) -> str | None:
+def _find_cpus(node: int | None, numa: tuple[NumaNode, ...]) -> str | None:
     return next((numa_node.cpus or None for numa_node in numa if numa_node.id == node), None)
 
 
-def _whole(numa: int | str | None) -> int | None:
+def _get_number(numa: int | str | None) -> int | None:
     return numa if isinstance(numa, int) else None
 
 
-def _closeness(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
+def _classify_distance(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
     """Classify the way between two devices. With one NUMA node every device is on it, whatever the firmware says (often
     -1).
     """
@@ -87,7 +87,7 @@ def _closeness(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
     return classify_pci_distance(a.path, b.path, *own)
 
 
-def _nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:
+def _list_nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:
     """Name the NVLinks between GPUs: NV<count>; through NVSwitches the count of the GPU with fewer links."""
     kinds = {}
     for (n, a), (m, b) in combinations(enumerate(gpus), 2):
@@ -98,7 +98,7 @@ def _nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:
     return kinds
 
 
-def _xgmi(gpus: tuple[local_gpus.AmdGpu, ...], first: int) -> dict[tuple[str, str], str]:
+def _list_xgmi(gpus: tuple[local_gpus.AmdGpu, ...], first: int) -> dict[tuple[str, str], str]:
     return {
         (f"GPU{n}", f"GPU{m}"): "XGMI"
         for (n, a), (m, b) in combinations(enumerate(gpus, first), 2)

@@ -24,7 +24,7 @@ MAX_CHILDREN = 40
 def build_tree_view(cluster: Cluster) -> Tree:
     """Build the tree to print."""
     forest = build_units(cluster)
-    tree = Tree(_text(_summary(cluster), "bold"))
+    tree = Tree(_make_text(_summarise_cluster(cluster), "bold"))
     _add_rails(tree, cluster)
     _add_units(tree, forest)
     _add_domains(tree, cluster.nodes)
@@ -32,7 +32,7 @@ def build_tree_view(cluster: Cluster) -> Tree:
     return tree
 
 
-def _summary(cluster: Cluster) -> str:
+def _summarise_cluster(cluster: Cluster) -> str:
     hanging = {name for switch in cluster.switches for name in switch.nodes}
     nodes = len(hanging | {node.name for node in cluster.nodes})
     gpus, nics = (sum(map(len, them)) for them in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
@@ -45,7 +45,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _text(text: str, style: str = "") -> Text:
+def _make_text(text: str, style: str = "") -> Text:
     return Text(one_line(text), style=style)
 
 
@@ -54,7 +54,9 @@ def _add_units(tree: Tree, units: Sequence[SwitchUnit]) -> None:
         _add_unit(tree, unit)
     if rest := units[MAX_CHILDREN:]:
         count = sum(1 for unit in rest for _ in list_nodes_under(unit))
-        tree.add(_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim"))
+        tree.add(
+            _make_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim")
+        )
 
 
 def _add_unit(tree: Tree, unit: SwitchUnit) -> None:
@@ -77,7 +79,7 @@ def _add_rails(tree: Tree, cluster: Cluster) -> None:
     units = [unit for unit in find_scalable_units(cluster) if len(unit) > 1]
     if len(units) > 1 and len(of_leaf) > len(units):
         pure = sum(len(names) == 1 for names in of_leaf.values())
-        tree.add(_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
+        tree.add(_make_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
 
 
 def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
@@ -92,11 +94,11 @@ def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
         for name, gpus_by_node in domains.items()
     ]
     if len(lines) == 1:
-        tree.add(_text(f"NVLink domain {lines[0]}"))
+        tree.add(_make_text(f"NVLink domain {lines[0]}"))
     elif lines:
-        branch = tree.add(_text(f"{len(lines)} NVLink domains"))
+        branch = tree.add(_make_text(f"{len(lines)} NVLink domains"))
         for line in [*lines[:MAX_CHILDREN], *[f"{len(lines) - MAX_CHILDREN} more"] * (len(lines) > MAX_CHILDREN)]:
-            branch.add(_text(line))
+            branch.add(_make_text(line))
 
 
 def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
@@ -106,14 +108,14 @@ def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
     alike: dict[tuple[str, ...], list[str]] = {}
     for node in cluster.nodes:
         if node.gpus or node.nics or node.name not in hanging:
-            alike.setdefault(_lines(node, links.get(node.name, ())), []).append(node.name)
+            alike.setdefault(_describe_node(node, links.get(node.name, ())), []).append(node.name)
     for (first, *more), names in alike.items():
         branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {one_line(first)}"))
         for line in more:
-            branch.add(_text(line))
+            branch.add(_make_text(line))
 
 
-def _lines(node: Node, links: Sequence[Link]) -> tuple[str, ...]:
+def _describe_node(node: Node, links: Sequence[Link]) -> tuple[str, ...]:
     return (summarise_node(node), *list_node_details(node, links))
 
 
@@ -133,26 +135,26 @@ def summarise_node(node: Node) -> str:
 def list_node_details(node: Node, links: Sequence[Link]) -> list[str]:
     """List the lines below a node's headline: GPU links, NUMA nodes, and each NIC with the GPUs next to it."""
     kinds = {frozenset((link.a, link.b)): link.kind for link in links}
-    return [*_gpu_links(node.gpus, kinds), *_list_places(node.gpus), *_list_nics(node, kinds)]
+    return [*_list_gpu_links(node.gpus, kinds), *_list_places(node.gpus), *_list_nics(node, kinds)]
 
 
-def _gpu_links(gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> list[str]:
+def _list_gpu_links(gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> list[str]:
     pairs = [(a.id, b.id) for number, a in enumerate(gpus) for b in gpus[number + 1 :]]
     known_pairs = [(pair, kind) for pair in pairs if (kind := kinds.get(frozenset(pair))) is not None]
     if not known_pairs:
-        return _link_counts(gpus)
+        return _list_link_counts(gpus)
     counts = Counter(kind for _, kind in known_pairs)
     if len(counts) == 1 and len(known_pairs) == len(pairs):
         [kind] = counts
         return [f"GPUs: {kind} all to all" if len(gpus) > 2 else f"GPUs: {kind} between the two"]
-    lines = [f"GPUs: {', '.join(_format_pairs(kind, counts[kind]) for kind in sorted(counts, key=_distance))}"]
+    lines = [f"GPUs: {', '.join(_format_pairs(kind, counts[kind]) for kind in sorted(counts, key=_sort_key))}"]
     islands = _find_islands([gpu.id for gpu in gpus], [pair for pair, kind in known_pairs if kind.startswith(_ACROSS)])
     if 1 < len(islands) < len(gpus):
         lines.append(f"islands: {', '.join(fold_names(island) for island in islands)}")
     return lines
 
 
-def _link_counts(gpus: Sequence[Gpu]) -> list[str]:
+def _list_link_counts(gpus: Sequence[Gpu]) -> list[str]:
     """List the number of links of each GPU, for sources that do not say where they lead."""
     counts: dict[int, list[str]] = {}
     for gpu in gpus:
@@ -196,7 +198,9 @@ def _list_nics(node: Node, kinds: Mapping[frozenset[str], str]) -> list[str]:
     """List NICs; those that differ only in their name share a line."""
     lines: dict[tuple[str, str], list[str]] = {}
     for nic in node.nics:
-        lines.setdefault((_find_nearest_gpus(nic, node.gpus, kinds), _nic_facts(nic)), []).append(nic.device or nic.id)
+        lines.setdefault((_find_nearest_gpus(nic, node.gpus, kinds), _format_nic_facts(nic)), []).append(
+            nic.device or nic.id
+        )
     return [f"{fold_names(names)}{near}{facts}" for (near, facts), names in lines.items()]
 
 
@@ -204,12 +208,12 @@ def _find_nearest_gpus(nic: Nic, gpus: Sequence[Gpu], kinds: Mapping[frozenset[s
     kind_by_gpu = {gpu.id: kind for gpu in gpus if (kind := kinds.get(frozenset((nic.id, gpu.id)))) is not None}
     if not kind_by_gpu:
         return ""
-    best = min(kind_by_gpu.values(), key=_distance)
+    best = min(kind_by_gpu.values(), key=_sort_key)
     near = [gpu for gpu, kind in kind_by_gpu.items() if kind == best]
     return f" {best} {'all GPUs' if len(near) == len(gpus) > 1 else fold_names(near)}"
 
 
-def _nic_facts(nic: Nic) -> str:
+def _format_nic_facts(nic: Nic) -> str:
     facts = [
         f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "",
         nic.layer or "",
@@ -220,7 +224,7 @@ def _nic_facts(nic: Nic) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def _distance(kind: str) -> tuple[int, int, str]:
+def _sort_key(kind: str) -> tuple[int, int, str]:
     """Sort key of a link kind, nearest first; of two NVLink counts the larger is nearer."""
     name, count = re.fullmatch(r"(.*?)(\d*)", kind, re.DOTALL).groups()  # type: ignore[union-attr]
     order = _NEAREST_FIRST.index(name) if name in _NEAREST_FIRST else len(_NEAREST_FIRST)

@@ -263,11 +263,11 @@ def measure_orders(pattern: MessagePattern, fabric: Fabric, orders: Ints) -> Mea
 def count_loads(pattern: MessagePattern, level: FabricLevel, orders: Ints) -> tuple[Floats, Floats]:
     """Count the messages that (leave, enter) every group of a level: two arrays [orders, groups]."""
     if isinstance(pattern, CountedPairs):
-        out = _pair_loads(pattern, level.group[orders], level.group[orders], len(level.uplink))[0]
+        out = _count_pair_loads(pattern, level.group[orders], level.group[orders], len(level.uplink))[0]
         return out, out
     group = level.group[orders]
     source, target = group[:, pattern.source], group[:, pattern.target]
-    out, into = (_message_loads(pattern, end, source != target, len(level.uplink)) for end in (source, target))
+    out, into = (_count_message_loads(pattern, end, source != target, len(level.uplink)) for end in (source, target))
     return out, into
 
 
@@ -284,10 +284,12 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
         group = level.group[orders]
         crossed = group[:, messages.source] != group[:, messages.target]
         links = LevelLinks.build(level, group)
-        load = _message_loads(messages, links.index[:, messages.source], crossed, links.count)
+        load = _count_message_loads(messages, links.index[:, messages.source], crossed, links.count)
         # A ring enters every group as often as it leaves it; a node's own share of a link need not balance.
         if not (messages.closed and links.shared):
-            load = np.maximum(load, _message_loads(messages, links.index[:, messages.target], crossed, links.count))
+            load = np.maximum(
+                load, _count_message_loads(messages, links.index[:, messages.target], crossed, links.count)
+            )
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         if number:
@@ -297,7 +299,7 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
     return MeasuredPhase(seconds, beside, _measure_hops(messages, fabric.inside_latency, latency), crossings)
 
 
-def _message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
+def _count_message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
     """Count the messages on every link, [orders, links].
 
     link: [orders, messages], the link of each message; crossed: whether the message leaves its group at all.
@@ -332,7 +334,7 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
     for number, level in enumerate(fabric.levels):
         group = level.group[orders]
         links = LevelLinks.build(level, group)
-        load, together = _pair_loads(pairs, group, links.index, links.count)
+        load, together = _count_pair_loads(pairs, group, links.index, links.count)
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         latency += (together - near) * slower
@@ -343,7 +345,7 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
     return MeasuredPhase(seconds, beside, latency.max(axis=1) / (pairs.count * (pairs.count - 1)), crossings)
 
 
-def _pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
+def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
     """Return (messages on every link [orders, links]; pairs that stay in a group [orders, rows], a rank with itself
     included).
 

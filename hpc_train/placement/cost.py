@@ -100,7 +100,7 @@ class CostModel:
         """Compute the totals of many orders. orders: [orders, positions], the node at each position."""
         # Arrays are [orders, messages], and there are about as many messages as ranks.
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
-        parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
+        parts = [self._compute_part(orders[start : start + step]) for start in range(0, len(orders), step)]
         return StepSums(
             np.concatenate([part.seconds for part in parts]),
             np.concatenate([part.beside for part in parts]),
@@ -118,9 +118,11 @@ class CostModel:
     def compute_link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
         """Map each level to [groups]: bytes a step that leave a group, or enter it, whichever are more."""
         orders = np.asarray(order, np.int64)[None]
-        return {level.name: self._level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)}
+        return {
+            level.name: self._compute_level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)
+        }
 
-    def _level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _compute_level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         level = self.fabric.levels[number]
         both = np.zeros((2, len(level.uplink)))
         for term in self.terms:
@@ -131,7 +133,7 @@ class CostModel:
     def _measure(self, orders: NDArray[np.int64]) -> list[MeasuredPhase]:
         return [measure_orders(pattern, self.fabric, orders) for pattern in self.patterns]
 
-    def _sums(self, orders: NDArray[np.int64]) -> StepSums:
+    def _compute_part(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)
         seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:

@@ -18,6 +18,7 @@ from hpc_train.placement.mesh_groups import (
 from hpc_train.placement.node_orders import order_along_tree
 from hpc_train.placement.placement_result import CostCase, Placement
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_duration
 
 StraddlingTable = dict[str, dict[str, dict[str, int]]]
 _SETTINGS = {"leaf": "cluster.fabric.oversubscription"}
@@ -71,18 +72,20 @@ def _explain_gains(fabric: Fabric, cases: Sequence[CostCase], worth: float, unkn
 def _format_both(cases: Sequence[CostCase], worth: float) -> str:
     """Format the gain without neighbours and, if different, next to busy ones."""
     alone, *beside = cases
-    if not beside or _gain(alone, worth) == _gain(beside[0], worth):
-        return _gain(alone, worth)
+    silent = _format_gain(alone, worth)
+    if not beside or silent == (busy := _format_gain(beside[0], worth)):
+        return silent
     return (
-        f"{_gain(alone, worth)} if no other job uses the uplinks, {_gain(beside[0], worth)} if the other nodes of "
-        "these switches use their fair share"
+        f"{silent} if no other job uses the uplinks, {busy} if the other nodes of these switches use their fair share"
     )
 
 
-def _gain(case: CostCase, worth: float) -> str:
+def _format_gain(case: CostCase, worth: float) -> str:
     if not _is_gain(case, worth):
-        return f"{_format_time(case.placed)}, no gain"
-    return f"{_format_time(case.identity)} -> {_format_time(case.placed)}, {case.identity / case.placed:.2f}x faster"
+        return f"{format_duration(case.placed)}, no gain"
+    return (
+        f"{format_duration(case.identity)} -> {format_duration(case.placed)}, {case.identity / case.placed:.2f}x faster"
+    )
 
 
 def _is_gain(case: CostCase, worth: float) -> bool:
@@ -117,13 +120,6 @@ def _format_fewer_straddling(fabric: Fabric, table: StraddlingTable) -> str:
                 change = f"{counts['identity']} -> {counts['placed']} of {counts['groups']}"
                 parts.append(f"{axis} groups that straddle a {level}: {change}")
     return ", ".join(parts)
-
-
-def _format_time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 FIRST_SLURM_WITH_SEGMENT = (24, 5)

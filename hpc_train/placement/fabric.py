@@ -45,8 +45,8 @@ def build_levels(
     """
     assert len(set(nodes)) == len(nodes), "a node twice in one job"
     levels = [_make_named_level("node", nodes, nodes)]
-    switches = _switch_levels(nodes, paths or {})
-    domain = _domain_level(nodes, domains or {})
+    switches = _build_switch_levels(nodes, paths or {})
+    domain = _build_domain_level(nodes, domains or {})
     if domain is not None:
         switches = [_join_groups(level, domain.group) for level in switches]
         levels.append(domain)
@@ -61,7 +61,7 @@ def _make_named_level(name: str, keys: Sequence[Hashable], labels: Sequence[str]
     return NamedLevel(name, np.array(group, np.int64), tuple(first[number] for number in range(len(index))))
 
 
-def _switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> list[NamedLevel]:
+def _build_switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> list[NamedLevel]:
     """Build the switch levels, innermost first.
 
     A group's key is its whole path, so that equal names on two branches stay two groups.
@@ -70,12 +70,16 @@ def _switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> 
     full = [_fill_path(node, paths.get(node, ()), depth) for node in nodes]
     levels = []
     for number, end in enumerate(range(depth, 0, -1)):
-        level = _make_named_level(_switch_name(number), [path[:end] for path in full], [path[end - 1] for path in full])
-        levels.append(replace(level, switches=_members(level, [_last_switch(path[:end]) for path in full])))
+        level = _make_named_level(
+            _name_switch_level(number), [path[:end] for path in full], [path[end - 1] for path in full]
+        )
+        levels.append(
+            replace(level, switches=_collect_switches(level, [_get_last_switch(path[:end]) for path in full]))
+        )
     return levels
 
 
-def _last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
+def _get_last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the switch at the end of a path, which may be padded with its last name."""
     end = len(path)
     while end > 1 and path[end - 1] == path[end - 2]:
@@ -83,7 +87,7 @@ def _last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:end]
 
 
-def _members(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> tuple[frozenset[tuple[str, ...]], ...]:
+def _collect_switches(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> tuple[frozenset[tuple[str, ...]], ...]:
     switches: list[set[tuple[str, ...]]] = [set() for _ in level.labels]
     for group, switch in zip(level.group.tolist(), of_node, strict=True):
         switches[group].add(switch)
@@ -95,11 +99,11 @@ def _fill_path(node: str, path: Sequence[str], depth: int) -> tuple[str, ...]:
     return switches + switches[-1:] * (depth - len(switches))
 
 
-def _switch_name(number: int) -> str:
+def _name_switch_level(number: int) -> str:
     return _SWITCH_LEVELS[number] if number < len(_SWITCH_LEVELS) else f"level{number + 1}"
 
 
-def _domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLevel | None:
+def _build_domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLevel | None:
     """Build the level of NVLink domains; None if every domain is one node, whose NVLink is inside the node."""
     names = [domains.get(node) for node in nodes]
     keys = [(name, None) if name is not None else (None, node) for name, node in zip(names, nodes, strict=True)]

@@ -219,7 +219,7 @@ def list_capacity_notes(config: RunConfig, locations: NodeLocations) -> tuple[st
                     f"the {level.name} uplinks are {cabled_taper:.2g}:1 by the cables of {locations.source}; the "
                     f"{stated:g}:1 of cluster={config.cluster.name} is not used"
                 )
-        elif (_relative_speeds(level, locations) < 1).any():
+        elif (_compute_relative_speeds(level, locations) < 1).any():
             notes.append(
                 f"LinkSpeed= differs between the {level.name} switches of {locations.source}: the fastest have "
                 "the uplink that the taper gives, the others as much less as their LinkSpeed says"
@@ -294,7 +294,7 @@ def _make_level(
     cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
     taper = figures.taper(level.name) or unknown_taper
     # Uplink of a switch = what its nodes' NICs can send / taper; slower switches of a level by their LinkSpeed.
-    computed = below * (figures.nic_uplink / taper) * _relative_speeds(level, locations)
+    computed = below * (figures.nic_uplink / taper) * _compute_relative_speeds(level, locations)
     uplink = np.where(cabled > 0, cabled, computed)
     # The job's fair share of an uplink is its share of the nodes below the switch.
     share = uplink * sizes / below if (sizes < below).any() else None
@@ -327,7 +327,7 @@ def _sum_cables(locations: NodeLocations, switches: Iterable[tuple[str, ...]], f
     )
 
 
-def _relative_speeds(level: NamedLevel, locations: NodeLocations) -> Floats:
+def _compute_relative_speeds(level: NamedLevel, locations: NodeLocations) -> Floats:
     """Return [groups]: LinkSpeed of each group's switches relative to the fastest group; 1 if unknown."""
     group_speeds = [
         [locations.uplinks[switch].link_speed for switch in switches if switch in locations.uplinks]

@@ -90,7 +90,7 @@ def _rank_ties(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> NDArray[np.int64]:
         [
             [
                 numa * (str(gpu.numa) != str(nic.numa))
-                + domain * (_domain(gpu) != _domain(nic))
+                + domain * (_get_pci_domain(gpu) != _get_pci_domain(nic))
                 + abs(j - i * columns // rows)
                 for j, nic in enumerate(nics)
             ]
@@ -99,7 +99,7 @@ def _rank_ties(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> NDArray[np.int64]:
     )
 
 
-def _domain(device: Gpu | Nic) -> str | None:
+def _get_pci_domain(device: Gpu | Nic) -> str | None:
     return device.pci.split(":")[0] if device.pci else None
 
 

@@ -87,19 +87,19 @@ def locate_hosts(
 
     Raises UserError for a cluster.topology that cannot be read or lists no switches.
     """
-    hosts, problems = _with_own_environment(hosts)
+    hosts, problems = _drop_shared_environments(hosts)
     if cluster.topology is not None:
-        return _on_switches(cluster, hosts, read_switch_file(Path(cluster.topology)), cluster.topology)
+        return _locate_on_switches(cluster, hosts, read_switch_file(Path(cluster.topology)), cluster.topology)
     shown = ask() if in_slurm else None
-    addressed, wrong = _by_address(hosts, shown)
+    addressed, wrong = _parse_addresses(hosts, shown)
     problems += wrong
-    if shown is None or (addressed and _contradict(hosts, shown, addressed)):
+    if shown is None or (addressed and _has_contradiction(hosts, shown, addressed)):
         notes = (
             [] if shown is None else ["`scontrol show topology` puts the nodes elsewhere than SLURM_TOPOLOGY_ADDR does"]
         )
-        blocks = {host.name: path[-1] for host, path in _blocks_of(hosts, addressed)}
-        return _located(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
-    return _on_switches(cluster, hosts, shown, _SLURM, addressed)
+        blocks = {host.name: path[-1] for host, path in _select_block_hosts(hosts, addressed)}
+        return _make_locations(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
+    return _locate_on_switches(cluster, hosts, shown, _SLURM, addressed)
 
 
 def read_switch_file(file: Path) -> Cluster:
@@ -134,7 +134,7 @@ def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tup
     )
 
 
-def _on_switches(
+def _locate_on_switches(
     cluster: ClusterConfig,
     hosts: Sequence[JobHost],
     topology: Cluster,
@@ -142,7 +142,7 @@ def _on_switches(
     addressed: Mapping[str, tuple[str, ...]] | None = None,
 ) -> NodeLocations:
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
-    path_by_name = _by_any_name({name: path for name, path in find_paths(topology, compute).items() if path})
+    path_by_name = _add_short_names({name: path for name, path in find_paths(topology, compute).items() if path})
     named = {
         host.name: next((path_by_name[name] for name in host.names if name in path_by_name), None) for host in hosts
     }
@@ -150,7 +150,7 @@ def _on_switches(
         name: path for name, path in (addressed or {}).items() if not named.get(name)
     }
     cliques, blocks = _find_cliques(topology), _find_blocks(topology)
-    return _located(
+    return _make_locations(
         cluster,
         hosts,
         paths,
@@ -163,7 +163,7 @@ def _on_switches(
     )
 
 
-def _located(
+def _make_locations(
     cluster: ClusterConfig,
     hosts: Sequence[JobHost],
     paths: Mapping[str, tuple[str, ...]],
@@ -196,7 +196,7 @@ def _located(
     )
 
 
-def _by_any_name(paths: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _add_short_names(paths: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Look nodes up by the source's names, and by their first parts if those are unique."""
     short = Counter(name.partition(".")[0] for name in paths)
     return {name.partition(".")[0]: path for name, path in paths.items() if short[name.partition(".")[0]] == 1} | dict(
@@ -259,20 +259,20 @@ def _choose_domains(
             f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; where "
             "NVML tells of others in the job, those count"
         ]
-    if blocks and _domain_nodes(cluster) > 1:
-        size = max(_block_sizes(blocks, topology).values())
+    if blocks and _count_domain_nodes(cluster) > 1:
+        size = max(_count_block_nodes(blocks, topology).values())
         return {}, [
-            f"Slurm's blocks have up to {size} nodes and an NVLink domain has {_domain_nodes(cluster)} "
+            f"Slurm's blocks have up to {size} nodes and an NVLink domain has {_count_domain_nodes(cluster)} "
             f"(cluster.node.nvlink_domain_gpus={cluster.node.nvlink_domain_gpus}): blocks are not taken for domains"
         ]
     return {}, []
 
 
-def _domain_nodes(cluster: ClusterConfig) -> int:
+def _count_domain_nodes(cluster: ClusterConfig) -> int:
     return cluster.node.nvlink_domain_gpus // max(cluster.node.gpus, 1)
 
 
-def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
+def _count_block_nodes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
     """Count the nodes of each block that holds a job node: all of them if the source lists them, else the job's."""
     if topology is None:
         return Counter(blocks.values())
@@ -282,14 +282,14 @@ def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter
 
 def _are_domains(cluster: ClusterConfig, blocks: Mapping[str, str], topology: Cluster | None) -> bool:
     """Whether NVLink domains span nodes here, and no block has more nodes than a domain can have."""
-    within = _domain_nodes(cluster)
-    return bool(blocks) and within > 1 and max(_block_sizes(blocks, topology).values()) <= within
+    within = _count_domain_nodes(cluster)
+    return bool(blocks) and within > 1 and max(_count_block_nodes(blocks, topology).values()) <= within
 
 
 # SLURM_TOPOLOGY_ADDR
 
 
-def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list[str]]:
+def _drop_shared_environments(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list[str]]:
     """Return (the hosts, without a Slurm environment that several of them share; one line on each shared one).
 
     A launcher other than Slurm's may give all ranks the environment of the first node.
@@ -308,7 +308,7 @@ def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list
     ]
 
 
-def _by_address(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def _parse_addresses(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Return (path of each host that has a valid address, problems of the others)."""
     names = frozenset(switch.name for switch in shown.switches) if shown is not None else frozenset[str]()
     paths: dict[str, tuple[str, ...]] = {}
@@ -324,20 +324,20 @@ def _by_address(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[s
     return paths, problems
 
 
-def _contradict(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
+def _has_contradiction(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
     """Whether a node's address names none of the switches that scontrol lists above it."""
     on: dict[str, set[str]] = {}
     for switch in shown.switches:
         for node in switch.nodes:
             on.setdefault(node, set()).add(switch.name)
     return any(
-        on[name].isdisjoint(_members(addressed[host.name][-1])) and addressed[host.name][-1] not in on[name]
+        on[name].isdisjoint(_expand_switch_name(addressed[host.name][-1])) and addressed[host.name][-1] not in on[name]
         for host in hosts
         if host.name in addressed and (name := host.names[0]) in on
     )
 
 
-def _members(name: str) -> list[str]:
+def _expand_switch_name(name: str) -> list[str]:
     """Expand a name to the switches it stands for."""
     try:
         return expand_hostlist(name)
@@ -345,7 +345,7 @@ def _members(name: str) -> list[str]:
         return [name]
 
 
-def _blocks_of(
+def _select_block_hosts(
     hosts: Sequence[JobHost], addressed: Mapping[str, tuple[str, ...]]
 ) -> list[tuple[JobHost, tuple[str, ...]]]:
     """Return the hosts whose address says they are in a block."""

@@ -51,7 +51,7 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
     left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
     for number in range(1, len(fabric.levels) + 1):
         group = fabric.levels[number].group if number < len(fabric.levels) else np.zeros(len(fabric.nodes), np.int64)
-        whole, left = _cells_of_level(left, group, unit)
+        whole, left = _pack_level(left, group, unit)
         cells += whole
     place = np.empty(len(fabric.nodes), np.int64)
     place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
@@ -59,9 +59,7 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
     return np.concatenate([*cells, *left])
 
 
-def _cells_of_level(
-    left: list[NodeOrder], group: NDArray[np.int64], unit: int
-) -> tuple[list[NodeOrder], list[NodeOrder]]:
+def _pack_level(left: list[NodeOrder], group: NDArray[np.int64], unit: int) -> tuple[list[NodeOrder], list[NodeOrder]]:
     """Return (whole cells, remaining nodes of each group that has any)."""
     members: dict[int, list[NodeOrder]] = {}
     for part in left:

@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_train.cluster.hostlist import fold_names, pluralise_level
-from hpc_train.placement.diagram.canvas import format_seconds
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh_groups import format_axes
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement
 from hpc_train.terminal import one_line
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_duration
 
 _MAX_ORDER_LENGTH = 240
 """Characters of an order that are printed; all of it is in the JSON."""
@@ -36,12 +36,12 @@ class PlacementView:
 
     def render(self) -> Iterator[RenderableType]:
         """Yield the parts to print, from top to bottom."""
-        yield Text(self._headline(), style="bold")
-        yield Text(one_line(f"{self.locations.source}; {self._levels()}"), style="dim")
-        yield self._costs()
+        yield Text(self._format_headline(), style="bold")
+        yield Text(one_line(f"{self.locations.source}; {self._format_levels()}"), style="dim")
+        yield self._make_cost_table()
         if self.placement.straddling:
-            yield self._straddling()
-        yield Text(f"{self.placement.reason} (searched for {format_seconds(self.placement.seconds)})", style="green")
+            yield self._make_straddling_table()
+        yield Text(f"{self.placement.reason} (searched for {format_duration(self.placement.seconds)})", style="green")
         if self.placement.nodes != tuple(range(len(self.fabric.nodes))):
             yield Text(
                 f"order of nodes: {_cut_order(fold_names(self.fabric.nodes[node] for node in self.placement.nodes))}"
@@ -51,36 +51,36 @@ class PlacementView:
         for note in self.notes:
             yield Text(one_line(f"note: {note}"), style="yellow")
 
-    def _headline(self) -> str:
+    def _format_headline(self) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
         count, ranks = len(self.fabric.nodes), self.fabric.ranks_per_node
         return f"{mesh} on {count} node{'s' * (count != 1)} x {ranks} rank{'s' * (ranks != 1)}"
 
-    def _levels(self) -> str:
+    def _format_levels(self) -> str:
         counts = [(len(level.uplink), level.name) for level in self.fabric.levels]
         return ", ".join(f"{count} {pluralise_level(name) if count != 1 else name}" for count, name in counts)
 
-    def _costs(self) -> Table:
+    def _make_cost_table(self) -> Table:
         before, after = self.placement.identity, self.placement.placed
         table = Table(title="communication of one step, modelled, without overlap", title_justify="left")
         table.add_column("axis")
         for name in ("bytes", "launcher's order", "placed"):
             table.add_column(name, justify="right")
-        moved = self._moved()
+        moved = self._sum_moved_bytes()
         for axis in sorted(before.per_axis, key=before.per_axis.__getitem__, reverse=True):
             columns = (
                 _format_bytes(moved.get(axis, 0.0)),
-                format_seconds(before.per_axis[axis]),
-                format_seconds(after.per_axis[axis]),
+                format_duration(before.per_axis[axis]),
+                format_duration(after.per_axis[axis]),
             )
             table.add_row(axis, *columns)
         table.add_section()
         table.add_row(
-            "all", _format_bytes(sum(moved.values())), format_seconds(before.total), format_seconds(after.total)
+            "all", _format_bytes(sum(moved.values())), format_duration(before.total), format_duration(after.total)
         )
         return table
 
-    def _moved(self) -> dict[str, float]:
+    def _sum_moved_bytes(self) -> dict[str, float]:
         """Map each axis to the bytes of its collectives' buffers."""
         moved: dict[str, float] = {}
         for flow in self.flows:
@@ -88,7 +88,7 @@ class PlacementView:
             moved[name] = moved.get(name, 0.0) + flow.bytes * flow.calls
         return moved
 
-    def _straddling(self) -> Table:
+    def _make_straddling_table(self) -> Table:
         table = Table(title="groups that straddle a level which could hold them", title_justify="left")
         for name in ("axis", "level"):
             table.add_column(name)

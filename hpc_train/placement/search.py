@@ -108,13 +108,13 @@ def compute_lower_bound(problem: CostModel) -> float:
         fabric.ranks_per_node,
         fabric.inside_bandwidth,
         fabric.inside_latency,
-        (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _least_latency(fabric)),),
+        (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _find_least_latency(fabric)),),
     )
     alone = CostModel(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
     return float(alone.compute_seconds(np.arange(len(fabric.nodes))[None])[0])
 
 
-def _least_latency(fabric: Fabric) -> float:
+def _find_least_latency(fabric: Fabric) -> float:
     return min(level.latency for level in fabric.levels)
 
 

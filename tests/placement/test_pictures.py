@@ -25,7 +25,6 @@ from hpc_train.placement.diagram.canvas import (
     choose_ink,
     choose_load_colour,
     choose_load_width,
-    format_seconds,
     measure_text,
     shorten_text,
 )
@@ -34,6 +33,7 @@ from hpc_train.placement.diagram.panel import Panel
 from hpc_train.placement.diagram.picture import draw_cluster
 from hpc_train.placement.diagram.row_layout import ROW_LAYOUT
 from hpc_train.placement.fabric import build_levels
+from hpc_train.units import format_duration
 
 PLACE = (
     "topology",
@@ -207,4 +207,4 @@ def test_colours() -> None:
     assert choose_load_colour(None, 1.0) == choose_load_colour(0.0, 1.0) != choose_load_colour(0.1, 1.0)
     widths = [choose_load_width(load, 1.0) for load in (None, 0.1, 0.5, 1.0)]
     assert widths == sorted(widths)
-    assert [format_seconds(it) for it in (0, 2e-9, 1.5e-5, 0.0123, 4)] == ["0", "2 ns", "15 µs", "12.3 ms", "4 s"]
+    assert [format_duration(it) for it in (0, 2e-9, 1.5e-5, 0.0123, 4)] == ["0", "2 ns", "15 µs", "12.3 ms", "4 s"]

@@ -72,13 +72,13 @@ def list_formats() -> tuple[TopologyFormat, ...]:
 
 def read_topology_file(path: Path, format: str | None = None) -> Cluster:
     """Read a topology file. Raises UserError, one line, for anything else."""
-    return read_topology_text(_text(path), str(path), format)
+    return read_topology_text(_read_text(path), str(path), format)
 
 
 def read_topology_text(text: str, name: str, format: str | None = None) -> Cluster:
     """Read a topology from text. name: what error messages call it; format: its format, else recognised."""
     formats = list_formats()
-    text = _plain(text)
+    text = _normalise_line_ends(text)
     if format is not None:
         chosen = [candidate for candidate in formats if candidate.name == format]
         if not chosen:
@@ -99,13 +99,13 @@ def decode_text(content: bytes) -> str:
     return content.decode(encoding, "replace")
 
 
-def _plain(text: str) -> str:
+def _normalise_line_ends(text: str) -> str:
     """Remove the byte order mark and convert line ends to Unix style."""
     text = text.removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
             raise UserError(f"{path}: not a regular file; give its text on standard input (hpc-train topology read -)")

@@ -18,7 +18,7 @@ _ENTRY = re.compile(
 
 def matches_hostlist(text: str) -> bool:
     """Whether the text is one line with brackets or commas, of characters that names can have."""
-    lines = [line for _, line in _lines(text)]
+    lines = [line for _, line in _iterate_lines(text)]
     return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(character in lines[0] for character in "[]{},")
 
 
@@ -27,7 +27,7 @@ def read_hostlist(text: str, name: str) -> Cluster:
     `expand_hostlist` does.
     """
     nodes: list[str] = []
-    for number, line in _lines(text):
+    for number, line in _iterate_lines(text):
         nodes += _expand_line(line, name, number)
     if not nodes:
         raise UserError(f"{name}: no name in it; expected a host list such as n[001-016]")
@@ -36,7 +36,7 @@ def read_hostlist(text: str, name: str) -> Cluster:
 
 def matches_hostfile(text: str) -> bool:
     """Whether the first line names a host, and most others do."""
-    lines = [line for _, line in _lines(text)]
+    lines = [line for _, line in _iterate_lines(text)]
     named = sum(1 for line in lines if _ENTRY.fullmatch(line))
     return (
         bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not matches_hostlist(text)
@@ -50,7 +50,7 @@ def read_hostfile(text: str, name: str) -> Cluster:
     `FILE:LINE: ...` for any other line.
     """
     nodes: list[str] = []
-    for number, line in _lines(text):
+    for number, line in _iterate_lines(text):
         match = _ENTRY.fullmatch(line)
         if not match:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected HOST or HOST slots=N")
@@ -69,7 +69,7 @@ def _expand_line(text: str, name: str, number: int) -> list[str]:
         raise UserError(f"{name}:{number}: {error}") from None
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def _iterate_lines(text: str) -> Iterator[tuple[int, str]]:
     for number, raw in enumerate(text.split("\n"), 1):
         if line := raw.split("#", 1)[0].strip():
             yield number, line

@@ -102,13 +102,13 @@ class _Parser:
         if len(line) > _LONGEST:
             raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
         if line.startswith("[") and (port := _PORT.fullmatch(line)):
-            self._port(port, number)
+            self._parse_port(port, number)
         elif header := _HEADER.fullmatch(line):
-            self._header(header, number)
+            self._parse_header(header, number)
         elif system := _SYSTEM.match(line):
             self.system = system[1].lower().zfill(16)
         elif not self._is_aside(line):
-            raise self._wrong(line, number)
+            raise self._make_error(line, number)
 
     def _is_aside(self, line: str) -> bool:
         """Headings, what a terminal adds; before the first record also anything that is part of none."""
@@ -119,7 +119,7 @@ class _Parser:
         before = not self.devices and '"' not in line
         return before or bool(_DIAGNOSTIC.fullmatch(line) or _PROMPT.fullmatch(line))
 
-    def _wrong(self, line: str, number: int) -> UserError:
+    def _make_error(self, line: str, number: int) -> UserError:
         where = f"{self.name}:{number}: "
         if _SIMULATOR.fullmatch(line):
             return UserError(f"{where}{line[:60]!r} is a command of ibsim; expected a file of devices and cables only")
@@ -127,7 +127,7 @@ class _Parser:
             return UserError(f"{where}a port that is cut off or misspelt: {line[:60]!r}; expected {_PORT_EXAMPLE}")
         return UserError(f"{where}not understood: {line[:60]!r}; expected {_HEADER_EXAMPLE} or {_PORT_EXAMPLE}")
 
-    def _header(self, match: re.Match[str], number: int) -> None:
+    def _parse_header(self, match: re.Match[str], number: int) -> None:
         word, ports, id, comment = match.groups()
         kind, described = _WORDS[word.lower()], self.devices.get(id)
         if get_device_kind(id) not in (None, kind):
@@ -138,12 +138,12 @@ class _Parser:
                 "expected as many"
             )
         if described is None:
-            name = self._quoted(comment, number) or self._plain(comment)
+            name = self._get_quoted(comment, number) or self._get_plain_name(comment)
             self.names_in[False] |= name is not None
             described = self.devices[id] = SubnetDevice(id, kind, number, int(ports), name, self.system)
         self.current, self.system = described, None
 
-    def _port(self, match: re.Match[str], number: int) -> None:
+    def _parse_port(self, match: re.Match[str], number: int) -> None:
         own, far, far_port, _, comment = match.groups()
         device = self.current
         if device is None:
@@ -156,7 +156,7 @@ class _Parser:
         if not 1 <= port <= device.ports:
             raise UserError(f"{self.name}:{number}: port {port} of {device.id}; expected 1 to {device.ports}")
         rate = _PORT_RATE.search(comment, comment.rfind('"') + 1) if comment else None
-        cable = CableEnd(far, int(far_port or 1), number, self._quoted(comment, number), rate[0] if rate else None)
+        cable = CableEnd(far, int(far_port or 1), number, self._get_quoted(comment, number), rate[0] if rate else None)
         self.names_in[True] |= cable.far_name is not None
         before = device.cables.setdefault(port, cable)
         if before[:2] != cable[:2]:
@@ -165,7 +165,7 @@ class _Parser:
                 f"{before.far}[{before.far_port}]; expected one cable a port"
             )
 
-    def _quoted(self, comment: str | None, number: int) -> str | None:
+    def _get_quoted(self, comment: str | None, number: int) -> str | None:
         """Return the text between the first and the last quotation mark."""
         if not comment or (first := comment.find('"')) < 0:
             return None
@@ -176,7 +176,7 @@ class _Parser:
             )
         return comment[first + 1 : last]
 
-    def _plain(self, comment: str | None) -> str | None:
+    def _get_plain_name(self, comment: str | None) -> str | None:
         """Return a name without quotation marks, which ibsim also takes."""
         match = _PLAIN_NAME.fullmatch(comment) if comment else None
         return (match[1] or None) if match else None

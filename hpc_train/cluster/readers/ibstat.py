@@ -46,21 +46,21 @@ def read_ibstat(text: str, name: str) -> Cluster:
     malformed.
     """
     kind = "ibstatus" if re.search(rf"^[ \t]*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
-    adapters = _adapters(text, name)
+    adapters = _parse_adapters(text, name)
     if not adapters:
         raise UserError(f"{name}:1: no adapter; expected a line such as CA 'mlx5_0'")
-    nics = tuple(_nic(f"NIC{n}", adapter, kind, name) for n, adapter in enumerate(adapters.values()))
+    nics = tuple(_make_nic(f"NIC{n}", adapter, kind, name) for n, adapter in enumerate(adapters.values()))
     return Cluster(kind, (Node(UNNAMED_HOST, (), nics),))
 
 
-def _adapters(text: str, name: str) -> dict[str, _Adapter]:
+def _parse_adapters(text: str, name: str) -> dict[str, _Adapter]:
     adapters: dict[str, _Adapter] = {}
     section: _Section | None = None
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if match := _STATUS.match(line):
             adapter = adapters.setdefault(match[1], _Adapter(number, device=match[1]))
-            section = _port(adapter, int(match[2]), number, name)
+            section = _add_port(adapter, int(match[2]), number, name)
         elif match := _ADAPTER.match(line):
             if match[1] in adapters:
                 raise UserError(f"{name}:{number}: {match[1]} is there twice; expected the output of one host")
@@ -68,13 +68,13 @@ def _adapters(text: str, name: str) -> dict[str, _Adapter]:
         elif match := _PORT.fullmatch(line):
             if not adapters:
                 raise UserError(f"{name}:{number}: a port of no adapter; expected a line such as CA 'mlx5_0' before it")
-            section = _port(next(reversed(adapters.values())), int(match[1]), number, name)
+            section = _add_port(next(reversed(adapters.values())), int(match[1]), number, name)
         elif section is not None and (match := _FIELD.fullmatch(line)):
             section.fields[match[1].lower().replace("_", " ")] = (match[2] or "").strip()
     return adapters
 
 
-def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
+def _add_port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
     if port in adapter.ports:
         raise UserError(
             f"{name}:{line}: port {port} of {adapter.device} is there twice; expected the output of one host"
@@ -82,16 +82,16 @@ def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
     return adapter.ports.setdefault(port, _Section(line))
 
 
-def _nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
+def _make_nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
     _check_ports(adapter, kind, name)
     up = [port.fields for port in adapter.ports.values() if _is_up(port.fields)]
-    rates = [_gbit_s(port) for port in up]
-    layers = [_layer(port, name) for port in adapter.ports.values()]
+    rates = [_parse_rate(port) for port in up]
+    layers = [_parse_layer(port, name) for port in adapter.ports.values()]
     live = [layer for layer, port in zip(layers, adapter.ports.values(), strict=True) if _is_up(port.fields)]
     return Nic(
         id,
         adapter.device,
-        guid=_guid(adapter.fields.get("node guid", ""), adapter.line, name),
+        guid=_parse_guid(adapter.fields.get("node guid", ""), adapter.line, name),
         active=bool(up),
         gbit_s=sum_rates(rates),
         layer=next(iter([*live, *layers]), None),
@@ -114,7 +114,7 @@ def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
             raise UserError(
                 f"{name}:{section.line}: rate {rate[:40]!r}; expected 100, or 100 Gb/sec (4X EDR) of ibstatus"
             )
-        _guid(section.fields.get("port guid", ""), section.line, name)
+        _parse_guid(section.fields.get("port guid", ""), section.line, name)
 
 
 def _is_up(fields: Mapping[str, str]) -> bool:
@@ -122,20 +122,20 @@ def _is_up(fields: Mapping[str, str]) -> bool:
     return fields["state"].lower().split(":")[-1].strip() == "active"
 
 
-def _gbit_s(fields: Mapping[str, str]) -> float | None:
+def _parse_rate(fields: Mapping[str, str]) -> float | None:
     """Parse the rate: 100 for `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
     match = _RATE.fullmatch(fields["rate"])
     return float(match[1]) if match else None
 
 
-def _layer(section: _Section, name: str) -> str | None:
+def _parse_layer(section: _Section, name: str) -> str | None:
     text = section.fields.get("link layer", "")
     if text and text.lower() not in {*_LAYERS, "unspecified", "unknown"}:
         raise UserError(f"{name}:{section.line}: link layer {text[:40]!r}; expected InfiniBand or Ethernet")
     return _LAYERS.get(text.lower())
 
 
-def _guid(text: str, line: int, name: str) -> str | None:
+def _parse_guid(text: str, line: int, name: str) -> str | None:
     """Return the 16 digits of a GUID; None if there is none or it is 0."""
     if text and not re.fullmatch(r"0x[0-9a-fA-F]{16}", text):
         raise UserError(f"{name}:{line}: GUID {text[:40]!r}; expected 0x and 16 hexadecimal digits")

@@ -34,12 +34,12 @@ def assign_nameless_adapters(
     nameless = [adapter for adapter in adapters if adapter.id not in named]
     if not nameless:
         return {}
-    groups = _by_system(nameless)
+    groups = _group_by_system(nameless)
     plugs = {adapter.id: [(cable.far, cable.far_port) for cable in adapter.cables.values()] for adapter in adapters}
-    if _same_ports(named, plugs):
-        host_of = _by_port(groups, named, plugs)
+    if _use_same_ports(named, plugs):
+        host_of = _assign_by_port(groups, named, plugs)
     else:
-        host_of = _by_guid(groups, adapters, named, plugs, number_of)
+        host_of = _assign_by_guid(groups, adapters, named, plugs, number_of)
     return host_of | {adapter.id: group[0].id for group in groups for adapter in group if adapter.id not in host_of}
 
 
@@ -47,7 +47,7 @@ CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
 """Adapter -> (switch, port of the switch) for each of its cables."""
 
 
-def _by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
+def _group_by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
     groups: dict[str, list[SubnetDevice]] = defaultdict(list)
     for adapter in nameless:
         groups[adapter.system or adapter.id].append(adapter)
@@ -61,7 +61,7 @@ def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
     return members
 
 
-def _same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
+def _use_same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
     """Whether each server's cables are in ports of one number, each on a different switch."""
     same = several = 0
     for ids in _members(named).values():
@@ -72,8 +72,10 @@ def _same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
     return several > 1 and same >= _MOSTLY * several
 
 
-def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs) -> dict[str, str]:
-    unit = _units(named, plugs)
+def _assign_by_port(
+    groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs
+) -> dict[str, str]:
+    unit = _number_units(named, plugs)
     owners: dict[tuple[int, int], set[str]] = defaultdict(set)
     for id, host in named.items():
         for switch, port in plugs.get(id, ()):
@@ -94,7 +96,7 @@ def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str],
     return hosts_of
 
 
-def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
+def _number_units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
     """Map each leaf to the number of its scalable unit, judged by the named hosts on it."""
     on: dict[str, set[object]] = defaultdict(set)
     for id, host in named.items():
@@ -105,7 +107,7 @@ def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
     return {switches[member]: number for number, members in enumerate(groups) for member in members}
 
 
-def _by_guid(
+def _assign_by_guid(
     groups: Sequence[Sequence[SubnetDevice]],
     adapters: Sequence[SubnetDevice],
     named: Mapping[str, str],
@@ -114,7 +116,7 @@ def _by_guid(
 ) -> dict[str, str]:
     """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
     numbers = sorted((number, adapter.id) for adapter in adapters if (number := number_of(adapter)) is not None)
-    step = _step(numbers, named)
+    step = _find_guid_step(numbers, named)
     members = _members(named)
     usual = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
     if step is None or usual < 2:
@@ -148,7 +150,7 @@ def _by_guid(
     return {id: name for id, name in host.items() if id not in named}
 
 
-def _step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
+def _find_guid_step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
     """Return the GUID step between neighbours in one server; None if most neighbours that far apart are strangers."""
     same, strangers = Counter[int](), Counter[int]()
     for (low, a), (high, b) in pairwise(numbers):

@@ -77,11 +77,11 @@ class _XmlBuilder:
         self.open: list[XmlElement] = []
         self.count = 0
         self.parser = expat.ParserCreate(encoding="utf-8")
-        self.parser.StartElementHandler = self._start
-        self.parser.EndElementHandler = self._end
-        self.parser.StartDoctypeDeclHandler = self._doctype
+        self.parser.StartElementHandler = self._on_start
+        self.parser.EndElementHandler = self._on_end
+        self.parser.StartDoctypeDeclHandler = self._on_doctype
 
-    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+    def _on_start(self, tag: str, attributes: dict[str, str]) -> None:
         element = XmlElement(tag, attributes, self.skipped + self.parser.CurrentLineNumber)
         self.count += 1
         if self.count > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
@@ -94,10 +94,10 @@ class _XmlBuilder:
             self.root = element
         self.open.append(element)
 
-    def _end(self, tag: str) -> None:
+    def _on_end(self, tag: str) -> None:
         self.open.pop()
 
-    def _doctype(self, *about: object) -> None:
+    def _on_doctype(self, *about: object) -> None:
         line = self.skipped + self.parser.CurrentLineNumber
         raise UserError(f"{self.name}:{line}: a document type is refused here; expected plain <system version=...>")
 
@@ -179,7 +179,7 @@ def _find_places(root: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlEle
     for index, top in enumerate(tops):
         processor = top if top.tag == "cpu" else XmlElement("cpu", {}, top.line, [top])
         host = processor.attributes.get("host_hash", "")
-        place = PciPlace(host, index, _numa(processor, name), _cpus(processor, name), ())
+        place = PciPlace(host, index, _read_numa(processor, name), _format_cpus(processor, name), ())
         yield place, processor
         yield from _make_place_below(place, processor, name)
 
@@ -192,14 +192,14 @@ def _make_place_below(place: PciPlace, element: XmlElement, name: str) -> Iterat
         yield from _make_place_below(deeper, pci, name)
 
 
-def _numa(processor: XmlElement, name: str) -> int | None:
+def _read_numa(processor: XmlElement, name: str) -> int | None:
     value = processor.attributes.get("numaid", "-1")
     if not re.fullmatch(r"-?\d{1,6}", value):
         raise UserError(f"{name}:{processor.line}: numaid={value!r} of <cpu>; expected a number")
     return int(value) if int(value) >= 0 else None
 
 
-def _cpus(processor: XmlElement, name: str) -> str | None:
+def _format_cpus(processor: XmlElement, name: str) -> str | None:
     """Convert an affinity mask (hexadecimal groups of 32 processors, highest first) to Linux's list of processors."""
     value = processor.attributes.get("affinity", "").strip()
     groups = value.removeprefix("0x").split(",") if value else []
@@ -210,10 +210,10 @@ def _cpus(processor: XmlElement, name: str) -> str | None:
     mask = 0
     for group in groups:
         mask = mask << 32 | int(group, 16)
-    return ",".join(_ranges(mask)) or None
+    return ",".join(_list_ranges(mask)) or None
 
 
-def _ranges(mask: int) -> Iterator[str]:
+def _list_ranges(mask: int) -> Iterator[str]:
     for run in re.finditer("1+", f"{mask:b}"[::-1]):
         first, last = run.start(), run.end() - 1
         yield f"{first}-{last}" if last > first else f"{first}"
@@ -290,7 +290,7 @@ def classify_pci_distance(a: PciPlace, b: PciPlace) -> str | None:
         shared = _count_shared(a.bridges, b.bridges)
         if shared:
             return "PIX" if max(len(a.bridges), len(b.bridges)) - shared <= 1 else "PXB"
-        return "PHB" if _root_bus(a) == _root_bus(b) else "NODE"
+        return "PHB" if _get_root_bus(a) == _get_root_bus(b) else "NODE"
     return "NODE" if a.numa is not None and a.numa == b.numa else "SYS"
 
 
@@ -298,7 +298,7 @@ def _count_shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
-def _root_bus(place: PciPlace) -> str:
+def _get_root_bus(place: PciPlace) -> str:
     return place.bridges[0].rpartition(":")[0]
 
 
@@ -332,8 +332,8 @@ def read_nccl_xml(text: str, name: str) -> Cluster:
     gpus, nics = find_devices(root, name)
     hosts = list(dict.fromkeys(device.place.host for device in (*gpus, *nics))) or [""]
     parts = [
-        _node(
-            host if len(hosts) > 1 else UNNAMED_HOST, _devices_of_host(gpus, host), _devices_of_host(nics, host), name
+        _make_node(
+            host if len(hosts) > 1 else UNNAMED_HOST, _select_devices(gpus, host), _select_devices(nics, host), name
         )
         for host in hosts
     ]
@@ -346,28 +346,30 @@ def _check_version(root: XmlElement, name: str) -> None:
         raise UserError(f"{name}:{root.line}: <system version={version!r}>; expected 1 (NCCL) or 2 (RCCL)")
 
 
-def _devices_of_host(devices: list[NcclDevice], host: str) -> list[NcclDevice]:
+def _select_devices(devices: list[NcclDevice], host: str) -> list[NcclDevice]:
     return [device for device in devices if device.place.host == host]
 
 
-def _node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) -> tuple[Node, list[Link]]:
-    nics = _ports(nets, name)
+def _make_node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) -> tuple[Node, list[Link]]:
+    nics = _group_ports(nets, name)
     if len(gpus) + len(nics) > MAX_DEVICES:
         raise UserError(f"{name}:1: more than {MAX_DEVICES} GPUs and NICs in one node; not a real topology")
-    gpus, gpu_ids = _number_devices(gpus, "GPU")
-    ports, nic_ids = _number_devices([nic[0] for nic in nics], "NIC")
+    gpus, gpu_ids = _order_devices(gpus, "GPU")
+    ports, nic_ids = _order_devices([nic[0] for nic in nics], "NIC")
     _check_addresses(gpus, name)
     bonds = [read_bonds(gpu, name) for gpu in gpus]
     rates = {id(first.element): rate for first, rate in nics}
     node = Node(
         host,
-        tuple(_gpu(*gpu_id) for gpu_id in zip(gpu_ids, gpus, bonds, strict=True)),
-        tuple(_nic(label, nic_id, rates[id(nic_id.element)]) for label, nic_id in zip(nic_ids, ports, strict=True)),
+        tuple(_make_gpu(*gpu_id) for gpu_id in zip(gpu_ids, gpus, bonds, strict=True)),
+        tuple(
+            _make_nic(label, nic_id, rates[id(nic_id.element)]) for label, nic_id in zip(nic_ids, ports, strict=True)
+        ),
     )
-    return node, _links(host, [*gpu_ids, *nic_ids], [*gpus, *ports], [*bonds, *[None] * len(ports)])
+    return node, _make_links(host, [*gpu_ids, *nic_ids], [*gpus, *ports], [*bonds, *[None] * len(ports)])
 
 
-def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
+def _group_ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
     """Group the ports by device, with their total rate: NCCL lists every port that is up as a <net>, in Mbit/s."""
     ports: dict[object, tuple[NcclDevice, float | None]] = {}
     for net in nets:
@@ -379,7 +381,7 @@ def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | 
     return list(ports.values())
 
 
-def _number_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
+def _order_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
     """Order and name devices by NCCL's index if every one has its own, else by the order of the file."""
     numbers = [device.number() for device in devices]
     if None in numbers or len(set(numbers)) < len(numbers):
@@ -397,7 +399,7 @@ def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
             raise UserError(f"{name}:{gpu.element.line}: a second GPU at {bridges[-1]}; expected one place for it")
 
 
-def _gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
+def _make_gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
     return Gpu(
         label,
         numa=gpu.place.numa,
@@ -407,14 +409,14 @@ def _gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
     )
 
 
-def _nic(label: str, net: NcclDevice, rate: float | None) -> Nic:
+def _make_nic(label: str, net: NcclDevice, rate: float | None) -> Nic:
     bridges = net.place.bridges
     device = net.element.attributes.get("name") if net.element.tag == "net" else None
     numa = net.place.numa if bridges else None
     return Nic(label, device or None, numa=numa, pci=bridges[-1] if bridges else None, gbit_s=rate)
 
 
-def _links(host: str, ids: list[str], devices: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
+def _make_links(host: str, ids: list[str], devices: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
     links = []
     for a, b in itertools.combinations(range(len(devices)), 2):
         kind = classify_bond(devices[a], devices[b], (bonds[a], bonds[b])) or classify_pci_distance(

@@ -96,70 +96,72 @@ class _MatrixReader:
         self.cut = bool(lines[-1].strip())
 
     def cluster(self) -> Cluster:
-        columns, rows = self._columns_and_rows()
-        cells = self._cells(columns.names, rows)
+        columns, rows = self._read_columns_and_rows()
+        cells = self._collect_cells(columns.names, rows)
         gpus = tuple(name for name in columns.names if name.startswith("GPU"))
         nics = columns.names[len(gpus) :]
-        ids = {gpu: gpu for gpu in gpus} | {nic: nic if _numbered(nic) else f"NIC{at}" for at, nic in enumerate(nics)}
-        kinds = _kinds(columns.names, cells)
+        ids = {gpu: gpu for gpu in gpus} | {
+            nic: nic if _is_numbered(nic) else f"NIC{at}" for at, nic in enumerate(nics)
+        }
+        kinds = _list_kinds(columns.names, cells)
         links = tuple(Link(UNNAMED_HOST, ids[a], ids[b], kind) for (a, b), kind in kinds.items())
-        node = Node(UNNAMED_HOST, _gpus(gpus, [row for _, row in rows], kinds), self._nics(nics, ids))
+        node = Node(UNNAMED_HOST, _make_gpus(gpus, [row for _, row in rows], kinds), self._make_nics(nics, ids))
         return Cluster("nvidia_smi", (node,), links)
 
-    def _refuse(self, line: int, what: str) -> UserError:
+    def _make_error(self, line: int, what: str) -> UserError:
         return UserError(f"{self.name}:{line}: {what}")
 
-    def _columns_and_rows(self) -> tuple[MatrixColumns, list[tuple[int, MatrixRow]]]:
+    def _read_columns_and_rows(self) -> tuple[MatrixColumns, list[tuple[int, MatrixRow]]]:
         """Read header and rows. A wrapped header can be joined in several ways; the rows tell which is right."""
         header = self.matrix.header
         readings: dict[MatrixColumns, list[tuple[int, MatrixRow]]] = {}
-        problem = self._refuse(header.number, "not a header; expected GPU0 GPU1 ... NIC0 ... CPU Affinity ...")
-        for columns in dict.fromkeys(_headers(header)):
+        problem = self._make_error(header.number, "not a header; expected GPU0 GPU1 ... NIC0 ... CPU Affinity ...")
+        for columns in dict.fromkeys(_read_headers(header)):
             try:
-                readings[columns] = self._rows(columns)
+                readings[columns] = self._read_rows(columns)
             except UserError as error:
                 problem = error
         if len(readings) > 1:
-            raise self._refuse(
+            raise self._make_error(
                 header.number, "the wrapped lines can be joined in several ways; expected them unwrapped"
             )
         if not readings:
             raise problem
         return next(iter(readings.items()))
 
-    def _rows(self, columns: MatrixColumns) -> list[tuple[int, MatrixRow]]:
+    def _read_rows(self, columns: MatrixColumns) -> list[tuple[int, MatrixRow]]:
         rows: dict[str, tuple[int, MatrixRow]] = {}
         for lines in self.matrix.rows:
-            row = self._row(lines, columns)
+            row = self._read_row(lines, columns)
             if row.label in rows:
-                raise self._refuse(lines.number, f"a second row {row.label}; expected the output of one node")
+                raise self._make_error(lines.number, f"a second row {row.label}; expected the output of one node")
             self._check_length(lines, row, len(columns.names))
             rows[row.label] = lines.number, row
         missing = [name for name in columns.names if name.startswith("GPU") and name not in rows]
         if missing:
-            raise self._refuse(self.matrix.header.number, f"{missing[0]} has no row below; expected one row a GPU")
+            raise self._make_error(self.matrix.header.number, f"{missing[0]} has no row below; expected one row a GPU")
         self._check_end(columns, list(rows.values()))
         return list(rows.values())
 
-    def _row(self, lines: WrappedLines, columns: MatrixColumns) -> MatrixRow:
+    def _read_row(self, lines: WrappedLines, columns: MatrixColumns) -> MatrixRow:
         edge = len(lines.parts[0][: lines.start].expandtabs())
         if len(lines.parts) == 1:
             try:
                 return read_row(lines.parts[0][lines.start :].rstrip(), columns, edge)
             except NotARowError as error:
-                raise self._refuse(lines.number, str(error)) from None
-        readings = dict.fromkeys(_readings(lines, replace(columns, starts=()), edge))
+                raise self._make_error(lines.number, str(error)) from None
+        readings = dict.fromkeys(_read_joined_rows(lines, replace(columns, starts=()), edge))
         if not readings:
-            return self._row(replace(lines, parts=lines.parts[:1]), columns)
+            return self._read_row(replace(lines, parts=lines.parts[:1]), columns)
         first = next(iter(readings))
         if len({reading.kinds for reading in readings}) > 1:
-            raise self._refuse(lines.number, f"row {first.label}, wrapped, can be joined in several ways")
+            raise self._make_error(lines.number, f"row {first.label}, wrapped, can be joined in several ways")
         return first if len(readings) == 1 else replace(first, cpus=None, numa=None)
 
     def _check_length(self, lines: WrappedLines, row: MatrixRow, expected: int) -> None:
         ends = lines.number + len(lines.parts) > self.last
         if len(row.kinds) < expected and (row.label.startswith("GPU") or ends):
-            raise self._refuse(
+            raise self._make_error(
                 lines.number, f"row {row.label} has {len(row.kinds)} of {expected} link cells; expected one a column"
             )
 
@@ -171,9 +173,9 @@ class _MatrixReader:
         expected = len(columns.affinity) if row.tail else max(len(other.tail) for _, other in rows)
         nics_follow = columns.affinity == ("cpu",) and len(rows) < len(columns.names)
         if len(row.tail) < expected or nics_follow:
-            raise self._refuse(line, f"the text ends inside row {row.label}; expected its CPU and NUMA affinity")
+            raise self._make_error(line, f"the text ends inside row {row.label}; expected its CPU and NUMA affinity")
 
-    def _cells(self, names: tuple[str, ...], rows: list[tuple[int, MatrixRow]]) -> LinkCells:
+    def _collect_cells(self, names: tuple[str, ...], rows: list[tuple[int, MatrixRow]]) -> LinkCells:
         cells: LinkCells = {}
         for line, row in sorted(rows, key=lambda numbered: len(numbered[1].kinds), reverse=True):
             options = [dict(zip(names, row.kinds, strict=False))]
@@ -181,14 +183,14 @@ class _MatrixReader:
                 options.append(
                     {at: kind for at, kind in zip(names, row.tabbed, strict=False) if LINK_KIND.fullmatch(kind)}
                 )
-            problems = [self._contradiction(cells, line, row.label, option) for option in options]
+            problems = [self._find_contradiction(cells, line, row.label, option) for option in options]
             fitting = [option for option, problem in zip(options, problems, strict=True) if problem is None]
             if not fitting:
-                raise self._refuse(line, problems[0] or "")
+                raise self._make_error(line, problems[0] or "")
             cells |= {(row.label, column): (kind, line) for column, kind in fitting[0].items()}
         return cells
 
-    def _contradiction(self, cells: LinkCells, line: int, label: str, row: dict[str, str]) -> str | None:
+    def _find_contradiction(self, cells: LinkCells, line: int, label: str, row: dict[str, str]) -> str | None:
         for column, kind in row.items():
             if (kind == "X") != (column == label):
                 return f"{label}-{column} is {kind}; expected X where a device meets itself and only there"
@@ -197,7 +199,7 @@ class _MatrixReader:
                 return f"{label}-{column} is {kind}, but {column}-{label} in line {where} is {other}; expected the same"
         return None
 
-    def _nics(self, nics: tuple[str, ...], ids: dict[str, str]) -> tuple[Nic, ...]:
+    def _make_nics(self, nics: tuple[str, ...], ids: dict[str, str]) -> tuple[Nic, ...]:
         devices: dict[str, str] = {}
         start = self.matrix.header.number
         for number, line in enumerate(self.lines[start:], start + 1):
@@ -205,18 +207,18 @@ class _MatrixReader:
             if match is None or match[1] not in nics:
                 continue
             if devices.setdefault(match[1], match[2]) != match[2] or list(devices.values()).count(match[2]) > 1:
-                raise self._refuse(number, f"NIC legend: {match[1]} is {match[2]}; expected one device a NIC")
+                raise self._make_error(number, f"NIC legend: {match[1]} is {match[2]}; expected one device a NIC")
             if self.cut and number == self.last and (len(devices) < len(nics) or _BROKEN.fullmatch(match[2])):
-                raise self._refuse(number, "the text ends inside the NIC legend; expected a device a NIC")
-        return tuple(Nic(ids[nic], devices.get(nic) if _numbered(nic) else nic) for nic in nics)
+                raise self._make_error(number, "the text ends inside the NIC legend; expected a device a NIC")
+        return tuple(Nic(ids[nic], devices.get(nic) if _is_numbered(nic) else nic) for nic in nics)
 
 
-def _numbered(column: str) -> bool:
+def _is_numbered(column: str) -> bool:
     return re.fullmatch(r"NIC\d+", column) is not None
 
 
-def _headers(header: WrappedLines) -> Iterator[MatrixColumns]:
-    for text in _joined(header):
+def _read_headers(header: WrappedLines) -> Iterator[MatrixColumns]:
+    for text in _join_wrapped(header):
         split = split_header(text)
         if split is not None:
             names, affinity, starts = split
@@ -229,29 +231,29 @@ def _headers(header: WrappedLines) -> Iterator[MatrixColumns]:
             )
 
 
-def _readings(lines: WrappedLines, columns: MatrixColumns, edge: int) -> Iterator[MatrixRow]:
-    for text in _joined(lines):
+def _read_joined_rows(lines: WrappedLines, columns: MatrixColumns, edge: int) -> Iterator[MatrixRow]:
+    for text in _join_wrapped(lines):
         try:
             yield read_row(text, columns, edge)
         except NotARowError:
             continue
 
 
-def _joined(lines: WrappedLines) -> Iterator[str]:
+def _join_wrapped(lines: WrappedLines) -> Iterator[str]:
     """Yield all ways to join wrapped lines: a terminal cuts anywhere, even inside a word, and may drop the spaces at
     the cut.
     """
     parts = [lines.parts[0][lines.start :], *lines.parts[1:]]
     few = len(parts) <= 6
-    for between in itertools.product(("", " "), repeat=len(parts) - 1) if few else _alike(len(parts) - 1):
+    for between in itertools.product(("", " "), repeat=len(parts) - 1) if few else _join_all_alike(len(parts) - 1):
         yield "".join(itertools.chain(*zip(parts, (*between, ""), strict=True))).rstrip()
 
 
-def _alike(count: int) -> Iterator[tuple[str, ...]]:
+def _join_all_alike(count: int) -> Iterator[tuple[str, ...]]:
     return iter((("",) * count, (" ",) * count))
 
 
-def _kinds(names: tuple[str, ...], cells: LinkCells) -> dict[tuple[str, str], str]:
+def _list_kinds(names: tuple[str, ...], cells: LinkCells) -> dict[tuple[str, str], str]:
     """Map every pair with a known link to its kind, in the header's order."""
     kinds = {}
     for pair in itertools.combinations(names, 2):
@@ -261,7 +263,7 @@ def _kinds(names: tuple[str, ...], cells: LinkCells) -> dict[tuple[str, str], st
     return kinds
 
 
-def _gpus(names: tuple[str, ...], rows: list[MatrixRow], kinds: dict[tuple[str, str], str]) -> tuple[Gpu, ...]:
+def _make_gpus(names: tuple[str, ...], rows: list[MatrixRow], kinds: dict[tuple[str, str], str]) -> tuple[Gpu, ...]:
     by_label = {row.label: row for row in rows}
     bonds: dict[str, list[int]] = {name: [] for name in names}
     for (a, b), kind in kinds.items():

@@ -65,20 +65,20 @@ def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:
     """Yield every header of GPUs with the rows below it, up to the next header."""
     index = 0
     while index < len(lines):
-        header = _header(lines, index)
+        header = _find_header(lines, index)
         if header is None:
             index += 1
             continue
         end = index + len(header.parts)
-        while end < len(lines) and _header(lines, end) is None:
+        while end < len(lines) and _find_header(lines, end) is None:
             end += 1
         below = range(index + len(header.parts), end)
-        rows = tuple(_rows(lines, below))
+        rows = tuple(_find_rows(lines, below))
         yield TextMatrix(header, rows, any(_PEERS.search(lines[number]) for number in below))
         index = end
 
 
-def _header(lines: list[str], index: int) -> WrappedLines | None:
+def _find_header(lines: list[str], index: int) -> WrappedLines | None:
     line = lines[index]
     head = _HEAD.search(line) if "GPU" in line else None
     if head is None or _ROW.search(line) or _PEERS.search(line):
@@ -94,18 +94,20 @@ def _header(lines: list[str], index: int) -> WrappedLines | None:
     return WrappedLines(index + 1, tuple(parts), head.start())
 
 
-def _rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
+def _find_rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
     for index in below:
         match = _ROW.search(lines[index])
         if match is None:
             continue
         parts = [lines[index]]
-        while (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _continues(lines[more]):
+        while (
+            (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _is_continuation(lines[more])
+        ):
             parts.append(lines[more])
         yield WrappedLines(index + 1, tuple(parts), match.start())
 
 
-def _continues(line: str) -> bool:
+def _is_continuation(line: str) -> bool:
     return bool(line.strip()) and not _ROW.search(line) and _MORE_CELLS.fullmatch(line) is not None
 
 
@@ -117,7 +119,7 @@ def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int
     """Device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`, a header from its first
     GPU on. None where that is no header."""
     affinity_columns = list(_AFFINITY.finditer(text))
-    names = _names(text[: affinity_columns[0].start()] if affinity_columns else text)
+    names = _parse_names(text[: affinity_columns[0].start()] if affinity_columns else text)
     kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[column.group()[0].upper()] for column in affinity_columns)
     rest = _AFFINITY.sub(" ", text[affinity_columns[0].start() :]) if affinity_columns else ""
     if (
@@ -129,7 +131,7 @@ def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int
     return names, kinds, tuple(column.start() for column in affinity_columns)
 
 
-def _names(text: str) -> tuple[str, ...] | None:
+def _parse_names(text: str) -> tuple[str, ...] | None:
     names: list[str] = []
     for token in text.split():
         if re.fullmatch(r"(?:(?:GPU|NIC)\d+)+", token):
@@ -181,24 +183,24 @@ class NotARowError(ValueError):
 
 def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
     """Read a row from its label on, which is at column `edge` of its line. Raises NotARowError."""
-    label = _label(text, columns.names)
-    kinds, spans, end = _links(text, len(label), len(columns.names))
+    label = _parse_label(text, columns.names)
+    kinds, spans, end = _read_links(text, len(label), len(columns.names))
     tail = tuple(text[end:].split())
-    _check(label, tail, columns)
+    _check_kinds(label, tail, columns)
     if not label.startswith("GPU") or len(kinds) < len(columns.names):
-        return MatrixRow(label, kinds, _tabbed(text), None, None)
-    cpus, numa = _affinity(_RowLayout(text, len(label), spans, end, tail, edge), columns)
-    return MatrixRow(label, kinds, (), _cpus(label, cpus), _numa(label, numa), tail)
+        return MatrixRow(label, kinds, _split_tabs(text), None, None)
+    cpus, numa = _read_affinity(_RowLayout(text, len(label), spans, end, tail, edge), columns)
+    return MatrixRow(label, kinds, (), _parse_cpus(label, cpus), _parse_numa(label, numa), tail)
 
 
-def _label(text: str, names: tuple[str, ...]) -> str:
+def _parse_label(text: str, names: tuple[str, ...]) -> str:
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (text[len(name) :][:1].isspace() or LINK_KIND.match(text, len(name))):
             return name
     raise NotARowError(f"row {text.split()[0]} has no column in the header")
 
 
-def _links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
+def _read_links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
     """Read the link cells. Drivers drop the separators beyond 30 NICs, so a cell ends where its word does."""
     spans: list[tuple[int, int]] = []
     end = start
@@ -206,21 +208,21 @@ def _links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tup
         space = re.compile(r"\s*").match(text, end)
         begin = space.end() if space else end
         match = LINK_KIND.match(text, begin)
-        if match is None or not _cell_ends(text, match, len(spans) + 1 == limit):
+        if match is None or not _find_cell_ends(text, match, len(spans) + 1 == limit):
             break
         spans.append(match.span())
         end = match.end()
     return tuple(text[a:b] for a, b in spans), spans, end
 
 
-def _cell_ends(text: str, cell: re.Match[str], last: bool) -> bool:
+def _find_cell_ends(text: str, cell: re.Match[str], last: bool) -> bool:
     end = cell.end()
     if end == len(text) or text[end].isspace() or LINK_KIND.match(text, end):
         return True
     return last and text[end].isdigit() and not cell.group().startswith("NV")
 
 
-def _check(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
+def _check_kinds(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
     if len(tail) > len(columns.affinity):
         raise NotARowError(f"row {label}: unexpected {tail[0]!r}; expected a link kind (X, PIX, NV4, ...)")
     for token in tail:
@@ -235,13 +237,13 @@ def _is_list(token: str) -> bool:
     return all(not dash or int(low) <= int(high) for low, dash, high in ranges)
 
 
-def _cpus(label: str, cell: str) -> str | None:
+def _parse_cpus(label: str, cell: str) -> str | None:
     if cell == "-1":
         raise NotARowError(f"row {label}: '-1' is no list of processors")
     return None if cell in ("", "N/A") else cell
 
 
-def _numa(label: str, cell: str) -> int | str | None:
+def _parse_numa(label: str, cell: str) -> int | str | None:
     if cell in ("", "N/A", "-1"):
         return None
     if cell.isdigit() and len(cell) > 6:
@@ -261,7 +263,7 @@ class _RowLayout:
     edge: int
 
 
-def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
+def _read_affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
     """The CPU and NUMA cells, "" where the row does not tell. Inside a small cgroup the CPU cell is blank; what stands
     alone then is told by its tab, its column, or (NUMA node or list) its shape, in this order: a long NIC name moves
     the header's columns, and not the rows'."""
@@ -270,22 +272,22 @@ def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
         return cells.get("cpu", ""), cells.get("numa", "")
     if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
         return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
-    for values in (_by_tabs(row), _by_stops(row), _by_header(row, columns)):
+    for values in (_split_by_tabs(row), _split_by_stops(row), _split_by_header(row, columns)):
         if values is not None:
             return values
-    return _by_shape(row.tokens, columns.affinity)
+    return _split_by_shape(row.tokens, columns.affinity)
 
 
-def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
+def _split_by_tabs(row: _RowLayout) -> tuple[str, str] | None:
     """Split the cells at tabs, as the driver prints them."""
     edges = [row.label, *(at for span in row.spans for at in span)]
     gaps = [row.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=False)]
     if not all(re.fullmatch(r" *\t *", gap) for gap in gaps):
         return None
-    return _driver_cells([cell.strip() for cell in row.text[row.end :].split("\t")[1:]])
+    return _name_driver_cells([cell.strip() for cell in row.text[row.end :].split("\t")[1:]])
 
 
-def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
+def _name_driver_cells(cells: list[str]) -> tuple[str, str] | None:
     """Return CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
     cells = [*cells, "", ""]
     if any(" " in cell for cell in cells) or (not any(cells[:2]) and any(cell != "N/A" for cell in cells if cell)):
@@ -293,9 +295,9 @@ def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
     return cells[0], cells[1]
 
 
-def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
+def _split_by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
     """Take the cells under their columns, as someone who retypes the text with spaces puts them."""
-    expanded = _expanded(row)
+    expanded = _expand_tabs(row)
     if not columns.starts or expanded is None or "\t" in row.text:
         return None
     spans, tail = expanded
@@ -308,9 +310,9 @@ def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | Non
     return values.get("cpu", ""), values.get("numa", "")
 
 
-def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
+def _split_by_stops(row: _RowLayout) -> tuple[str, str] | None:
     """Spaces where a terminal expanded the driver's tabs: from stop to stop, how many tabs there were."""
-    expanded = _expanded(row)
+    expanded = _expand_tabs(row)
     if expanded is None:
         return None
     spans, tail = expanded
@@ -321,11 +323,11 @@ def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
     for start, token in tail:
         cells += [""] * (start // _TAB - end // _TAB - 1) + [token]
         end = start + len(token)
-    values = _driver_cells(cells)
+    values = _name_driver_cells(cells)
     return ("", "") if values is not None and not values[0] and not values[1].isdigit() else values
 
 
-def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
+def _expand_tabs(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
     """Return the columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
 
     def column(at: int) -> int:
@@ -336,7 +338,7 @@ def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, s
     return (spans, tail) if spans else None
 
 
-def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
+def _split_by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
     """No driver is known to print the processors and not the NUMA node: what is alone is a NUMA node where it can be
     one. A list could be either (0,3-9,11-17 is a real NUMA cell): neither is told then."""
     if columns[-1] == "gpu_numa" and tokens[-1] == "N/A":
@@ -347,5 +349,5 @@ def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, s
     return "", alone if alone.isdigit() else ""
 
 
-def _tabbed(text: str) -> tuple[str, ...]:
+def _split_tabs(text: str) -> tuple[str, ...]:
     return tuple(cell.strip() for cell in text.split("\t")[1:]) if "\t" in text else ()

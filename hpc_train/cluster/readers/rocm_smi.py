@@ -41,7 +41,7 @@ def matches_rocm_smi(text: str) -> bool:
 def read_rocm_smi(text: str, name: str) -> Cluster:
     """The node of one `rocm-smi --showtopo`; sections that are not there leave what they tell empty. Links are XGMI or
     PCIE, as printed. Raises UserError for a section that is not whole or sections that contradict each other."""
-    facts = _from_json(text, name) if _is_json(text) else _from_text(clean_lines(text), name)
+    facts = _read_json(text, name) if _is_json(text) else _read_text(clean_lines(text), name)
     if not facts.gpus:
         raise UserError(f"{name}:1: no GPUs; expected the output of `rocm-smi --showtopo`, with or without --json")
     gpus = tuple(Gpu(gpu, numa=facts.numa.get(gpu)) for gpu in facts.gpus)
@@ -53,7 +53,7 @@ def read_rocm_smi(text: str, name: str) -> Cluster:
     return Cluster("rocm_smi", (Node(UNNAMED_HOST, gpus),), links, notes=notes)
 
 
-def _from_text(lines: list[str], name: str) -> _GpuTopology:
+def _read_text(lines: list[str], name: str) -> _GpuTopology:
     facts = _GpuTopology()
     if any(_BEGIN.search(line) for line in lines) and not any(_LOG_END.search(line) for line in lines):
         raise UserError(f"{name}:{len(lines)}: cut off: the line 'End of ROCm SMI Log' is missing; expected all of it")
@@ -70,7 +70,7 @@ def _from_text(lines: list[str], name: str) -> _GpuTopology:
 
 
 def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, name: str) -> None:
-    gpus, rows = _matrix(lines, start, name)
+    gpus, rows = _read_matrix(lines, start, name)
     if facts.gpus and gpus != facts.gpus:
         raise UserError(f"{name}:{start + 1}: GPUs other than in the section before; expected the output of one node")
     facts.gpus = gpus
@@ -83,7 +83,7 @@ def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, 
                 _add_kind(facts, label, column, cell, f"{name}:{number}")
 
 
-def _matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tuple[int, str, list[str]]]]:
+def _read_matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tuple[int, str, list[str]]]]:
     """Read the matrix below a section's title: its columns, and its rows as (line, label, cells)."""
     gpus: list[str] = []
     rows: list[tuple[int, str, list[str]]] = []
@@ -126,14 +126,14 @@ def _is_json(text: str) -> bool:
     return "{" in text and ("between DRM devices" in text or re.search(r'"\(Topology\) Numa', text) is not None)
 
 
-def _from_json(text: str, name: str) -> _GpuTopology:
-    content = _object(text, name)
+def _read_json(text: str, name: str) -> _GpuTopology:
+    content = _parse_object(text, name)
     facts, numbers = _GpuTopology(), set()
     for key, value in content.items():
         if isinstance(value, dict) and (card := _CARD.fullmatch(key)):
             numbers.add(int(card[1]))
-            _card(facts, f"GPU{int(card[1])}", value, name)
-    for pair, what, kind in _pairs(content.values(), name):
+            _read_card(facts, f"GPU{int(card[1])}", value, name)
+    for pair, what, kind in _list_pairs(content.values(), name):
         numbers |= set(pair)
         if what == "link type" and pair[0] != pair[1]:
             _add_kind(facts, f"GPU{pair[0]}", f"GPU{pair[1]}", kind, f"{name}:1")
@@ -142,14 +142,14 @@ def _from_json(text: str, name: str) -> _GpuTopology:
     return facts
 
 
-def _card(facts: _GpuTopology, gpu: str, content: dict[str, object], name: str) -> None:
+def _read_card(facts: _GpuTopology, gpu: str, content: dict[str, object], name: str) -> None:
     for key in content:
         match = re.fullmatch(r"\(Topology\) Numa (Node|Affinity)", key)
         if match is not None:
             _add_numa(facts, gpu, match[1].lower(), str(content[key]), f"{name}:1")
 
 
-def _pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], str, str]]:
+def _list_pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], str, str]]:
     pairs = []
     for content in values:
         for key, value in content.items() if isinstance(content, dict) else ():
@@ -161,7 +161,7 @@ def _pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], s
     return pairs
 
 
-def _object(text: str, name: str) -> dict[str, object]:
+def _parse_object(text: str, name: str) -> dict[str, object]:
     """Parse the JSON object: rocm-smi may print warnings before it, and other tools text after it."""
     start = text.index("{")
     try:

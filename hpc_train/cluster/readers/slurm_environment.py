@@ -40,7 +40,7 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
         name = before.rsplit(":", _COORDINATES[first])[0]
         return (name,) if name else ()
     path = _split_address(before, len(words), switches)
-    return (before,) if path is None else tuple(_canonical(name) for name in path if name)
+    return (before,) if path is None else tuple(_normalise_name(name) for name in path if name)
 
 
 def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
@@ -91,7 +91,7 @@ def _is_known(name: str, known_names: Collection[str]) -> bool:
     return name in known_names or (_is_group(name) and all(member in known_names for member in _expand_group(name)))
 
 
-def _canonical(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return name_switch_group(_expand_group(name)) if _is_group(name) else name
 
 
@@ -129,15 +129,15 @@ def read_slurm_environment(text: str, name: str) -> Cluster:
     of nodes that no list has.
     """
     variables: dict[str, dict[str, int]] = {}
-    for line, variable, value in _variables(text, name):
+    for line, variable, value in _read_variables(text, name):
         variables.setdefault(variable, {}).setdefault(value, line)
-    nodes = _nodes(variables, name)
+    nodes = _list_nodes(variables, name)
     for value, line in variables.get("SLURM_TASKS_PER_NODE", {}).items():
         _describe_place(name, line, value)
     paths: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
     pattern = next(iter(variables.get(_PATTERN, {"": 0})))
     for address, line in variables.get("SLURM_TOPOLOGY_ADDR", {}).items():
-        node = _node_of(address, nodes)
+        node = _find_node(address, nodes)
         if node is None:
             raise UserError(f"{name}:{line}: SLURM_TOPOLOGY_ADDR={address[:80]} ends in no node of the job")
         paths[node] = parse_address(address, pattern, node)
@@ -159,21 +159,21 @@ def parse_tasks_per_node(text: str) -> list[int]:
     return tasks
 
 
-def _variables(text: str, name: str) -> Iterator[tuple[int, str, str]]:
+def _read_variables(text: str, name: str) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         match = _LINE.fullmatch(line.rstrip("\r"))
         if not match:
             continue
         if match[2] is None:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected NAME=VALUE (is the text cut short?)")
-        yield number, match[1], _unquoted(match[2].strip())
+        yield number, match[1], _unquote(match[2].strip())
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
+def _list_nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
     lists: dict[str, tuple[str, ...]] = {}
     for variable in _LISTS:
         values = variables.get(variable, {})
@@ -199,7 +199,7 @@ def _describe_place(name: str, line: int, tasks: str) -> None:
         raise UserError(f"{name}:{line}: {error}") from None
 
 
-def _node_of(address: str, nodes: tuple[str, ...]) -> str | None:
+def _find_node(address: str, nodes: tuple[str, ...]) -> str | None:
     """Return the node of an address: the longest name that the address ends in."""
     node_names = set(nodes)
     pieces = address.split(".")

@@ -72,16 +72,16 @@ def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyV
             raise UserError(f"{file}:{number}: {line.strip()[:60]!r}; expected KEY=VALUE KEY=VALUE ...")
         record = KeyValueRecord(file, number, pairs[0][0], dict(pairs))
         if record.first not in grammar.kinds:
-            raise record.error(f"begins with {record.first}=; expected {_keys(grammar.kinds)}")
+            raise record.error(f"begins with {record.first}=; expected {_format_keys(grammar.kinds)}")
         kind = kind or grammar.kinds[record.first]
         if strange := next((key for key in record.values if key not in grammar.keys[kind]), None):
-            raise record.error(f"{strange}= in a {kind}; expected {_keys(grammar.keys[kind])}")
+            raise record.error(f"{strange}= in a {kind}; expected {_format_keys(grammar.keys[kind])}")
         if len(record.values) < len(pairs):
             raise record.error("a key stands there twice")
         yield record
 
 
-def _keys(keys: Iterable[str]) -> str:
+def _format_keys(keys: Iterable[str]) -> str:
     return ", ".join(f"{key}=" for key in sorted(keys))
 
 
@@ -173,7 +173,7 @@ def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: 
     A switch below may lack a unit of its own: it is named by the one above and nothing else is known of it.
     Raises UserError, with the line, where switches hang on each other in a circle.
     """
-    levels = _levels(units, file)
+    levels = _compute_levels(units, file)
     everything = dict.fromkeys([*nodes, *(node for unit in units.values() for node in unit.nodes)])
     switches = tuple(
         Switch(unit.name, levels[unit.name], unit.nodes, unit.switches, link_speed=unit.link_speed)
@@ -219,7 +219,7 @@ def parse_link_speed(number: int) -> int | None:
     return number if number > 1 else None
 
 
-def _levels(units: Mapping[str, ListedUnit], file: str) -> dict[str, int]:
+def _compute_levels(units: Mapping[str, ListedUnit], file: str) -> dict[str, int]:
     levels: dict[str, int] = {}
     for name in sort_bottom_up(units, file):
         unit = units.get(name)

@@ -72,8 +72,8 @@ def read_scontrol(text: str, name: str) -> Cluster:
     nodes = [node for unit in listed.values() for node in unit.nodes]
     if kind == "slurm_block":
         _check_sizes(lines)
-        listed = {unit.name: unit for unit in _nested_blocks(listed)}
-    direct = _direct(listed, name)
+        listed = {unit.name: unit for unit in _nest_blocks(listed)}
+    direct = _keep_direct_nodes(listed, name)
     if kind != "slurm_tree":
         check_disjoint(direct, name)
     return build_cluster(kind, direct, name, nodes)
@@ -89,17 +89,17 @@ def _check_sizes(lines: Sequence[KeyValueRecord]) -> None:
 def _read_scontrol_unit(record: KeyValueRecord) -> ListedUnit | None:
     nodes = record.list("nodes")
     if record.first == "switchname":
-        return _switch(record, nodes)
+        return _make_switch(record, nodes)
     if record.first == "torusname":
-        return _torus(record, nodes)
+        return _make_torus(record, nodes)
     if record.first == "ringname":
         if record.number("ringsize") != len(nodes):
             raise record.error(f"RingSize={record.values['ringsize']} but {len(nodes)} nodes")
         return ListedUnit(record.name(), record.line, nodes)
-    return _block(record, nodes)
+    return _make_block(record, nodes)
 
 
-def _block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+def _make_block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     for key in {"blockindex", "blocksize"} & record.values.keys():
         record.number(key)
     name, blocks = record.values[record.first], record.list(record.first)
@@ -108,7 +108,7 @@ def _block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     return ListedUnit(name, record.line, nodes, blocks)
 
 
-def _switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+def _make_switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     level, switches = record.number("level"), record.list("switches")
     speed = parse_link_speed(record.number("linkspeed"))
     if bool(level) != bool(switches):
@@ -116,7 +116,7 @@ def _switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     return ListedUnit(record.name(), record.line, nodes, switches, level, speed)
 
 
-def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
+def _make_torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
     if "placementdims" in record.values:
         return None
     if not re.fullmatch("[0-9]{1,5}x[0-9]{1,5}x[0-9]{1,5}", record.values.get("dims", "")):
@@ -124,16 +124,18 @@ def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
     return ListedUnit(record.name(), record.line, nodes)
 
 
-def _nested_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
+def _nest_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
     """Give aggregated blocks the largest blocks that they consist of, instead of all base blocks."""
     made_of = {unit.name: frozenset(unit.switches or (unit.name,)) for unit in listed.values()}
     largest_first = sorted(made_of, key=lambda name: -len(made_of[name]))
     for unit in listed.values():
         inside = (name for name in largest_first if made_of[name] < made_of[unit.name])
-        yield replace(unit, switches=_largest(unit.switches, inside, made_of)) if unit.switches else unit
+        yield replace(unit, switches=_cover_blocks(unit.switches, inside, made_of)) if unit.switches else unit
 
 
-def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
+def _cover_blocks(
+    blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]
+) -> tuple[str, ...]:
     """Return the fewest names that cover `blocks`, in their order: the largest of those `inside`, then those that no
     line shows.
     """
@@ -146,7 +148,7 @@ def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str,
     return tuple(dict.fromkeys(chosen.values()))
 
 
-def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
+def _keep_direct_nodes(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
     """Reduce each unit to the nodes that are directly on it."""
     below: dict[str, set[str]] = {}
     listed_fully: dict[str, bool] = {}
@@ -156,12 +158,12 @@ def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit
         under: set[str] = set().union(*(below[child] for child in unit.switches)) if unit else set()
         listed_fully[name] = unit is not None and all(listed_fully[child] for child in unit.switches)
         if unit is not None:
-            direct[name] = _without(unit, under, listed_fully[name], file)
+            direct[name] = _remove_nodes(unit, under, listed_fully[name], file)
         below[name] = under.union(unit.nodes if unit else ())
     return {name: direct[name] for name in listed}
 
 
-def _without(unit: ListedUnit, under: set[str], listed_fully: bool, file: str) -> ListedUnit:
+def _remove_nodes(unit: ListedUnit, under: set[str], listed_fully: bool, file: str) -> ListedUnit:
     """Return the unit without the nodes under its switches. listed_fully: the text lists all of these switches."""
     if not unit.switches or not unit.nodes:
         return unit

@@ -128,7 +128,7 @@ def read_topology_yaml(text: str, name: str) -> Cluster:
     One file may describe the same nodes several times, for different partitions: putting all of them into one Cluster
     would put nodes on switches that were never together. `read_named_topologies` returns each.
     """
-    return next(iter(_default_first(text, name).values()))
+    return next(iter(_read_default_first(text, name).values()))
 
 
 def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
@@ -138,10 +138,10 @@ def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
     switch a torus, its nodes by coordinate, x fastest). Raises UserError `FILE:LINE: ...` for everything that Slurm
     refuses too, and for a node in two blocks, rings or toruses.
     """
-    return _default_first(text, name)
+    return _read_default_first(text, name)
 
 
-def _default_first(text: str, name: str) -> dict[str, Cluster]:
+def _read_default_first(text: str, name: str) -> dict[str, Cluster]:
     clusters: dict[str, Cluster] = {}
     default: str | None = None
     root = parse_yaml(text, name)
@@ -152,7 +152,7 @@ def _default_first(text: str, name: str) -> dict[str, Cluster]:
         title = fields["topology"].text()
         if title in clusters:
             raise entry.error(f"topology {title[:60]} is there twice")
-        clusters[title] = _topology(entry, fields)
+        clusters[title] = _read_topology(entry, fields)
         if "cluster_default" in fields and fields["cluster_default"].is_true():
             default = default if default is not None else title
     if not clusters:
@@ -160,68 +160,68 @@ def _default_first(text: str, name: str) -> dict[str, Cluster]:
     return clusters if default is None else {default: clusters.pop(default), **clusters}
 
 
-def _topology(entry: YamlValue, fields: Mapping[str, YamlValue]) -> Cluster:
+def _read_topology(entry: YamlValue, fields: Mapping[str, YamlValue]) -> Cluster:
     kinds = [kind for kind in _KINDS if kind in fields]
     if len(kinds) != 1:
         raise entry.error(f"expected exactly one of {', '.join(_KINDS)} in a topology")
     return _KINDS[kinds[0]](fields[kinds[0]])
 
 
-def _tree(value: YamlValue) -> Cluster:
-    units = collect_units(_switches(value.mapping({"switches"}).get("switches", value)), value.file)
+def _read_tree(value: YamlValue) -> Cluster:
+    units = collect_units(_read_switches(value.mapping({"switches"}).get("switches", value)), value.file)
     check_defined(units, value.file)
     return build_cluster("slurm_tree", units, value.file)
 
 
-def _switches(value: YamlValue) -> Iterator[ListedUnit]:
+def _read_switches(value: YamlValue) -> Iterator[ListedUnit]:
     for entry in value.items():
         fields = entry.mapping({"switch", "children", "nodes", "link_speed"})
-        unit = _unit(entry, fields, "switch")
+        unit = _read_unit(entry, fields, "switch")
         if unit.nodes and unit.switches:
             raise entry.error(f"{unit.name} has nodes and children; expected one of them")
         yield unit
 
 
-def _block(value: YamlValue) -> Cluster:
+def _read_blocks(value: YamlValue) -> Cluster:
     fields = value.mapping({"block_sizes", "blocks"})
     for size in fields["block_sizes"].items() if "block_sizes" in fields else ():
         size.number()
-    return _disjoint("slurm_block", value, _named(fields.get("blocks", value), "block"))
+    return _collect_disjoint("slurm_block", value, _get_named(fields.get("blocks", value), "block"))
 
 
-def _ring(value: YamlValue) -> Cluster:
-    return _disjoint("slurm_ring", value, _named(value.mapping({"rings"}).get("rings", value), "ring"))
+def _read_ring(value: YamlValue) -> Cluster:
+    return _collect_disjoint("slurm_ring", value, _get_named(value.mapping({"rings"}).get("rings", value), "ring"))
 
 
-def _flat(value: YamlValue) -> Cluster:
+def _read_flat(value: YamlValue) -> Cluster:
     return Cluster("slurm_flat")
 
 
-def _torus3d(value: YamlValue) -> Cluster:
-    return _disjoint("slurm_torus3d", value, _toruses(value.mapping({"toruses"}).get("toruses", value)))
+def _read_torus3d(value: YamlValue) -> Cluster:
+    return _collect_disjoint("slurm_torus3d", value, _read_toruses(value.mapping({"toruses"}).get("toruses", value)))
 
 
 _KINDS: dict[str, Callable[[YamlValue], Cluster]] = {
-    "tree": _tree,
-    "block": _block,
-    "flat": _flat,
-    "ring": _ring,
-    "torus3d": _torus3d,
+    "tree": _read_tree,
+    "block": _read_blocks,
+    "flat": _read_flat,
+    "ring": _read_ring,
+    "torus3d": _read_torus3d,
 }
 
 
-def _disjoint(kind: str, value: YamlValue, units: Iterator[ListedUnit]) -> Cluster:
+def _collect_disjoint(kind: str, value: YamlValue, units: Iterator[ListedUnit]) -> Cluster:
     by_name = collect_units(units, value.file)
     check_disjoint(by_name, value.file)
     return build_cluster(kind, by_name, value.file)
 
 
-def _named(value: YamlValue, key: str) -> Iterator[ListedUnit]:
+def _get_named(value: YamlValue, key: str) -> Iterator[ListedUnit]:
     for entry in value.items():
-        yield _unit(entry, entry.mapping({key, "nodes"}), key)
+        yield _read_unit(entry, entry.mapping({key, "nodes"}), key)
 
 
-def _unit(entry: YamlValue, fields: Mapping[str, YamlValue], key: str) -> ListedUnit:
+def _read_unit(entry: YamlValue, fields: Mapping[str, YamlValue], key: str) -> ListedUnit:
     if key not in fields:
         raise entry.error(f"no name; expected {key}: NAME")
     nodes = fields["nodes"].names() if "nodes" in fields else ()
@@ -230,18 +230,18 @@ def _unit(entry: YamlValue, fields: Mapping[str, YamlValue], key: str) -> Listed
     return ListedUnit(fields[key].name(), entry.line, nodes, switches, link_speed=speed)
 
 
-def _toruses(value: YamlValue) -> Iterator[ListedUnit]:
+def _read_toruses(value: YamlValue) -> Iterator[ListedUnit]:
     for entry in value.items():
         fields = entry.mapping({"name", "dims", "nodes", "regions", "placements"})
         if "name" not in fields or "dims" not in fields:
             raise entry.error("expected name: and dims: of a torus")
-        size = _xyz(fields["dims"])
+        size = _read_xyz(fields["dims"])
         if min(size) < 1 or prod(size) > _LARGEST_TORUS:
             raise fields["dims"].error(f"dims {size}; expected positive numbers, at most {_LARGEST_TORUS} cells")
         if ("nodes" in fields) == ("regions" in fields):
             raise entry.error("expected either nodes: or regions: of a torus")
         all_nodes = {"nodes": fields["nodes"]} if "nodes" in fields else {}
-        nodes = _cells(entry, all_nodes, (0, 0, 0), size) if all_nodes else _regions(fields["regions"], size)
+        nodes = _list_cells(entry, all_nodes, (0, 0, 0), size) if all_nodes else _read_regions(fields["regions"], size)
         by_coordinate = sorted(nodes, key=lambda cell: cell[::-1])
         yield ListedUnit(fields["name"].name(), entry.line, tuple(nodes[cell] for cell in by_coordinate))
 
@@ -249,24 +249,24 @@ def _toruses(value: YamlValue) -> Iterator[ListedUnit]:
 _Cell = tuple[int, int, int]
 
 
-def _regions(value: YamlValue, size: _Cell) -> dict[_Cell, str]:
+def _read_regions(value: YamlValue, size: _Cell) -> dict[_Cell, str]:
     nodes: dict[_Cell, str] = {}
     for entry in value.items():
         fields = entry.mapping({"anchor", "dims", "nodes"})
         if "dims" not in fields or "nodes" not in fields:
             raise entry.error("expected anchor:, dims: and nodes: of a region")
-        anchor = _xyz(fields["anchor"]) if "anchor" in fields else (0, 0, 0)
-        extent = _xyz(fields["dims"])
+        anchor = _read_xyz(fields["anchor"]) if "anchor" in fields else (0, 0, 0)
+        extent = _read_xyz(fields["dims"])
         if any(a + e > s for a, e, s in zip(anchor, extent, size, strict=True)):
             raise entry.error("the region reaches out of its torus")
-        cells = _cells(entry, fields, anchor, extent)
+        cells = _list_cells(entry, fields, anchor, extent)
         if nodes.keys() & cells.keys():
             raise entry.error("the region overlaps another")
         nodes.update(cells)
     return nodes
 
 
-def _cells(entry: YamlValue, fields: Mapping[str, YamlValue], anchor: _Cell, extent: _Cell) -> dict[_Cell, str]:
+def _list_cells(entry: YamlValue, fields: Mapping[str, YamlValue], anchor: _Cell, extent: _Cell) -> dict[_Cell, str]:
     names = fields["nodes"].names()
     if len(names) != prod(extent):
         raise entry.error(f"{len(names)} nodes for {prod(extent)} cells (dims {extent})")
@@ -274,7 +274,7 @@ def _cells(entry: YamlValue, fields: Mapping[str, YamlValue], anchor: _Cell, ext
     return {(i, j, k): name for (k, j, i), name in zip(product(z, y, x), names, strict=True)}
 
 
-def _xyz(value: YamlValue) -> _Cell:
+def _read_xyz(value: YamlValue) -> _Cell:
     fields = value.mapping({"x", "y", "z"})
     x, y, z = (fields[axis].number() if axis in fields else 0 for axis in "xyz")
     return x, y, z

@@ -61,14 +61,6 @@ def choose_load_width(load: float | None, heaviest: float) -> float:
     return 1.2 if not load or not heaviest else 1.2 + 5.8 * min(load / heaviest, 1.0)
 
 
-def format_seconds(value: float) -> str:
-    """As a person says it: 12.3 ms."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0" if value == 0 else f"{value * 1e9:.3g} ns"
-
-
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 INK_COLOUR = "#1f2328"
 FAINT_COLOUR = "#8c959f"

@@ -15,10 +15,10 @@ from hpc_train.placement.diagram.canvas import (
     choose_ink,
     choose_load_colour,
     choose_load_width,
-    format_seconds,
     measure_text,
 )
 from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
+from hpc_train.units import format_duration
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
 _SMALL, _NAME = 6.5, 7.5
@@ -137,7 +137,7 @@ def _draw_box(
     x, y, width = place
     colour = choose_load_colour(load, heaviest)
     canvas.box(x, y, width, _HEAD, facecolor="#f3f6f9", edgecolor=colour, linewidth=1.2, gid=gid)
-    busy = "" if load is None else format_seconds(load)
+    busy = "" if load is None else format_duration(load)
     room = width - 10 - (measure_text(busy, _SMALL) + 6 if busy else 0)
     if busy and room < measure_text(label, _NAME, bold=True) and room < _LEAST_NAME:
         busy, room = "", width - 10

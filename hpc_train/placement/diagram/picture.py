@@ -13,7 +13,7 @@ from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import CostModel
-from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, format_seconds, measure_text
+from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, measure_text
 from hpc_train.placement.diagram.column_layout import COLUMN_LAYOUT
 from hpc_train.placement.diagram.panel import Panel, draws_each_node, select_drawn_levels
 from hpc_train.placement.diagram.row_layout import ROW_LAYOUT
@@ -21,6 +21,7 @@ from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.placement_result import Placement
 from hpc_train.traffic.axes import Flow
+from hpc_train.units import format_duration
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,21 @@ class PlacementPanels:
     def panels(self, placement: Placement) -> list[Panel]:
         """Return both panels; one if the placement changes nothing."""
         identity = tuple(range(len(self.model.fabric.nodes)))
-        before = self._panel("before", "launcher's order", identity, placement.identity.total)
+        before = self._make_panel("before", "launcher's order", identity, placement.identity.total)
         if placement.nodes == identity:
             return [before]
-        return [before, self._panel("after", "placed", placement.nodes, placement.placed.total)]
+        return [before, self._make_panel("after", "placed", placement.nodes, placement.placed.total)]
 
-    def _panel(self, key: str, title: str, order: Sequence[int], total: float) -> Panel:
+    def _make_panel(self, key: str, title: str, order: Sequence[int], total: float) -> Panel:
         """Make one panel. order[i]: node that holds ranks i * ranks_per_node and following."""
         fabric = self.model.fabric
-        colour, place = self._of_ranks()
+        colour, place = self._locate_ranks()
         place_of = np.full(len(fabric.nodes), 0, np.int64)
         place_of[np.asarray(order)] = np.arange(len(order))
         moved = self.model.compute_link_bytes(order)
         return Panel(
             key=key,
-            title=f"{title}: {format_seconds(total)} of communication a step",
+            title=f"{title}: {format_duration(total)} of communication a step",
             levels=self.levels,
             gpus=fabric.ranks_per_node,
             colour=colour[place_of],
@@ -60,7 +61,7 @@ class PlacementPanels:
             load={level.name: moved[level.name] / level.uplink for level in fabric.levels},
         )
 
-    def _of_ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _locate_ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (group, place in it) of every rank, [nodes, ranks a node], nodes in the order of ranks."""
         members = list_groups(self.sizes, self.axes)
         group, place = np.empty(members.size, np.int64), np.empty(members.size, np.int64)
@@ -181,4 +182,4 @@ def _draw_scale(canvas: Canvas, y: float, heaviest: float) -> None:
     for number in range(steps):
         colour = choose_load_colour((number + 1) / steps, 1.0)
         canvas.box(left + number * step, y - 4, step, 8, facecolor=colour, linewidth=0)
-    canvas.text(left + steps * step + 6, y, format_seconds(heaviest), _CAPTION, color=FAINT_COLOUR)
+    canvas.text(left + steps * step + 6, y, format_duration(heaviest), _CAPTION, color=FAINT_COLOUR)

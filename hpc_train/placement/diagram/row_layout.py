@@ -16,10 +16,10 @@ from hpc_train.placement.diagram.canvas import (
     Canvas,
     choose_group_colour,
     choose_load_colour,
-    format_seconds,
     measure_text,
 )
 from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
+from hpc_train.units import format_duration
 
 MAX_ROWS = 64
 """Of one block; where the lowest level has more groups, its rows are those of a level above, or the first ones."""
@@ -187,7 +187,7 @@ def _draw_bar(
     length = _BAR * (load / heaviest if heaviest else 0.0)
     gid = f"{panel.key}-link-{drawn.level.name}-{group}"
     canvas.box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
-    canvas.text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
+    canvas.text(x + _BAR + 4, y, format_duration(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
 
 
 ROW_LAYOUT = Layout(_measure, _draw, has_rank_numbers=lambda panel: False)
