@@ -18,8 +18,9 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class LevelConstants:
-    """Latency and bandwidth of one level of the fabric: a message of n bytes takes latency + n / bandwidth (Hockney's
-    model).
+    """Latency and bandwidth of one level of the fabric.
+
+    Hockney's model: a message of n bytes takes latency + n / bandwidth.
     """
 
     level: str

@@ -120,8 +120,9 @@ def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
 
 
 def _read_clique(nvml: Any, handle: Any) -> str | None:
-    """Return the NVLink domain. None until the fabric manager has finished: before that, id and uuid are 0 on every
-    node.
+    """Return the NVLink domain, or None.
+
+    Until the fabric manager has finished, id and uuid are 0 on every node, which must not look like one domain.
     """
     if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfoV"):
         return None
@@ -155,8 +156,9 @@ class AmdGpu:
 
 
 def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:
-    """List the GPUs in the driver's order; empty without the driver. kfd also lists processors, which have no compute
-    units.
+    """List the GPUs in the driver's order; empty without the driver.
+
+    kfd also lists processors, which have no compute units.
     """
     gpus = [
         _read_amd_gpu(gpu) for gpu in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if gpu.name.isdecimal()

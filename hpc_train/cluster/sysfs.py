@@ -74,9 +74,7 @@ class NumaNode:
 
 
 def read_text(path: Path) -> str | None:
-    """Read a file of sysfs, stripped; None if it is missing, or answers with an error as those of devices that are down
-    do.
-    """
+    """Read a file of sysfs, stripped; None if it is missing or cannot be read, as of devices that are down."""
     try:
         return path.read_bytes().decode("utf-8", "replace").strip()
     except (OSError, ValueError):

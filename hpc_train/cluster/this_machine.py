@@ -79,8 +79,9 @@ def _get_number(numa: int | str | None) -> int | None:
 
 
 def _classify_distance(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
-    """Classify the way between two devices. With one NUMA node every device is on it, whatever the firmware says (often
-    -1).
+    """Classify the way between two devices.
+
+    With one NUMA node every device is on it, whatever the firmware says (often -1).
     """
     only = numa[0].id if len(numa) == 1 else None
     own = [only if place.numa is None else place.numa for place in (a, b)]

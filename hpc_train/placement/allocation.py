@@ -90,8 +90,9 @@ _LAYERS = {"infiniband": "infiniband", "slingshot": "slingshot", "ethernet": "et
 
 
 def build_described_cluster(config: RunConfig) -> Cluster:
-    """Build the first nodes of cluster=<name>: as many as the run takes, or a whole group or leaf if cluster.nodes is
-    unset.
+    """Build the first nodes of cluster=<name>, as many as the run takes.
+
+    If cluster.nodes is unset, at least one whole group or leaf.
     """
     count = max(count_nodes(config), 0 if config.cluster.nodes else _largest_unit_size(config.cluster))
     names = name_described_nodes(count)

@@ -346,11 +346,10 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
 
 
 def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
-    """Return (messages on every link [orders, links]; pairs that stay in a group [orders, rows], a rank with itself
-    included).
+    """Return (messages on every link [orders, links], pairs of a row inside a group [orders, rows]).
 
     group, link: [orders, positions], the group of each position and the link by which its messages leave. A rank sends
-    one message to each rank of its row outside its group.
+    one message to each rank of its row outside its group; a rank counts as a pair with itself.
     """
     count = len(pairs.copies)
     order = np.arange(len(group))[:, None]

@@ -146,8 +146,9 @@ class CostModel:
 def build_cost_model(
     fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], nodes: int, backend: Backend = "nccl"
 ) -> CostModel:
-    """Build the cost model of a mesh on `nodes` of the fabric's nodes. Raises UserError if the degrees do not fill
-    them.
+    """Build the cost model of a mesh on `nodes` of the fabric's nodes.
+
+    Raises UserError if the degrees do not fill them.
     """
     check_world(fabric, sizes, nodes)
     groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}

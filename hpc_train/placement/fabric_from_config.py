@@ -74,8 +74,9 @@ class FabricFigures:
         return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
 
     def latency(self, level: str, above: int, domains: bool) -> float:
-        """Return the seconds of a message that leaves a group of the level. above: levels of switches that it has
-        passed.
+        """Return the seconds of a message that leaves a group of the level.
+
+        above: levels of switches that it has passed.
         """
         if self.measured is not None and (constants := self.measured.get_level(level)) is not None:
             return constants.latency
@@ -145,8 +146,9 @@ def build_fabric(
     domains: Mapping[str, str] | None = None,
     unknown_taper: float = 1.0,
 ) -> Fabric:
-    """Build the fabric of a job on `nodes` (launcher's order) from their switches and domains; see
-    build_located_fabric.
+    """Build the fabric of a job on `nodes` (launcher's order) from their switches and domains.
+
+    See build_located_fabric.
     """
     locations = NodeLocations(tuple(nodes), paths or {}, domains or {})
     return build_located_fabric(config, locations, ranks_per_node, unknown_taper)

@@ -26,8 +26,9 @@ NodeOrder = NDArray[np.int64]
 
 
 def order_along_tree(fabric: Fabric) -> NodeOrder:
-    """Order nodes group by group at every level, in order of first appearance: the least change that makes groups
-    contiguous.
+    """Order nodes group by group at every level, in order of first appearance.
+
+    This is the least change that makes groups contiguous.
     """
     return np.lexsort([np.arange(len(fabric.nodes)), *(level.group for level in fabric.levels[1:])])
 
@@ -41,11 +42,10 @@ def order_largest_first(fabric: Fabric) -> NodeOrder:
 
 
 def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
-    """Pack nodes into cells of `unit` consecutive nodes: as many as fit inside one group of the innermost level, then
-    of the next.
+    """Pack nodes into cells of `unit` consecutive nodes.
 
-    What is left of a group after its whole cells is put together with what is left of its neighbours, largest remainder
-    first; nodes that fill no cell at all come last.
+    As many cells as possible lie inside one group of the innermost level, then of the next. The rest of a group is put
+    together with the rests of its neighbours, largest first; nodes that fill no cell come last.
     """
     assert unit > 0, "a cell has nodes"
     left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
@@ -91,8 +91,9 @@ def list_cell_sizes(grid: tuple[int, ...], nest: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class SymmetryTree:
-    """The fabric as groups within groups. A group is (level, index); level 0 are the nodes, the topmost level the
-    whole.
+    """The fabric as groups within groups.
+
+    A group is (level, index); level 0 are the nodes, the topmost level the whole.
     """
 
     fabric: Fabric

@@ -56,14 +56,17 @@ def search_placement(
 ) -> Placement:
     """Find the best order of the fabric's nodes for a mesh and the traffic of its axes.
 
-    sizes: mesh axis -> degree; their product is the world size. Up to 8 nodes the order is the best there is, by
-    seconds of a step, then seconds next to busy neighbours, then bytes x levels crossed, then groups that straddle a
-    level, then nodes moved. Beyond, it is the best of: the launcher's order; along the tree; packed in whole cells;
-    each with every nesting of the axes; and, up to 256 nodes, with nodes and cells exchanged. Where that wins less than
-    1 % of the seconds, with and without neighbours, the order with the fewest straddling groups, then crossings, is
-    taken if it has fewer than the launcher's and more of neither nor of seconds, because uplinks may be busier than
-    either assumption has it (crossings count on tapered fabrics only); else the launcher's stays. Same input, same
-    answer. Raises UserError where degrees do not fill the nodes.
+    sizes: mesh axis -> degree; their product is the world size. Raises UserError if they do not fill the nodes. Same
+    input, same answer.
+
+    Up to 8 nodes every order is tried: the answer has the fewest seconds a step, then seconds next to busy neighbours,
+    then bytes x levels crossed, then groups that straddle a level, then nodes moved. For more nodes it is the best of
+    the launcher's order, orders along the tree and orders packed in whole cells, each with every nesting of the axes,
+    and, up to 256 nodes, swaps of nodes and cells.
+
+    If that gains less than 1 % of the seconds, with and without neighbours, uplinks may still be busier than either
+    assumption: then the order with the fewest straddling groups, then crossings, is taken, if it has fewer than the
+    launcher's and nothing gets worse (crossings count on tapered fabrics only). Else the launcher's order stays.
     """
     start = time.perf_counter()
     problem = build_cost_model(fabric, sizes, flows, len(fabric.nodes), backend)
@@ -98,8 +101,9 @@ def compare_cases(
 
 
 def compute_lower_bound(problem: CostModel) -> float:
-    """Compute seconds that no order can undercut: only links inside nodes and nodes' own uplinks, at the shortest
-    latency.
+    """Compute seconds that no order can undercut.
+
+    Only links inside nodes and the nodes' own uplinks count, at the shortest latency.
     """
     fabric = problem.fabric
     node = fabric.levels[0]

@@ -23,8 +23,9 @@ def matches_hostlist(text: str) -> bool:
 
 
 def read_hostlist(text: str, name: str) -> Cluster:
-    """Read the nodes of one host list in Slurm's order, duplicates kept; kind hostlist. Raises UserError as
-    `expand_hostlist` does.
+    """Read the nodes of one host list in Slurm's order, duplicates kept; kind hostlist.
+
+    Raises UserError as `expand_hostlist` does.
     """
     nodes: list[str] = []
     for number, line in _iterate_lines(text):

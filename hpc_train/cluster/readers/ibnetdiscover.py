@@ -69,8 +69,9 @@ def _make_contradiction_error(id: str, port: int, cable: CableEnd, back: CableEn
 
 
 def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, int]], name: str) -> None:
-    """Refuse a dump that ends within a switch's record: it lost hosts that no other line lists, so the switch's level
-    would be wrong.
+    """Refuse a dump that ends within a switch's record.
+
+    The switch lost hosts that no other line lists, so its level would be wrong.
     """
     last = max(devices.values(), key=lambda device: device.line or 0)
     if last.kind == SWITCH and set(missing) == {last.id}:

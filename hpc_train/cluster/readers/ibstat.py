@@ -42,8 +42,9 @@ def matches_ibstat(text: str) -> bool:
 
 
 def read_ibstat(text: str, name: str) -> Cluster:
-    """Read one node and its adapters; neither tool names the node. Raises UserError for fields that are cut off or
-    malformed.
+    """Read one node and its adapters; neither tool names the node.
+
+    Raises UserError for fields that are cut off or malformed.
     """
     kind = "ibstatus" if re.search(rf"^[ \t]*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
     adapters = _parse_adapters(text, name)

@@ -185,8 +185,9 @@ def is_aggregation_node(device: SubnetDevice) -> bool:
 
 
 def parse_description(description: str | None) -> tuple[str, str | None] | None:
-    """Split `gpu01 mlx5_4` into ("gpu01", "mlx5_4"); None if no host is named: `MT4129 ConnectX7 Mellanox
-    Technologies`.
+    """Split `gpu01 mlx5_4` into ("gpu01", "mlx5_4").
+
+    None if no host is named: `MT4129 ConnectX7 Mellanox Technologies`.
     """
     text = " ".join((description or "").strip("'\" ").split())
     if not text or _VENDOR.search(text) or _ONLY_DEVICE.fullmatch(text):

@@ -134,8 +134,11 @@ class NcclDevice:
 
 
 def find_devices(root: XmlElement, name: str) -> tuple[list[NcclDevice], list[NcclDevice]]:
-    """GPUs and NICs in the order of the file. A file without <gpu> (without <net>) is one that a vendor ships for
-    NCCL_TOPO_FILE: there the PCI class tells the GPUs (NICs)."""
+    """List the GPUs and NICs in the order of the file.
+
+    A file without <gpu> (without <net>) is one that a vendor ships for NCCL_TOPO_FILE: there the PCI class tells the
+    GPUs (NICs).
+    """
     places = list(_find_places(root, name))
     gpus = [NcclDevice(device, place) for place, element in places for device in element.list_children("gpu")]
     nics = [NcclDevice(device, place) for place, element in places for device in _list_nets(element)]
@@ -237,8 +240,9 @@ class GpuBonds:
 
 
 def read_bonds(gpu: NcclDevice, name: str) -> GpuBonds | None:
-    """Read the links of a GPU; None for a GPU that a vendor's file gives by class only, since such files never list
-    links.
+    """Read the links of a GPU.
+
+    None for a GPU that a vendor's file gives by class only, since such files never list links.
     """
     if gpu.element.tag != "gpu":
         return None
@@ -260,8 +264,9 @@ def _read_target(link: XmlElement, name: str) -> str:
 
 
 def classify_bond(a: NcclDevice, b: NcclDevice, bonds: tuple[GpuBonds | None, GpuBonds | None]) -> str | None:
-    """Name the bond of two GPUs: NV<count> of the links that both have, XGMI if both sides say so, None if only PCI
-    joins them.
+    """Name the bond of two GPUs; None if only PCI joins them.
+
+    NV<count> of the links that both have, or XGMI if both sides say so.
     """
     from_a, from_b = bonds
     if from_a is None or from_b is None:

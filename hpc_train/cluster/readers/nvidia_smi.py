@@ -240,8 +240,9 @@ def _read_joined_rows(lines: WrappedLines, columns: MatrixColumns, edge: int) ->
 
 
 def _join_wrapped(lines: WrappedLines) -> Iterator[str]:
-    """Yield all ways to join wrapped lines: a terminal cuts anywhere, even inside a word, and may drop the spaces at
-    the cut.
+    """Yield all ways to join wrapped lines.
+
+    A terminal cuts anywhere, even inside a word, and may drop the spaces at the cut.
     """
     parts = [lines.parts[0][lines.start :], *lines.parts[1:]]
     few = len(parts) <= 6

@@ -116,8 +116,10 @@ def _has_affinity(matrix: TextMatrix) -> bool:
 
 
 def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]] | None:
-    """Device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`, a header from its first
-    GPU on. None where that is no header."""
+    """Split a header, from its first GPU on; None if it is none.
+
+    Returns the device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`.
+    """
     affinity_columns = list(_AFFINITY.finditer(text))
     names = _parse_names(text[: affinity_columns[0].start()] if affinity_columns else text)
     kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[column.group()[0].upper()] for column in affinity_columns)
@@ -264,9 +266,12 @@ class _RowLayout:
 
 
 def _read_affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
-    """The CPU and NUMA cells, "" where the row does not tell. Inside a small cgroup the CPU cell is blank; what stands
-    alone then is told by its tab, its column, or (NUMA node or list) its shape, in this order: a long NIC name moves
-    the header's columns, and not the rows'."""
+    """Read the CPU and NUMA cells, "" where the row does not tell.
+
+    Inside a small cgroup the CPU cell is blank, and one cell stands alone. Which it is shows by its tab, else by its
+    column, else (NUMA node or list) by its shape: in this order, because a long NIC name moves
+    the header's columns but not the rows'.
+    """
     if len(row.tokens) == len(columns.affinity):
         cells = dict(zip(columns.affinity, row.tokens, strict=True))
         return cells.get("cpu", ""), cells.get("numa", "")
@@ -339,8 +344,11 @@ def _expand_tabs(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int
 
 
 def _split_by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
-    """No driver is known to print the processors and not the NUMA node: what is alone is a NUMA node where it can be
-    one. A list could be either (0,3-9,11-17 is a real NUMA cell): neither is told then."""
+    """Tell the processors from the NUMA node by their shape.
+
+    No driver is known to print the processors and not the NUMA node: a cell that is alone is a NUMA node if it can be
+    one. A list could be either (0,3-9,11-17 is a real NUMA cell), so it is taken for neither.
+    """
     if columns[-1] == "gpu_numa" and tokens[-1] == "N/A":
         tokens, columns = tokens[:-1], columns[:-1]
     if len(tokens) == len(columns):

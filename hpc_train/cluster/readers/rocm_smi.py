@@ -39,8 +39,11 @@ def matches_rocm_smi(text: str) -> bool:
 
 
 def read_rocm_smi(text: str, name: str) -> Cluster:
-    """The node of one `rocm-smi --showtopo`; sections that are not there leave what they tell empty. Links are XGMI or
-    PCIE, as printed. Raises UserError for a section that is not whole or sections that contradict each other."""
+    """Read the node of one `rocm-smi --showtopo`.
+
+    Facts of missing sections are empty. Links are XGMI or PCIE, as printed. Raises UserError for a section that is cut,
+    and for sections that contradict each other.
+    """
     facts = _read_json(text, name) if _is_json(text) else _read_text(clean_lines(text), name)
     if not facts.gpus:
         raise UserError(f"{name}:1: no GPUs; expected the output of `rocm-smi --showtopo`, with or without --json")

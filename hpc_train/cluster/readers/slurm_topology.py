@@ -136,8 +136,9 @@ def _nest_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
 def _cover_blocks(
     blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
-    """Return the fewest names that cover `blocks`, in their order: the largest of those `inside`, then those that no
-    line shows.
+    """Return the fewest names that cover `blocks`, in their order.
+
+    The largest of those `inside` come first, then those that no line shows.
     """
     chosen = {block: block for block in blocks}
     taken: set[str] = set()

@@ -122,11 +122,11 @@ def matches_topology_yaml(text: str) -> bool:
 
 
 def read_topology_yaml(text: str, name: str) -> Cluster:
-    """Read the topology that the cluster itself uses: the first with `cluster_default: true`, else the first of the
-    file.
+    """Read the topology that the cluster itself uses.
 
-    One file may describe the same nodes several times, for different partitions: putting all of them into one Cluster
-    would put nodes on switches that were never together. `read_named_topologies` returns each.
+    That is the first with `cluster_default: true`, else the first of the file. One file may describe the same nodes
+    several times, for different partitions: putting all of them into one Cluster would put nodes on switches that were
+    never together. `read_named_topologies` returns each.
     """
     return next(iter(_read_default_first(text, name).values()))
 

@@ -31,8 +31,9 @@ _MIDDLE = (252, 78, 42)
 
 
 def choose_group_colour(number: int, groups: int) -> str:
-    """Return a colour for a group: distinct ones for a few groups; of many, neighbours are alike, so that order looks
-    smooth.
+    """Return the colour of a group.
+
+    A few groups have distinct colours; of many, neighbours are alike, so that order looks smooth.
     """
     if groups <= len(_FEW):
         return _FEW[number % len(_FEW)]

@@ -43,8 +43,9 @@ class Panel:
 
     @cached_property
     def order(self) -> list[int]:
-        """Nodes in drawing order: those of one group together at every level, and groups by name, so that no lines
-        cross.
+        """Nodes in drawing order.
+
+        Nodes of one group are together at every level, and groups are sorted by name, so that no lines cross.
         """
         names = [
             # The number tells two groups of one name apart.
@@ -110,8 +111,9 @@ class DrawnLevel:
 
 
 def select_drawn_levels(panel: Panel) -> list[DrawnLevel]:
-    """List the levels above the nodes, innermost first. Levels with the same groups are drawn as one, with the heavier
-    load.
+    """List the levels above the nodes, innermost first.
+
+    Levels with the same groups are drawn as one, with the heavier load.
     """
     drawn: list[DrawnLevel] = []
     for level in panel.levels[1:]:

@@ -74,10 +74,9 @@ class PlacementPanels:
 def choose_axes(
     requested: str | None, sizes: Mapping[str, int], flows: Sequence[Flow], placement: Placement
 ) -> tuple[str, ...]:
-    """Choose the axes to colour by: those of --axis, such as tp or dp_shard+cp; else those that gain most, or move
-    most.
+    """Choose the axes to colour by: those of --axis, such as tp or dp_shard+cp; else those that gain or move most.
 
-    Raises UserError for an axis that is none, or has one rank.
+    Raises UserError for an unknown axis, or one of a single rank.
     """
     if requested is not None:
         return _parse_axes(requested, sizes)
