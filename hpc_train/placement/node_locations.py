@@ -31,7 +31,7 @@ from hpc_train.errors import UserError
 TopologyQuery = Callable[[], Cluster | None]
 """Returns what `scontrol show topology` says; None if it says nothing."""
 _SLURM = "Slurm"
-_NOTHING = "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
+_NOTHING = "no source says which switches the nodes are on; give cluster.topology=FILE"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read_switch_file(file: Path) -> Cluster:
     cluster = read_topology_file(file)
     if not any(switch.nodes for switch in cluster.switches):
         raise UserError(
-            f"{file}: cluster.topology needs switches with nodes on them; this file tells of none "
+            f"{file}: cluster.topology needs switches with nodes on them; this file has none "
             f"(it reads as {cluster.kind})"
         )
     return cluster
@@ -129,7 +129,7 @@ def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tup
         f"{_name_some(names)} with {kind}" for kind, names in group_by_hardware(topology, left_out).items()
     )
     return chosen, (
-        f"{len(left_out)} hosts get no ranks, for their hardware is not that of compute nodes ({own}): {kinds}; "
+        f"{len(left_out)} hosts get no ranks, because their hardware is not that of compute nodes ({own}): {kinds}; "
         "to choose nodes yourself give --nodes",
     )
 
@@ -250,14 +250,14 @@ def _choose_domains(
     if measured:
         pairs = {(measured[name], block) for name, block in taken.items() if name in measured}
         apart = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len({block for _, block in pairs})
-        return measured, ["NVML tells of other NVLink domains than Slurm's blocks; NVML's count"] if apart else []
+        return measured, ["NVML reports other NVLink domains than Slurm's blocks; NVML's are used"] if apart else []
     if cliques:
         return dict(cliques), []
     if taken:
         gpus = cluster.node.nvlink_domain_gpus
         return dict(taken), [
-            f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; where "
-            "NVML tells of others in the job, those count"
+            f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; if "
+            "NVML reports others in the job, those are used"
         ]
     if blocks and _count_domain_nodes(cluster) > 1:
         size = max(_count_block_nodes(blocks, topology).values())

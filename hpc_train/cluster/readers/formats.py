@@ -85,7 +85,7 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
             raise UserError(f"--format {format}: choose one of {', '.join(candidate.name for candidate in formats)}")
     elif not (chosen := [candidate for candidate in formats if candidate.matches(text)]):
         raise UserError(
-            f"{name}: not a topology that is read here; known: {', '.join(candidate.name for candidate in formats)}"
+            f"{name}: in no known topology format; known: {', '.join(candidate.name for candidate in formats)}"
         )
     if len(text) > chosen[0].largest:
         limit = chosen[0].largest >> 20
