@@ -156,6 +156,7 @@ class _MatrixReader:
         first = next(iter(readings))
         if len({reading.kinds for reading in readings}) > 1:
             raise self._make_error(lines.number, f"row {first.label}, wrapped, can be joined in several ways")
+        # All readings agree on the links; where they differ on the processors, those stay unknown.
         return first if len(readings) == 1 else replace(first, cpus=None, numa=None)
 
     def _check_length(self, lines: WrappedLines, row: MatrixRow, expected: int) -> None:
@@ -177,6 +178,7 @@ class _MatrixReader:
 
     def _collect_cells(self, names: tuple[str, ...], rows: list[tuple[int, MatrixRow]]) -> LinkCells:
         cells: LinkCells = {}
+        # Complete rows first: a row that lacks cells can be read in two ways, and complete ones tell which is right.
         for line, row in sorted(rows, key=lambda numbered: len(numbered[1].kinds), reverse=True):
             options = [dict(zip(names, row.kinds, strict=False))]
             if len(row.kinds) < len(names):
