@@ -1,1 +1,1 @@
-"""What a machine is made of, as the machine tells it: GPUs, NICs, links and switches. One reader a source."""
+"""Describe a machine as it describes itself: GPUs, NICs, links and switches. Files are read in readers/."""

@@ -1,5 +1,7 @@
-"""Measured constants of a cluster: written by `bench collectives` and `plan calibrate`, read by placement and the
-planner."""
+"""Read and write the measured constants of a cluster.
+
+`bench collectives` and `plan calibrate` write them; placement and the planner read them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class LevelConstants:
-    """Hockney's model of one level of the fabric: a message of n bytes takes latency + n / bandwidth."""
+    """Latency and bandwidth of one level of the fabric.
+
+    Hockney's model: a message of n bytes takes latency + n / bandwidth.
+    """
 
     level: str
     """inside (two ranks of a node), or the level of placement.fabric whose groups the messages left."""
@@ -28,7 +33,7 @@ class LevelConstants:
 
 @dataclass(frozen=True)
 class DeviceMeasurement:
-    """What `bench gemm` measured of one rank's device."""
+    """Speed of one rank's device, as `bench gemm` measured it."""
 
     name: str
     """As torch calls it; cpu."""
@@ -40,7 +45,7 @@ class DeviceMeasurement:
 
 @dataclass(frozen=True)
 class StepResidual:
-    """What a run of the cluster took that the planner's constants do not explain (planner.discrepancy)."""
+    """Difference between a measured run and the planner's model (see planner.constants)."""
 
     settings: dict[str, float]
     """Of the run: planner.discrepancy.SETTINGS."""
@@ -50,7 +55,7 @@ class StepResidual:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one cluster measured, with one backend."""
+    """Measurements of one cluster with one backend."""
 
     cluster: str
     backend: str
@@ -64,29 +69,29 @@ class Calibration:
     residuals: tuple[StepResidual, ...] = ()
     """Of these runs."""
 
-    def of(self, level: str) -> LevelConstants | None:
-        """The constants of a level, if it was measured."""
-        return next((it for it in self.levels if it.level == level), None)
+    def get_level(self, level: str) -> LevelConstants | None:
+        """Return the constants of a level, or None if it was not measured."""
+        return next((constants for constants in self.levels if constants.level == level), None)
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write it as JSON; an existing file is replaced at once or not at all."""
+    """Write the calibration as JSON; an existing file is replaced atomically."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(json.dumps({"version": FORMAT_VERSION, **asdict(calibration)}, indent=1) + "\n")
     beside.replace(path)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises UserError, one line, for a file that is not a calibration."""
+    """Read a calibration file. Raises UserError, one line, for any other file."""
     try:
         content = read_json(path)
         if content.pop("version") != FORMAT_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench collectives` again")
-        levels = tuple(LevelConstants(str(it["level"]), *_numbers(it)) for it in content["levels"])
-        device = _device(content["device"]) if content.get("device") else None
+        levels = tuple(LevelConstants(str(entry["level"]), *_parse_constants(entry)) for entry in content["levels"])
+        device = _parse_device(content["device"]) if content.get("device") else None
         planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
-        residuals = tuple(_residual(it) for it in content.get("residuals", []))
+        residuals = tuple(_parse_residual(entry) for entry in content.get("residuals", []))
         return Calibration(cluster, backend, date, levels, device, planner, residuals)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
@@ -94,22 +99,26 @@ def read_calibration(path: Path) -> Calibration:
         raise UserError(f"{path}: not a calibration as `hpc-train bench collectives` writes it") from None
 
 
-def _residual(entry: dict[str, Any]) -> StepResidual:
-    found = StepResidual({str(name): float(it) for name, it in entry["settings"].items()}, float(entry["weight"]))
-    if not all(0 < it < float("inf") for it in found.settings.values()) or not abs(found.weight) < float("inf"):
+def _parse_residual(entry: dict[str, Any]) -> StepResidual:
+    residual = StepResidual(
+        {str(name): float(value) for name, value in entry["settings"].items()}, float(entry["weight"])
+    )
+    if not all(0 < value < float("inf") for value in residual.settings.values()) or not abs(residual.weight) < float(
+        "inf"
+    ):
         raise ValueError
-    return found
+    return residual
 
 
-def _device(content: dict[str, Any]) -> DeviceMeasurement:
+def _parse_device(content: dict[str, Any]) -> DeviceMeasurement:
     tflops = {str(name): float(value) for name, value in content["tflops"].items()}
-    found = DeviceMeasurement(str(content["name"]), tflops, float(content["memory_gb_s"]))
-    if not all(0 < value < float("inf") for value in (*tflops.values(), found.memory_gb_s)):
+    device = DeviceMeasurement(str(content["name"]), tflops, float(content["memory_gb_s"]))
+    if not all(0 < value < float("inf") for value in (*tflops.values(), device.memory_gb_s)):
         raise ValueError
-    return found
+    return device
 
 
-def _numbers(entry: dict[str, float]) -> tuple[float, float]:
+def _parse_constants(entry: dict[str, float]) -> tuple[float, float]:
     latency, bandwidth = float(entry["latency"]), float(entry["bandwidth"])
     if not (0 <= latency < float("inf") and 0 < bandwidth < float("inf")):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Which file system a path is on, by the mount table."""
+"""Find which file system a path is on, from the mount table."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ class MountedFileSystem:
 
 
 def find_filesystem(path: Path, mounts: str | None = None) -> MountedFileSystem | None:
-    """The file system that a path is on, or would be on if it existed; None if no mount holds it.
+    """Return the file system of a path, which need not exist yet; None if no mount holds it.
 
     mounts: a mount table as /proc/self/mounts has it; this process's own by default.
     """
     if mounts is None:
         mounts = _read_own_mounts()
     place, best = path.resolve(), None
-    for found in read_mount_table(mounts):
-        longer = best is None or len(Path(found.mount).parts) >= len(Path(best.mount).parts)
-        if longer and place.is_relative_to(found.mount):
-            best = found
+    for mounted in read_mount_table(mounts):
+        longer = best is None or len(Path(mounted.mount).parts) >= len(Path(best.mount).parts)
+        if longer and place.is_relative_to(mounted.mount):
+            best = mounted
     return best
 
 
 def read_mount_table(mounts: str) -> list[MountedFileSystem]:
-    """Every mount, in the order in which they were made; lines that are no mounts are left out."""
+    """Parse a mount table, in its order. Lines that are no mounts are left out."""
     rows = [line.split() for line in mounts.split("\n")]
     return [
-        MountedFileSystem(_SAME.get(it[2], it[2]), _unescape(it[1]), _unescape(it[0])) for it in rows if len(it) >= 3
+        MountedFileSystem(_SAME.get(row[2], row[2]), _decode_escapes(row[1]), _decode_escapes(row[0]))
+        for row in rows
+        if len(row) >= 3
     ]
 
 
@@ -60,6 +62,6 @@ def _read_own_mounts() -> str:
         return ""
 
 
-def _unescape(text: str) -> str:
-    r"""The kernel writes a space as \040."""
-    return re.sub(r"\\([0-3][0-7]{2})", lambda it: chr(int(it[1], 8)), text)
+def _decode_escapes(text: str) -> str:
+    r"""Decode \ooo in a mount table: the kernel writes a space as \040."""
+    return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)

@@ -1,6 +1,6 @@
-"""Slurm's host lists: `rack[1-2]n[001-016],login` <-> names, in Slurm's own order, duplicates kept.
+"""Expand and compress Slurm's host lists: `rack[1-2]n[001-016],login` <-> names.
 
-At the end: names in the same form for a person to read, with nothing but what can be printed.
+Order and duplicates are kept as Slurm keeps them. The functions at the end shorten names for a person to read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,20})", re.DOTALL)
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The names of a host list.
+    """Expand a host list to its names.
 
     Slurm's order: of two bracket groups the right one runs fastest; of more, the last runs fastest, then the first,
     the second and so on. Numbers are padded to the width of the low bound. Empty items count for nothing.
@@ -45,12 +45,12 @@ def expand_hostlist(text: str) -> list[str]:
         _check_length(text, max(map(len, names), default=0), len(names))
         return names
     parts = [_parse_item(item, text) for item in _parse_items(text)]
-    _check_length(text, max((it.length for it in parts), default=0), sum(it.count for it in parts))
+    _check_length(text, max((part.length for part in parts), default=0), sum(part.count for part in parts))
     return [name for part in parts for name in part.names()]
 
 
 def compress_hostlist(names: Sequence[str]) -> str:
-    """A host list that expands to just these names, in this order; names hold no bracket, comma or blank.
+    """Write names as a host list that expands to exactly these, in this order. Names hold no bracket, comma or blank.
 
     Only neighbours are joined: `a1, a2, b1, a3` is `a[1-2],b1,a3`.
     """
@@ -58,8 +58,8 @@ def compress_hostlist(names: Sequence[str]) -> str:
 
 
 def name_switch_group(names: Iterable[str]) -> str:
-    """The one name that a set of switches is known by, whatever order a source lists them in: `leaf[1-2,7]`."""
-    return compress_hostlist(sorted(set(names), key=_natural))
+    """Name a set of switches, independent of the order in which a source lists them: `leaf[1-2,7]`."""
+    return compress_hostlist(sorted(sorted(set(names)), key=natural_key))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Group:
-    """What stands between two brackets: single numbers as written, or ranges where one of them is."""
+    """The text between two brackets: single numbers as written, or ranges where one of them is a range."""
 
     count: int
     width: int
@@ -83,26 +83,26 @@ class _Group:
     ranges: tuple[_Range, ...] = ()
 
     def numbers(self) -> Sequence[str]:
-        return self.single or [number for it in self.ranges for number in it.numbers()]
+        return self.single or [number for span in self.ranges for number in span.numbers()]
 
 
 @dataclass(frozen=True)
 class _Item:
-    """literal, group, literal, group, ..., literal: one literal more than groups."""
+    """One item of a list, cut at its brackets: literal, group, literal, ..., literal."""
 
     literals: tuple[str, ...]
     groups: tuple[_Group, ...]
 
     @property
     def count(self) -> int:
-        return prod(it.count for it in self.groups)
+        return prod(group.count for group in self.groups)
 
     @property
     def length(self) -> int:
-        return sum(map(len, self.literals)) + sum(it.width for it in self.groups)
+        return sum(map(len, self.literals)) + sum(group.width for group in self.groups)
 
     def names(self) -> Iterator[str]:
-        *outer, last = [it.numbers() for it in self.groups] or [("",)]
+        *outer, last = [group.numbers() for group in self.groups] or [("",)]
         after = "".join(self.literals[len(outer) + 1 :])
         for chosen in product(*reversed(outer)):
             before = "".join(chain.from_iterable(zip(self.literals, [*reversed(chosen), ""], strict=False)))
@@ -111,78 +111,82 @@ class _Item:
 
 def _check_characters(text: str) -> None:
     if odd := _ODD.search(text):
-        raise UserError(f"host list {_shorten(text)}: {odd[0]!r} is no character of a name")
+        raise UserError(f"host list {_quote_shortened(text)}: {odd[0]!r} is no character of a name")
     if never := _NEVER.search(text):
         if never[0] in "{}":
             what = "only slurmctld can expand {...}; give what `scontrol show hostnames` prints"
-            raise UserError(f"host list {_shorten(text)}: {what}")
-        raise UserError(f"host list {_shorten(text)}: {never[0]} is no character of a name")
+            raise UserError(f"host list {_quote_shortened(text)}: {what}")
+        raise UserError(f"host list {_quote_shortened(text)}: {never[0]} is no character of a name")
 
 
 def _parse_items(text: str) -> Iterator[str]:
     at = 0
     while at < len(text):
-        if found := _SEPARATORS.match(text, at):
-            at = found.end()
-        elif found := _ITEM.match(text, at):
-            at = found.end()
-            yield found[0]
+        if match := _SEPARATORS.match(text, at):
+            at = match.end()
+        elif match := _ITEM.match(text, at):
+            at = match.end()
+            yield match[0]
         else:
-            raise UserError(f"host list {_shorten(text)}: a bracket without its partner; expected such as n[1-3,7]")
+            raise UserError(
+                f"host list {_quote_shortened(text)}: a bracket without its partner; expected such as n[1-3,7]"
+            )
 
 
 def _parse_item(item: str, text: str) -> _Item:
     pieces = _GROUP.split(item)
-    return _Item(tuple(pieces[0::2]), tuple(_parse_group(it, text) for it in pieces[1::2]))
+    return _Item(tuple(pieces[0::2]), tuple(_parse_group(piece, text) for piece in pieces[1::2]))
 
 
 def _parse_group(piece: str, text: str) -> _Group:
     pieces = piece.split(",")
     if _SINGLE.fullmatch(piece):
         return _Group(len(pieces), max(map(len, pieces)), single=tuple(pieces))
-    ranges = tuple(_parse_range(it, text) for it in pieces)
-    widest = max(max(it.width, len(str(it.high))) for it in ranges)
-    return _Group(sum(it.high - it.low + 1 for it in ranges), widest, ranges=ranges)
+    ranges = tuple(_parse_range(piece, text) for piece in pieces)
+    widest = max(max(span.width, len(str(span.high))) for span in ranges)
+    return _Group(sum(span.high - span.low + 1 for span in ranges), widest, ranges=ranges)
 
 
 def _parse_range(piece: str, text: str) -> _Range:
-    found = _RANGE.fullmatch(piece)
-    if not found:
-        raise UserError(f"host list {_shorten(text)}: [{_shorten(piece)[1:-1]}]; expected a number or LOW-HIGH")
-    low, high = int(found[1]), int(found[2] or found[1])
+    match = _RANGE.fullmatch(piece)
+    if not match:
+        raise UserError(
+            f"host list {_quote_shortened(text)}: [{_quote_shortened(piece)[1:-1]}]; expected a number or LOW-HIGH"
+        )
+    low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
-        raise UserError(f"host list {_shorten(text)}: [{piece}] runs backwards; expected LOW-HIGH")
-    return _Range(low, high, len(found[1]))
+        raise UserError(f"host list {_quote_shortened(text)}: [{piece}] runs backwards; expected LOW-HIGH")
+    return _Range(low, high, len(match[1]))
 
 
 def _check_length(text: str, longest: int, count: int) -> None:
     if count > MAX_HOSTS:
-        raise UserError(f"host list {_shorten(text)}: more than {MAX_HOSTS} names")
+        raise UserError(f"host list {_quote_shortened(text)}: more than {MAX_HOSTS} names")
     if longest > MAX_NAME_LENGTH:
-        raise UserError(f"host list {_shorten(text)}: a name of more than {MAX_NAME_LENGTH} characters")
+        raise UserError(f"host list {_quote_shortened(text)}: a name of more than {MAX_NAME_LENGTH} characters")
 
 
-def _shorten(text: str) -> str:
+def _quote_shortened(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _find_runs(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(what stands before the number, numbers as written) of each run of names that differ in the number only."""
-    held: list[str] = []
+    """Yield (prefix, numbers as written) of each run of names that differ in their number only."""
+    numbers: list[str] = []
     before: str | None = None
     for name in names:
-        found = _NUMBERED.fullmatch(name)
-        prefix = found[1] if found else name
-        if held and (not found or prefix != before):
-            yield before or "", held
-            held = []
-        if found:
-            held.append(found[2])
+        match = _NUMBERED.fullmatch(name)
+        prefix = match[1] if match else name
+        if numbers and (not match or prefix != before):
+            yield before or "", numbers
+            numbers = []
+        if match:
+            numbers.append(match[2])
         else:
             yield name, []
         before = prefix
-    if held:
-        yield before or "", held
+    if numbers:
+        yield before or "", numbers
 
 
 def _write_run(prefix: str, numbers: list[str]) -> str:
@@ -198,28 +202,28 @@ def _write_run(prefix: str, numbers: list[str]) -> str:
     return f"{prefix}[{','.join(low if low == high else f'{low}-{high}' for low, high in ranges)}]"
 
 
-def _natural(name: str) -> tuple[tuple[str, int], ...]:
-    pieces = re.split(r"([0-9]+)", name)
-    return tuple((text, int(number or 0)) for text, number in zip(pieces[0::2], [*pieces[1::2], "0"], strict=True))
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that compares the numbers in names as numbers: leaf2 before leaf10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", name) if part]
 
 
 _SPECIAL = re.compile(r"[\[\],\s]")
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Neighbours of one prefix together, as Slurm writes a host list; names that it could not have are just joined."""
+    """Write names compactly: as a host list, or joined by commas if a host list cannot hold such names."""
     given = list(names)
     plain = not any(_SPECIAL.search(name) for name in given)
     return one_line(compress_hostlist(given) if plain else ", ".join(given))
 
 
 def shorten_names(names: Sequence[str], longest: int = 100) -> str:
-    """The same, or the first and last name and how many there are, where that is longer."""
+    """Write names compactly; if that is longer than `longest`, only the first, the last and the count."""
     folded = fold_names(names)
     return folded if len(folded) <= longest else f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
 
 
 def pluralise_level(level: str) -> str:
-    """Of a level's name, as a heading."""
-    known = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
-    return known.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")
+    """Return the plural of a level's name, for headings and messages: leaf -> leaves."""
+    plurals = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
+    return plurals.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")

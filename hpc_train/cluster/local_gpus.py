@@ -1,6 +1,6 @@
-"""GPUs of this machine: NVIDIA's by their management library (NVML), AMD's by the kernel driver (/sys/class/kfd).
+"""Read the GPUs of this machine: NVIDIA's through NVML, AMD's from the kernel driver (/sys/class/kfd).
 
-Every call of NVML may be unsupported, and a GPU may be lost: what is not told is None. Without a driver there are none.
+Every NVML call may be unsupported, and a GPU may be lost: such facts are None. Without a driver there are no GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_LINKS = 36
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """What the library tells of one GPU; None is what it does not."""
+    """One GPU as NVML describes it; facts that NVML does not give are None."""
 
     index: int
     name: str | None = None
@@ -38,7 +38,7 @@ class NvmlGpu:
 
 
 def load_nvml() -> Any | None:
-    """The library's module, nvidia-ml-py's pynvml; None if it is not installed."""
+    """Import nvidia-ml-py's pynvml; None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -46,7 +46,7 @@ def load_nvml() -> Any | None:
 
 
 def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
-    """The GPUs that it lists, in its order, which is that of nvidia-smi; none without a driver.
+    """List the GPUs in NVML's order, which is nvidia-smi's; empty without a driver.
 
     nvml: a module with the functions of pynvml. Warns of a driver that another version of the library would need, and
     of GPUs that do not answer.
@@ -61,9 +61,9 @@ def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
         return ()
     try:
         return tuple(
-            it
+            gpu
             for n in range(_call_nvml(nvml, nvml.nvmlDeviceGetCount) or 0)
-            if (it := _read_nvml_gpu(nvml, n)) is not None
+            if (gpu := _read_nvml_gpu(nvml, n)) is not None
         )
     finally:
         _call_nvml(nvml, nvml.nvmlShutdown)
@@ -72,17 +72,17 @@ def read_nvml_gpus(nvml: Any | None) -> tuple[NvmlGpu, ...]:
 def _read_nvml_gpu(nvml: Any, index: int) -> NvmlGpu | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        pci = _address(nvml.nvmlDeviceGetPciInfo(handle))
+        pci = _get_pci_address(nvml.nvmlDeviceGetPciInfo(handle))
     except nvml.NVMLError as error:
         warnings.warn(f"NVML: GPU {index} does not answer: {error}", stacklevel=3)
         return None
-    nvlinks, ends = _nvlinks(nvml, handle)
+    nvlinks, ends = _read_nvlinks(nvml, handle)
     name = _call_nvml(nvml, nvml.nvmlDeviceGetName, handle)
-    return NvmlGpu(index, _decode_string(name), pci, nvlinks, ends, _clique(nvml, handle))
+    return NvmlGpu(index, _decode_string(name), pci, nvlinks, ends, _read_clique(nvml, handle))
 
 
 def _call_nvml(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its answer; None where this GPU, driver or library has none."""
+    """Call an NVML function; None if this GPU, driver or library does not support it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -90,15 +90,15 @@ def _call_nvml(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _decode_string(value: Any) -> str | None:
-    """Older versions of the module give bytes."""
+    """Return a string as text: older versions of pynvml return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _address(info: Any) -> str | None:
+def _get_pci_address(info: Any) -> str | None:
     return normalise_pci_address(_decode_string(info.busId) or "")
 
 
-def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
+def _read_nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
     links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS))
     states = {link: _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link) for link in links}
     if all(state is None for state in states.values()):
@@ -109,18 +109,21 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
-    """`switch`, a PCI address, or None for what is neither a switch nor a GPU."""
+    """Return `switch`, the PCI address of a GPU, or None for any other device at the end of an NVLink."""
     kind = None
     if hasattr(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType"):
         kind = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
     if kind == getattr(nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2):
         return NVLINK_SWITCH
     info = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-    return _address(info) if info is not None else None
+    return _get_pci_address(info) if info is not None else None
 
 
-def _clique(nvml: Any, handle: Any) -> str | None:
-    """Only where the fabric manager has finished, and has a cluster: before, id and uuid are 0 on every node."""
+def _read_clique(nvml: Any, handle: Any) -> str | None:
+    """Return the NVLink domain, or None.
+
+    Until the fabric manager has finished, id and uuid are 0 on every node, which must not look like one domain.
+    """
     if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfoV"):
         return None
     info = nvml.c_nvmlGpuFabricInfoV_t()
@@ -128,10 +131,10 @@ def _clique(nvml: Any, handle: Any) -> str | None:
         return None
     uuid = bytes(info.clusterUuid)
     done = info.state == getattr(nvml, "NVML_GPU_FABRIC_STATE_COMPLETED", 3) and info.status == 0
-    return f"{_uuid(uuid)}.{info.cliqueId}" if done and any(uuid) else None
+    return f"{_format_uuid(uuid)}.{info.cliqueId}" if done and any(uuid) else None
 
 
-def _uuid(value: bytes) -> str:
+def _format_uuid(value: bytes) -> str:
     text = value.hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
@@ -142,7 +145,7 @@ _XGMI = 11
 
 @dataclass(frozen=True)
 class AmdGpu:
-    """One GPU, or a part of one that is a device of its own."""
+    """One GPU, or a partition of one that is a device of its own."""
 
     node: int
     """Its number in this topology, which counts processors too."""
@@ -153,10 +156,15 @@ class AmdGpu:
 
 
 def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:
-    """Nodes with compute units, in the driver's order; none without the driver."""
-    found = [_read_amd_gpu(it) for it in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if it.name.isdecimal()]
-    known = {it.node for it in found if it is not None}
-    return tuple(AmdGpu(it.node, it.pci, it.name, it.peers & known) for it in found if it is not None)
+    """List the GPUs in the driver's order; empty without the driver.
+
+    kfd also lists processors, which have no compute units.
+    """
+    gpus = [
+        _read_amd_gpu(gpu) for gpu in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if gpu.name.isdecimal()
+    ]
+    gpu_nodes = {gpu.node for gpu in gpus if gpu is not None}
+    return tuple(AmdGpu(gpu.node, gpu.pci, gpu.name, gpu.peers & gpu_nodes) for gpu in gpus if gpu is not None)
 
 
 def _read_amd_gpu(node: Path) -> AmdGpu | None:
@@ -165,13 +173,13 @@ def _read_amd_gpu(node: Path) -> AmdGpu | None:
         return None
     bus, device = divmod(facts["location_id"] & 0xFFFF, 256)
     pci = f"{facts.get('domain', 0):04x}:{bus:02x}:{device >> 3:02x}.{device & 7}"
-    links = [_read_properties(it / "properties") for it in list_entries(node / "io_links")]
-    peers = {it.get("node_to", -1) for it in links if it.get("type") == _XGMI}
+    links = [_read_properties(entry / "properties") for entry in list_entries(node / "io_links")]
+    peers = {link.get("node_to", -1) for link in links if link.get("type") == _XGMI}
     return AmdGpu(int(node.name), pci, read_text(node / "name") or None, frozenset(peers))
 
 
 def _read_properties(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     return {
         name: int(value) for name, value in re.findall(r"^(\w+) ([0-9]{1,20})$", read_text(path) or "", re.MULTILINE)
     }

@@ -1,13 +1,13 @@
-"""The NICs of this machine by sysfs: InfiniBand, RoCE and EFA by their RDMA devices, Slingshot, and Ethernet."""
+"""Read the NICs of this machine from sysfs: RDMA devices (InfiniBand, RoCE, EFA), Slingshot, Ethernet."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_train.cluster.spec import Nic
+from hpc_train.cluster.spec import Nic, sum_rates
 from hpc_train.cluster.sysfs import (
     PciPath,
     find_numa_node,
@@ -25,43 +25,43 @@ _ETHERNET = 1
 
 @dataclass(frozen=True)
 class LocalNic:
-    """A NIC and where it sits."""
+    """A NIC and its place on the PCI bus."""
 
     nic: Nic
     path: PciPath
 
 
 def read_local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:
-    """Physical NICs: RDMA devices first, then Slingshot, then the Ethernet that is none of them.
+    """List the physical NICs: RDMA devices first, then Slingshot, then the remaining Ethernet.
 
     A network interface of a PCI device that is also an RDMA device is the same NIC. Virtual devices and virtual
     functions beside their physical one are left out.
     """
-    found: list[LocalNic] = []
+    nics: list[LocalNic] = []
     for kind in (_list_rdma_nics, _list_slingshot_nics, _list_ethernet_nics):
-        known = {it.path for it in found if it.path}
-        found += [it for it in kind(root) if it.path not in known]
-    return tuple(LocalNic(replace(it.nic, id=f"NIC{n}"), it.path) for n, it in enumerate(found))
+        used_paths = {local.path for local in nics if local.path}
+        nics += [local for local in kind(root) if local.path not in used_paths]
+    return tuple(LocalNic(replace(local.nic, id=f"NIC{n}"), local.path) for n, local in enumerate(nics))
 
 
 def read_bonds(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
-    """Bonded interface -> the interfaces that it is made of."""
-    found = {it.name: read_text(it / "bonding/slaves") for it in list_entries(root / "sys/class/net")}
-    return {name: tuple(slaves.split()) for name, slaves in found.items() if slaves is not None}
+    """Map each bonded interface to its member interfaces."""
+    slaves_by_name = {entry.name: read_text(entry / "bonding/slaves") for entry in list_entries(root / "sys/class/net")}
+    return {name: tuple(slaves.split()) for name, slaves in slaves_by_name.items() if slaves is not None}
 
 
 def _list_rdma_nics(root: Path) -> Iterator[LocalNic]:
     for device in list_entries(root / "sys/class/infiniband"):
         path = find_pci_path(device)
         if path and not _is_virtual_function(device / "device"):
-            yield LocalNic(_rdma_nic(device, path), path)
+            yield LocalNic(_read_rdma_nic(device, path), path)
 
 
-def _rdma_nic(device: Path, path: PciPath) -> Nic:
+def _read_rdma_nic(device: Path, path: PciPath) -> Nic:
     ports = list_entries(device / "ports")
-    up = [it for it in ports if (read_text(it / "state") or "").endswith("ACTIVE")]
+    up = [port for port in ports if (read_text(port / "state") or "").endswith("ACTIVE")]
     guid = re.sub("[^0-9a-f]", "", (read_text(device / "node_guid") or "").lower())
-    layers = [_LAYERS.get((read_text(it / "link_layer") or "").lower()) for it in [*up, *ports]]
+    layers = [_LAYERS.get((read_text(port / "link_layer") or "").lower()) for port in [*up, *ports]]
     return Nic(
         "",
         device.name,
@@ -69,34 +69,29 @@ def _rdma_nic(device: Path, path: PciPath) -> Nic:
         get_pci_address(path),
         guid if len(guid) == 16 and guid.strip("0") else None,
         bool(up),
-        _total(_gbit_s(read_text(it / "rate")) for it in up),
-        "efa" if _driver(device / "device") == "efa" else next(iter(layers), None),
+        sum_rates(_parse_rate(read_text(port / "rate")) for port in up),
+        "efa" if _find_driver(device / "device") == "efa" else next(iter(layers), None),
     )
 
 
-def _total(rates: Iterable[float | None]) -> float | None:
-    """The sum; None if there is none, or one is not known."""
-    found = list(rates)
-    known = [it for it in found if it is not None]
-    return sum(known) if known and len(known) == len(found) else None
-
-
-def _gbit_s(rate: str | None) -> float | None:
-    """200 of `200 Gb/sec (4X HDR)`."""
+def _parse_rate(rate: str | None) -> float | None:
+    """Parse sysfs's rate of a port: `200 Gb/sec (4X HDR)` -> 200."""
     match = re.match(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec", rate or "")
     return float(match[1]) if match else None
 
 
 def _list_slingshot_nics(root: Path) -> Iterator[LocalNic]:
-    """By the interface hsn<n> where there is one, else by the device cxi<n>."""
+    """Yield Slingshot NICs, named by their interface hsn<n> or, if they have none, by their device cxi<n>."""
     interfaces = {
-        find_pci_path(it): it for it in list_entries(root / "sys/class/net") if re.fullmatch(r"hsn[0-9]+", it.name)
+        find_pci_path(entry): entry
+        for entry in list_entries(root / "sys/class/net")
+        if re.fullmatch(r"hsn[0-9]+", entry.name)
     }
     interfaces.pop((), None)
-    devices = [find_pci_path(it) for it in list_entries(root / "sys/class/cxi")]
+    devices = [find_pci_path(entry) for entry in list_entries(root / "sys/class/cxi")]
     for path, interface in interfaces.items():
         if path not in devices or not _is_virtual_function(interface / "device"):
-            yield LocalNic(_interface_nic(interface, path, "slingshot"), path)
+            yield LocalNic(_read_interface_nic(interface, path, "slingshot"), path)
     for device in list_entries(root / "sys/class/cxi"):
         path = find_pci_path(device)
         if path and path not in interfaces and not _is_virtual_function(device / "device"):
@@ -111,23 +106,25 @@ def _list_ethernet_nics(root: Path) -> Iterator[LocalNic]:
         if read_number(interface / "type") not in (_ETHERNET, None) or not hardware.exists():
             continue
         parts = interface.resolve().parts
-        if "virtual" in parts or (interface / "wireless").exists() or any(it.startswith("usb") for it in parts):
+        if "virtual" in parts or (interface / "wireless").exists() or any(part.startswith("usb") for part in parts):
             continue
         if not _is_virtual_function(hardware):
             path = find_pci_path(interface)
-            yield LocalNic(_interface_nic(interface, path, "ethernet"), path)
+            yield LocalNic(_read_interface_nic(interface, path, "ethernet"), path)
 
 
-def _interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
+def _read_interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
     up = (read_text(interface / "operstate") or "unknown").lower()
     active = None if up == "unknown" else up == "up"
     speed = read_number(interface / "speed")
     rate = speed / 1000 if active and speed is not None and speed > 0 else None
-    return Nic("", interface.name, _numa(interface), get_pci_address(path), active=active, gbit_s=rate, layer=layer)
+    return Nic(
+        "", interface.name, _find_numa(interface), get_pci_address(path), active=active, gbit_s=rate, layer=layer
+    )
 
 
-def _numa(interface: Path) -> int | None:
-    """Of the device, or of the PCI device that a virtio device is part of."""
+def _find_numa(interface: Path) -> int | None:
+    """Return the NUMA node of an interface; a virtio device has that of the PCI device around it."""
     own = find_numa_node(interface / "device")
     return own if own is not None else find_numa_node((interface / "device").resolve().parent)
 
@@ -136,6 +133,6 @@ def _is_virtual_function(hardware: Path) -> bool:
     return (hardware / "physfn").exists()
 
 
-def _driver(hardware: Path) -> str | None:
+def _find_driver(hardware: Path) -> str | None:
     link = hardware / "driver"
     return link.resolve().name if link.exists() else None

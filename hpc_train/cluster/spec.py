@@ -1,9 +1,13 @@
-"""Cluster: what every topology reader gives, whatever its source. What a source does not tell is empty or None."""
+"""Cluster: the result of every topology reader. Facts that a source does not give are empty or None."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+UNNAMED_HOST = "localhost"
+"""Name of the node of a source that describes one machine without naming it, such as `nvidia-smi topo -m`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """How two devices of a node reach each other; one entry a pair, a before b in the source's order."""
+    """The connection between two devices of a node; one entry a pair, `a` before `b` in the source's order."""
 
     node: str
     a: str
@@ -71,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Trunk:
-    """All cables between a switch and one other switch that is not below it."""
+    """The cables between a switch and one other switch that is not below it."""
 
     switch: str
     """The other switch: one level up, or on the same level if switches are joined directly."""
@@ -82,7 +86,7 @@ class Trunk:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch, a block, a ring or any other unit of a fabric, and what hangs on it directly."""
+    """A switch, block, ring or other unit of a fabric, with the nodes and switches directly attached to it."""
 
     name: str
     level: int
@@ -99,7 +103,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything that one source tells."""
+    """A machine as one source describes it."""
 
     kind: str
     """The source: nvidia_smi, rocm_smi, nccl_xml, sysfs, slurm_tree, slurm_block, ibnetdiscover, ..."""
@@ -110,8 +114,14 @@ class Cluster:
     """Parts of the source that this tree leaves out, one line each."""
 
 
+def sum_rates(rates: Iterable[float | None]) -> float | None:
+    """Add up line rates. Returns None if there are none, or any is unknown: a sum of the others would be too low."""
+    listed = list(rates)
+    return sum(rate for rate in listed if rate is not None) if listed and None not in listed else None
+
+
 def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as `topology read --json` prints it; facts beyond the first three of a device only where known."""
+    """Convert a cluster to the JSON of `topology read`. Devices have their optional facts only where known."""
     return {
         "kind": cluster.kind,
         "nodes": [
@@ -132,7 +142,7 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
                 "level": switch.level,
                 "nodes": list(switch.nodes),
                 "switches": list(switch.switches),
-                **_capacity(switch),
+                **_uplinks_to_json(switch),
             }
             for switch in cluster.switches
         ],
@@ -140,14 +150,16 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _capacity(switch: Switch) -> dict[str, Any]:
-    """Describe what is known about a switch's uplinks."""
-    found: dict[str, Any] = {}
+def _uplinks_to_json(switch: Switch) -> dict[str, Any]:
+    """Describe the known uplinks of a switch."""
+    capacity: dict[str, Any] = {}
     if switch.uplinks:
-        found["uplinks"] = [{"switch": it.switch, "cables": it.cables, "gbit_s": it.gbit_s} for it in switch.uplinks]
+        capacity["uplinks"] = [
+            {"switch": trunk.switch, "cables": trunk.cables, "gbit_s": trunk.gbit_s} for trunk in switch.uplinks
+        ]
     if switch.link_speed is not None:
-        found["link_speed"] = switch.link_speed
-    return found
+        capacity["link_speed"] = switch.link_speed
+    return capacity
 
 
 _GPU = ("name", "pci", "nvlinks", "clique")

@@ -1,8 +1,8 @@
-"""From the switches of a topology to a forest of units: switches that serve the same things are one unit.
+"""Group the switches of a topology into a tree of units: switches that serve the same nodes are one unit.
 
-A host of a rail-optimised fabric hangs on one leaf of each rail, and a leaf on every spine of its pod. What counts for
-placement is which hosts share leaves, so leaves that serve mostly the same hosts are one unit, and so on upwards.
-Topologies also list storage and management servers: the compute nodes are told by their hardware.
+A host of a rail-optimised fabric is attached to one leaf of each rail, and a leaf to every spine of its pod. Placement
+only needs to know which hosts share leaves, so leaves that serve mostly the same hosts form one unit, and so on
+upwards. Topologies also list storage and management servers: compute nodes are recognised by their hardware.
 """
 
 from __future__ import annotations
@@ -13,12 +13,32 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from hpc_train.cluster.hostlist import name_switch_group
-from hpc_train.cluster.spec import Cluster, Node, Switch
+from hpc_train.cluster.spec import Cluster, Node, Switch, sum_rates
+
+
+class DisjointSets:
+    """Numbers 0 to n - 1 in sets that can be joined (union-find); each set is known by its lowest member."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, number: int) -> int:
+        """Return the lowest member of the number's set."""
+        while self._parent[number] != number:
+            # Halve the path on the way up, so that later walks are short.
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def join(self, a: int, b: int) -> None:
+        """Make one set of the sets that hold `a` and `b`."""
+        low, high = sorted((self.find(a), self.find(b)))
+        self._parent[high] = low
 
 
 @dataclass(frozen=True)
 class HostHardware:
-    """Hardware of a host, used to tell one kind of host from another."""
+    """Hardware of a host, to tell one kind of host from another."""
 
     gpus: int
     nics: int
@@ -35,9 +55,7 @@ class HostHardware:
 def describe_hardware(node: Node) -> HostHardware:
     """Return the node's hardware as its source describes it."""
     up = [nic for nic in node.nics if nic.active is not False]
-    rates = [nic.gbit_s for nic in up]
-    known = [rate for rate in rates if rate is not None]
-    return HostHardware(len(node.gpus), len(up), sum(known) if known and len(known) == len(rates) else None)
+    return HostHardware(len(node.gpus), len(up), sum_rates(nic.gbit_s for nic in up))
 
 
 def find_compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> frozenset[str]:
@@ -47,21 +65,21 @@ def find_compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0)
     they are the compute nodes; otherwise the hosts with the most common hardware are (of two equally frequent kinds,
     the one with more GPUs, then more NICs). If a source lists no hardware, all its nodes are compute nodes.
     """
-    hanging = dict.fromkeys(node for switch in cluster.switches for node in switch.nodes)
-    kinds = {node.name: describe_hardware(node) for node in cluster.nodes if node.name in hanging}
+    attached = dict.fromkeys(node for switch in cluster.switches for node in switch.nodes)
+    kinds = {node.name: describe_hardware(node) for node in cluster.nodes if node.name in attached}
     bare = HostHardware(0, 0, None)
     described = [kind for kind in set(kinds.values()) if _is_described(kind, nics, nic_gbit_s)]
-    chosen = set(described) or _find_most_frequent(kinds.get(name, bare) for name in hanging)
-    return frozenset(name for name in hanging if kinds.get(name, bare) in chosen)
+    chosen = set(described) or _find_most_frequent(kinds.get(name, bare) for name in attached)
+    return frozenset(name for name in attached if kinds.get(name, bare) in chosen)
 
 
 def group_by_hardware(cluster: Cluster, names: Collection[str]) -> dict[HostHardware, list[str]]:
     """Group the named nodes by hardware."""
-    found: dict[HostHardware, list[str]] = {}
+    groups: dict[HostHardware, list[str]] = {}
     for node in cluster.nodes:
         if node.name in names:
-            found.setdefault(describe_hardware(node), []).append(node.name)
-    return found
+            groups.setdefault(describe_hardware(node), []).append(node.name)
+    return groups
 
 
 def _is_described(kind: HostHardware, nics: int, nic_gbit_s: float) -> bool:
@@ -72,12 +90,12 @@ def _is_described(kind: HostHardware, nics: int, nic_gbit_s: float) -> bool:
 
 def _find_most_frequent(kinds: Iterable[HostHardware]) -> set[HostHardware]:
     counts = Counter(kinds)
-    return {max(counts, key=lambda it: (counts[it], it.gpus, it.nics, it.gbit_s or 0.0))} if counts else set()
+    return {max(counts, key=lambda kind: (counts[kind], kind.gpus, kind.nics, kind.gbit_s or 0.0))} if counts else set()
 
 
 @dataclass
 class SwitchUnit:
-    """One or several switches of a level and what hangs on them."""
+    """Switches of one level that count as one, and the nodes and units below them."""
 
     switches: tuple[str, ...]
     """Names, in the source's order."""
@@ -89,10 +107,10 @@ class SwitchUnit:
 
 @dataclass
 class _Forest:
-    """What has been joined so far: the outermost unit of every node and switch, and the nodes that have none."""
+    """The units joined so far: the outermost unit of every node and switch."""
 
-    of_node: dict[str, SwitchUnit] = field(default_factory=dict)
-    of_switch: dict[str, SwitchUnit] = field(default_factory=dict)
+    unit_of_node: dict[str, SwitchUnit] = field(default_factory=dict)
+    unit_of_switch: dict[str, SwitchUnit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,7 @@ class UnitUplink:
 
 
 def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> list[SwitchUnit]:
-    """Return the outermost units, in the source's order. A switch with nothing below it is left out.
+    """Return the outermost units in the source's order. A switch with nothing below it is left out.
 
     compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
     """
@@ -121,19 +139,19 @@ def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> lis
         by_level.setdefault(switch.level, []).append(switch)
     for level in sorted(by_level):
         _join_level(forest, by_level[level], level, counted)
-    outermost = {id(unit): unit for unit in forest.of_switch.values()}
-    return [unit for unit in outermost.values() if _list_members(unit)]
+    outermost = {id(unit): unit for unit in forest.unit_of_switch.values()}
+    return [unit for unit in outermost.values() if _has_nodes(unit)]
 
 
 def find_paths(cluster: Cluster, compute: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
-    """By node, in the cluster's order: the units above it, from the top to the leaf; () where nothing is.
+    """Map each node to the units above it, top to leaf, in the cluster's order; () for a node on no switch.
 
     A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
     """
-    found: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
-    for unit, path in _walk(build_units(cluster, compute)):
-        found.update(dict.fromkeys(unit.nodes, path))
-    return found
+    paths: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
+    for unit, path in _walk_units(build_units(cluster, compute)):
+        paths.update(dict.fromkeys(unit.nodes, path))
+    return paths
 
 
 def find_uplinks(cluster: Cluster, compute: Collection[str] | None = None) -> dict[tuple[str, ...], UnitUplink]:
@@ -141,14 +159,14 @@ def find_uplinks(cluster: Cluster, compute: Collection[str] | None = None) -> di
     counted = find_compute_nodes(cluster) if compute is None else compute
     switches = {switch.name: switch for switch in cluster.switches}
     return {
-        path: _uplink(
+        path: _compute_uplink(
             [switches[name] for name in unit.switches], sum(node in counted for node in list_nodes_under(unit))
         )
-        for unit, path in _walk(build_units(cluster, compute))
+        for unit, path in _walk_units(build_units(cluster, compute))
     }
 
 
-def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, ...]]]:
+def _walk_units(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, ...]]]:
     """Yield every unit with its path from the top."""
     stack: list[tuple[SwitchUnit, tuple[str, ...]]] = [(unit, (name_unit(unit),)) for unit in units]
     while stack:
@@ -157,52 +175,51 @@ def _walk(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple[str, 
         stack += [(below, (*path, name_unit(below))) for below in unit.units]
 
 
-def _uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
+def _compute_uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
     own = {switch.name for switch in members}
     trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
-    rates = [trunk.gbit_s for trunk in trunks if trunk.gbit_s is not None]
     return UnitUplink(
         nodes=nodes,
         cables=sum(trunk.cables for trunk in trunks),
-        gbit_s=sum(rates) if rates and len(rates) == len(trunks) else None,
+        gbit_s=sum_rates(trunk.gbit_s for trunk in trunks),
         link_speed=sum(switch.link_speed or 1 for switch in members) / len(members),
     )
 
 
 def find_scalable_units(cluster: Cluster) -> tuple[tuple[str, ...], ...]:
-    """Nodes that share leaf switches, directly or through other nodes, in the cluster's order; one without is alone."""
+    """Group nodes that share leaf switches, directly or through other nodes, in the cluster's order."""
     order = {node: n for n, node in enumerate(find_paths(cluster))}
-    stack, found = list(build_units(cluster)), list[tuple[str, ...]]()
+    stack, scalable_units = list(build_units(cluster)), list[tuple[str, ...]]()
     while stack:
         unit = stack.pop()
         stack += unit.units
-        found += [tuple(sorted(unit.nodes, key=order.__getitem__))] if unit.level == 0 and unit.nodes else []
-    hanging = {node for of_unit in found for node in of_unit}
-    found += [(node,) for node in order if node not in hanging]
-    return tuple(sorted(found, key=lambda of_unit: order[of_unit[0]]))
+        scalable_units += [tuple(sorted(unit.nodes, key=order.__getitem__))] if unit.level == 0 and unit.nodes else []
+    attached = {node for of_unit in scalable_units for node in of_unit}
+    scalable_units += [(node,) for node in order if node not in attached]
+    return tuple(sorted(scalable_units, key=lambda of_unit: order[of_unit[0]]))
 
 
 def find_rails(cluster: Cluster) -> dict[str, tuple[str, ...]]:
-    """Leaf switch -> the names that the NICs on it have in their hosts. A leaf with one name is pure: of one rail.
+    """Map each leaf switch to the device names of the NICs on it. A leaf with one name serves one rail.
 
     NICs without a name (and switches without NICs that the source tells of) do not count.
     """
-    found: dict[str, dict[str, None]] = {}
+    names: dict[str, dict[str, None]] = {}
     for node in cluster.nodes:
         for nic in node.nics:
             for switch in nic.switches or ():
                 if nic.device is not None:
-                    found.setdefault(switch, {})[nic.device] = None
-    return {switch.name: tuple(found[switch.name]) for switch in cluster.switches if switch.name in found}
+                    names.setdefault(switch, {})[nic.device] = None
+    return {switch.name: tuple(names[switch.name]) for switch in cluster.switches if switch.name in names}
 
 
 def name_unit(unit: SwitchUnit) -> str:
-    """The switch; of several, what Slurm would write for all of them."""
+    """Name a unit: its switch, or a host list of its switches."""
     return unit.switches[0] if len(unit.switches) == 1 else name_switch_group(unit.switches)
 
 
 def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
-    """All its nodes."""
+    """Yield all nodes of a unit and of the units below it."""
     stack = [unit]
     while stack:
         current = stack.pop()
@@ -211,41 +228,35 @@ def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
 
 
 def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
-    held = [dict.fromkeys(_list_held(switch, forest)) for switch in switches]
+    contents = [dict.fromkeys(_list_contents(switch, forest)) for switch in switches]
     counted = [
-        frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in held
+        frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in contents
     ]
     groups = group_similar_sets(counted)
-    home = _find_homes(held, groups)
+    home = _find_homes(contents, groups)
     units = [SwitchUnit(tuple(switches[number].name for number in members), level) for members in groups]
     for of_group, (unit, members) in enumerate(zip(units, groups, strict=True)):
         for number in members:
-            _hang_below(unit, switches[number], forest, {thing for thing in held[number] if home[thing] == of_group})
+            _add_members(
+                unit, switches[number], forest, {thing for thing in contents[number] if home[thing] == of_group}
+            )
     for unit in units:
         _claim_members(unit, forest)
 
 
-def group_similar_sets(held: Sequence[frozenset[object]]) -> list[list[int]]:
+def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[int]]:
     """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
     alike: dict[frozenset[object], list[int]] = {}
-    for number, things in enumerate(held):
+    for number, things in enumerate(sets_to_group):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
     kinds = list(alike)
-    parent = list(range(len(kinds)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
+    sets = DisjointSets(len(kinds))
     for (a, b), shared in _count_shared(kinds).items():
         if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
-            low, high = sorted((root(a), root(b)))
-            parent[high] = low
+            sets.join(a, b)
     groups: dict[int, list[int]] = {}
     for number, kind in enumerate(kinds):
-        groups.setdefault(root(number), []).extend(alike[kind])
+        groups.setdefault(sets.find(number), []).extend(alike[kind])
     return sorted(map(sorted, groups.values()))
 
 
@@ -265,39 +276,45 @@ def _count_shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int]
     return shared
 
 
-def _find_homes(held: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:
-    """Map each thing to the group with the most switches that hold it; ties: the one that holds more, or the first."""
+def _find_homes(contents: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:
+    """Map each thing to the group most of whose switches hold it; ties go to the larger group, then to the first."""
     cables: dict[object, Counter[int]] = {}
     size: Counter[int] = Counter()
     for of_group, members in enumerate(groups):
         for number in members:
-            for thing in held[number]:
+            for thing in contents[number]:
                 cables.setdefault(thing, Counter())[of_group] += 1
                 size[of_group] += 1
-    return {thing: max(counts, key=lambda it: (counts[it], size[it], -it)) for thing, counts in cables.items()}
+    return {
+        thing: max(counts, key=lambda group: (counts[group], size[group], -group)) for thing, counts in cables.items()
+    }
 
 
-def _list_held(switch: Switch, forest: _Forest) -> Iterator[object]:
-    """Return what a switch holds: ids of the units below it, and names of nodes that are on no unit."""
+def _list_contents(switch: Switch, forest: _Forest) -> Iterator[object]:
+    """Yield what a switch holds: ids of the units below it, and names of nodes that are on no unit."""
     for node in switch.nodes:
-        yield id(forest.of_node[node]) if node in forest.of_node else node
+        yield id(forest.unit_of_node[node]) if node in forest.unit_of_node else node
     for below in switch.switches:
-        if below in forest.of_switch:
-            yield id(forest.of_switch[below])
+        if below in forest.unit_of_switch:
+            yield id(forest.unit_of_switch[below])
 
 
-def _hang_below(unit: SwitchUnit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
-    """Put what the switch holds under the unit, as far as it belongs to the unit."""
-    below = [forest.of_switch[name] for name in switch.switches if name in forest.of_switch]
-    below += [forest.of_node[node] for node in switch.nodes if node in forest.of_node]
-    known = {id(it) for it in unit.units}
-    unit.units += [it for it in {id(it): it for it in below}.values() if id(it) in own and id(it) not in known]
+def _add_members(unit: SwitchUnit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
+    """Add to the unit those nodes and units below the switch that belong to it."""
+    below = [forest.unit_of_switch[name] for name in switch.switches if name in forest.unit_of_switch]
+    below += [forest.unit_of_node[node] for node in switch.nodes if node in forest.unit_of_node]
+    present = {id(child) for child in unit.units}
+    unit.units += [
+        child
+        for child in {id(child): child for child in below}.values()
+        if id(child) in own and id(child) not in present
+    ]
     new = set(unit.nodes)
     unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node in own and node not in new]
 
 
 def _claim_members(unit: SwitchUnit, forest: _Forest) -> None:
-    """From now on it is the outermost unit of all that hangs on it."""
+    """Make the unit the outermost one of everything below it."""
     stack = [unit]
     nodes: list[str] = []
     switches: list[str] = []
@@ -306,9 +323,9 @@ def _claim_members(unit: SwitchUnit, forest: _Forest) -> None:
         nodes += current.nodes
         switches += current.switches
         stack += current.units
-    forest.of_node.update(dict.fromkeys(nodes, unit))
-    forest.of_switch.update(dict.fromkeys(switches, unit))
+    forest.unit_of_node.update(dict.fromkeys(nodes, unit))
+    forest.unit_of_switch.update(dict.fromkeys(switches, unit))
 
 
-def _list_members(unit: SwitchUnit) -> bool:
+def _has_nodes(unit: SwitchUnit) -> bool:
     return next(list_nodes_under(unit), None) is not None

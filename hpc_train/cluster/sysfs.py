@@ -1,6 +1,6 @@
-"""sysfs under any root: what Linux tells of NUMA nodes and PCI devices, and how far two PCI devices are apart.
+"""Read NUMA nodes and PCI devices from sysfs, below any root, and classify how far two PCI devices are apart.
 
-What is not there, or not readable, is None.
+Files that are missing or unreadable give None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.hostlist import natural_key
+from hpc_train.cluster.spec import UNNAMED_HOST
+
 _COMPONENT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 PciPath = tuple[str, ...]
@@ -17,32 +20,32 @@ PciPath = tuple[str, ...]
 
 
 def parse_pci_path(components: Iterable[str]) -> PciPath:
-    """The PCI part of a sysfs path: what is below a PCI device, as virtio2/net/eth0, does not count."""
-    return tuple(it for it in components if _COMPONENT.fullmatch(it))
+    """Keep the PCI components of a sysfs path; those below a PCI device, such as virtio2/net/eth0, do not count."""
+    return tuple(component for component in components if _COMPONENT.fullmatch(component))
 
 
 def get_pci_address(path: PciPath) -> str | None:
-    """The device's own address, 0000:07:00.0; None of a path without a device."""
+    """Return the device's own address, such as 0000:07:00.0; None for a path without a device."""
     return path[-1] if len(path) > 1 else None
 
 
 def normalise_pci_address(text: str) -> str | None:
-    """0000:07:00.0 of 00000000:07:00.0, as NVML writes it, and of 07:00.0; None of what is no address."""
+    """Write a PCI address as Linux does: 00000000:07:00.0 (NVML), 07:00.0 -> 0000:07:00.0; None for other text."""
     match = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", text.strip().lower())
     if match is None:
         return None
-    domain, bus, device = (int(it or "0", 16) for it in match.group(1, 2, 3))
+    domain, bus, device = (int(digits or "0", 16) for digits in match.group(1, 2, 3))
     return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
 
 
 def classify_pci_distance(a: PciPath, b: PciPath, numa_a: int | None = None, numa_b: int | None = None) -> str:
-    """The worst hop between two devices, in NVIDIA's words.
+    """Return the worst hop between two devices, in NVIDIA's words.
 
     PIX: one PCIe switch; PXB: several; PHB: their host bridge; NODE: two host bridges of one NUMA node; SYS: beyond it,
     or not known. Legend of `nvidia-smi topo -m`. A switch is two components of a path, its port upstream and one
     downstream, so two devices on one switch have a longest common prefix that ends two before each.
     """
-    common = _common(a, b)
+    common = _count_common(a, b)
     if common == 0:
         return "NODE" if numa_a is not None and numa_a == numa_b else "SYS"
     if common == 1:
@@ -50,7 +53,7 @@ def classify_pci_distance(a: PciPath, b: PciPath, numa_a: int | None = None, num
     return "PIX" if max(len(a), len(b)) - common <= 2 else "PXB"
 
 
-def _common(a: PciPath, b: PciPath) -> int:
+def _count_common(a: PciPath, b: PciPath) -> int:
     count = 0
     for one, other in zip(a, b, strict=False):
         if one != other:
@@ -71,7 +74,7 @@ class NumaNode:
 
 
 def read_text(path: Path) -> str | None:
-    """The content of a file of sysfs, stripped; some files of devices that are down answer with an error."""
+    """Read a file of sysfs, stripped; None if it is missing or cannot be read, as of devices that are down."""
     try:
         return path.read_bytes().decode("utf-8", "replace").strip()
     except (OSError, ValueError):
@@ -79,29 +82,29 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    """A file that holds one whole number."""
+    """Read a file that holds one whole number."""
     content = read_text(path)
     return int(content) if content and re.fullmatch(r"-?[0-9]{1,18}", content) else None
 
 
 def list_entries(directory: Path) -> list[Path]:
-    """What a directory holds, sorted as a person would: mlx5_10 after mlx5_9."""
+    """List a directory in natural order: mlx5_10 after mlx5_9."""
     try:
-        return sorted(directory.iterdir(), key=lambda it: natural_key(it.name))
+        return sorted(directory.iterdir(), key=lambda entry: natural_key(entry.name))
     except OSError:
         return []
 
 
-def natural_key(name: str) -> list[tuple[int, str]]:
-    """A sort key that takes numbers in names as numbers."""
-    return [(int(it), "") if it.isdecimal() else (-1, it) for it in re.split(r"([0-9]{1,18})", name) if it]
-
-
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """The NUMA nodes of the machine, whatever part of it this process may use."""
-    found = [it for it in list_entries(root / "sys/devices/system/node") if re.fullmatch(r"node[0-9]{1,9}", it.name)]
+    """Read all NUMA nodes of the machine, including those that this process may not use."""
+    directories = [
+        directory
+        for directory in list_entries(root / "sys/devices/system/node")
+        if re.fullmatch(r"node[0-9]{1,9}", directory.name)
+    ]
     return tuple(
-        NumaNode(int(it.name[4:]), read_text(it / "cpulist") or "", _read_memory(it / "meminfo")) for it in found
+        NumaNode(int(directory.name[4:]), read_text(directory / "cpulist") or "", _read_memory(directory / "meminfo"))
+        for directory in directories
     )
 
 
@@ -111,7 +114,7 @@ def _read_memory(path: Path) -> int | None:
 
 
 def find_pci_path(device: Path) -> PciPath:
-    """The PCI path of a device by where sysfs keeps it; empty if it is on no PCI bus."""
+    """Return the PCI path of a device's directory; empty if it is on no PCI bus."""
     try:
         return parse_pci_path(device.resolve().parts)
     except (OSError, RuntimeError):
@@ -119,22 +122,22 @@ def find_pci_path(device: Path) -> PciPath:
 
 
 def find_pci_path_of_address(address: str, root: Path = Path("/")) -> PciPath:
-    """The same by the PCI address: 0000:07:00.0."""
+    """Return the PCI path of the device at an address such as 0000:07:00.0."""
     link = root / "sys/bus/pci/devices" / address
     return find_pci_path(link) if link.exists() else ()
 
 
 def find_numa_of_address(address: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node of a PCI device; None for -1, which firmware of many virtual machines says."""
+    """Return the NUMA node of a PCI device; None for -1, which the firmware of many virtual machines gives."""
     return find_numa_node(root / "sys/bus/pci/devices" / address)
 
 
 def find_numa_node(device: Path) -> int | None:
-    """The NUMA node of a device's directory."""
-    found = read_number(device / "numa_node")
-    return found if found is not None and found >= 0 else None
+    """Return the NUMA node of a device's directory."""
+    number = read_number(device / "numa_node")
+    return number if number is not None and number >= 0 else None
 
 
 def read_host_name(root: Path = Path("/")) -> str:
-    """What the kernel calls this host; `localhost` where it does not say."""
-    return read_text(root / "proc/sys/kernel/hostname") or "localhost"
+    """Return the kernel's name of this host."""
+    return read_text(root / "proc/sys/kernel/hostname") or UNNAMED_HOST

@@ -1,4 +1,4 @@
-"""This machine as one node: its GPUs, its NICs, and how each reaches each."""
+"""Describe this machine as a cluster of one node: its GPUs, its NICs, and the link between any two of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc_train.cluster.sysfs import (
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a device sits."""
+    """Place of a device on the PCI bus."""
 
     id: str
     path: PciPath
@@ -32,7 +32,7 @@ class _Place:
 
 
 def describe_this_node(root: str | Path = "/", nvml: Any | None = None) -> Cluster:
-    """One node of kind `machine`; without GPUs where no driver answers, and with whatever sysfs shows.
+    """Describe this machine as one node of kind `machine`. GPUs need a driver that answers; the rest comes from sysfs.
 
     root: of another tree than this machine's own /sys and /proc, for which the GPUs of this machine are not asked.
     nvml: a module with the functions of pynvml; by default pynvml itself, if installed.
@@ -42,58 +42,64 @@ def describe_this_node(root: str | Path = "/", nvml: Any | None = None) -> Clust
         nvml = load_nvml()
     numa = read_numa_nodes(root)
     nvidia, radeon = read_nvml_gpus(nvml), local_gpus.read_amd_gpus(root)
-    gpus = [_nvidia_gpu(n, it, numa, root) for n, it in enumerate(nvidia)]
-    gpus += [_amd_gpu(n, it, numa, root) for n, it in enumerate(radeon, len(gpus))]
+    gpus = [_make_nvidia_gpu(n, device, numa, root) for n, device in enumerate(nvidia)]
+    gpus += [_make_amd_gpu(n, device, numa, root) for n, device in enumerate(radeon, len(gpus))]
     nics = read_local_nics(root)
-    places = [_Place(it.id, find_pci_path_of_address(it.pci, root) if it.pci else (), _whole(it.numa)) for it in gpus]
-    places += [_Place(it.nic.id, it.path, it.nic.numa) for it in nics]
-    direct = _nvlinks(nvidia) | _xgmi(radeon, len(nvidia))
+    places = [
+        _Place(device.id, find_pci_path_of_address(device.pci, root) if device.pci else (), _get_number(device.numa))
+        for device in gpus
+    ]
+    places += [_Place(device.nic.id, device.path, device.nic.numa) for device in nics]
+    direct = _list_nvlinks(nvidia) | _list_xgmi(radeon, len(nvidia))
     name = read_host_name(root)
     links = [
-        Link(name, a.id, b.id, direct.get((a.id, b.id)) or _closeness(a, b, numa))
+        Link(name, a.id, b.id, direct.get((a.id, b.id)) or _classify_distance(a, b, numa))
         for a, b in combinations(places, 2)
         if (a.path and b.path) or (a.id, b.id) in direct
     ]
-    return Cluster("machine", (Node(name, tuple(gpus), tuple(it.nic for it in nics)),), tuple(links))
+    return Cluster("machine", (Node(name, tuple(gpus), tuple(device.nic for device in nics)),), tuple(links))
 
 
-def _nvidia_gpu(position: int, gpu: NvmlGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
+def _make_nvidia_gpu(position: int, gpu: NvmlGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
     node = find_numa_of_address(gpu.pci, root) if gpu.pci else None
-    return Gpu(f"GPU{position}", node, _cpus(node, numa), gpu.name, gpu.pci, gpu.nvlinks, gpu.clique)
+    return Gpu(f"GPU{position}", node, _find_cpus(node, numa), gpu.name, gpu.pci, gpu.nvlinks, gpu.clique)
 
 
-def _amd_gpu(position: int, gpu: local_gpus.AmdGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
+def _make_amd_gpu(position: int, gpu: local_gpus.AmdGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
     node = find_numa_of_address(gpu.pci, root)
-    return Gpu(f"GPU{position}", node, _cpus(node, numa), gpu.name, gpu.pci, len(gpu.peers))
+    return Gpu(f"GPU{position}", node, _find_cpus(node, numa), gpu.name, gpu.pci, len(gpu.peers))
 
 
-def _cpus(node: int | None, numa: tuple[NumaNode, ...]) -> str | None:
-    return next((it.cpus or None for it in numa if it.id == node), None)
+def _find_cpus(node: int | None, numa: tuple[NumaNode, ...]) -> str | None:
+    return next((numa_node.cpus or None for numa_node in numa if numa_node.id == node), None)
 
 
-def _whole(numa: int | str | None) -> int | None:
+def _get_number(numa: int | str | None) -> int | None:
     return numa if isinstance(numa, int) else None
 
 
-def _closeness(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
-    """On a machine of one NUMA node everything is on it, though firmware may say -1."""
+def _classify_distance(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
+    """Classify the way between two devices.
+
+    With one NUMA node every device is on it, whatever the firmware says (often -1).
+    """
     only = numa[0].id if len(numa) == 1 else None
-    own = [only if it.numa is None else it.numa for it in (a, b)]
+    own = [only if place.numa is None else place.numa for place in (a, b)]
     return classify_pci_distance(a.path, b.path, *own)
 
 
-def _nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:
-    """NV<links between the two>; through NVSwitches as many as the one with fewer has."""
-    found = {}
+def _list_nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:
+    """Name the NVLinks between GPUs: NV<count>; through NVSwitches the count of the GPU with fewer links."""
+    kinds = {}
     for (n, a), (m, b) in combinations(enumerate(gpus), 2):
         straight = a.ends.get(b.pci or "", 0)
         count = straight or min(a.ends.get(NVLINK_SWITCH, 0), b.ends.get(NVLINK_SWITCH, 0))
         if count:
-            found[f"GPU{n}", f"GPU{m}"] = f"NV{count}"
-    return found
+            kinds[f"GPU{n}", f"GPU{m}"] = f"NV{count}"
+    return kinds
 
 
-def _xgmi(gpus: tuple[local_gpus.AmdGpu, ...], first: int) -> dict[tuple[str, str], str]:
+def _list_xgmi(gpus: tuple[local_gpus.AmdGpu, ...], first: int) -> dict[tuple[str, str], str]:
     return {
         (f"GPU{n}", f"GPU{m}"): "XGMI"
         for (n, a), (m, b) in combinations(enumerate(gpus, first), 2)

@@ -1,6 +1,6 @@
-"""A cluster as a tree that a person can read: switches, NVLink domains, and what is in a node, each kind once.
+"""Draw a cluster as a tree in the terminal: switches, NVLink domains, and each kind of node once.
 
-The devices of a node are a few lines instead of a matrix of pairs: links by kind, NICs by the GPUs next to them.
+The devices of a node take a few lines instead of a matrix of pairs: links by kind, NICs by the GPUs next to them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAX_CHILDREN = 40
 
 
 def build_tree_view(cluster: Cluster) -> Tree:
-    """The tree to print."""
+    """Build the tree to print."""
     forest = build_units(cluster)
-    tree = Tree(_text(_summary(cluster), "bold"))
+    tree = Tree(_make_text(_summarise_cluster(cluster), "bold"))
     _add_rails(tree, cluster)
     _add_units(tree, forest)
     _add_domains(tree, cluster.nodes)
@@ -32,7 +32,7 @@ def build_tree_view(cluster: Cluster) -> Tree:
     return tree
 
 
-def _summary(cluster: Cluster) -> str:
+def _summarise_cluster(cluster: Cluster) -> str:
     hanging = {name for switch in cluster.switches for name in switch.nodes}
     nodes = len(hanging | {node.name for node in cluster.nodes})
     gpus, nics = (sum(map(len, them)) for them in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
@@ -45,7 +45,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _text(text: str, style: str = "") -> Text:
+def _make_text(text: str, style: str = "") -> Text:
     return Text(one_line(text), style=style)
 
 
@@ -54,11 +54,13 @@ def _add_units(tree: Tree, units: Sequence[SwitchUnit]) -> None:
         _add_unit(tree, unit)
     if rest := units[MAX_CHILDREN:]:
         count = sum(1 for unit in rest for _ in list_nodes_under(unit))
-        tree.add(_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim"))
+        tree.add(
+            _make_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim")
+        )
 
 
 def _add_unit(tree: Tree, unit: SwitchUnit) -> None:
-    """A leaf and its nodes are one line; above leaves a line says how many nodes are below."""
+    """Add a unit. A leaf and its nodes share one line; a higher unit says how many nodes are below it."""
     line = Text.assemble((_name(unit), "cyan"))
     if unit.nodes:
         line.append(f": {fold_names(unit.nodes)}")
@@ -72,12 +74,12 @@ def _name(unit: SwitchUnit) -> str:
 
 
 def _add_rails(tree: Tree, cluster: Cluster) -> None:
-    """Whether the fabric is one of rails, where the source tells which NIC is on which leaf."""
+    """Add a line on rails, if the source says which NIC is on which leaf."""
     of_leaf = find_rails(cluster)
     units = [unit for unit in find_scalable_units(cluster) if len(unit) > 1]
     if len(units) > 1 and len(of_leaf) > len(units):
         pure = sum(len(names) == 1 for names in of_leaf.values())
-        tree.add(_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
+        tree.add(_make_text(f"{len(units)} scalable units; {pure} of {len(of_leaf)} leaves serve one rail"))
 
 
 def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
@@ -85,15 +87,18 @@ def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
     for node in nodes:
         for gpu in node.gpus:
             if gpu.clique is not None:
-                held = domains.setdefault(gpu.clique, {})
-                held[node.name] = held.get(node.name, 0) + 1
-    lines = [f"{name}: {fold_names(held)} ({_count(sum(held.values()), 'GPU')})" for name, held in domains.items()]
+                gpus_by_node = domains.setdefault(gpu.clique, {})
+                gpus_by_node[node.name] = gpus_by_node.get(node.name, 0) + 1
+    lines = [
+        f"{name}: {fold_names(gpus_by_node)} ({_count(sum(gpus_by_node.values()), 'GPU')})"
+        for name, gpus_by_node in domains.items()
+    ]
     if len(lines) == 1:
-        tree.add(_text(f"NVLink domain {lines[0]}"))
+        tree.add(_make_text(f"NVLink domain {lines[0]}"))
     elif lines:
-        branch = tree.add(_text(f"{len(lines)} NVLink domains"))
+        branch = tree.add(_make_text(f"{len(lines)} NVLink domains"))
         for line in [*lines[:MAX_CHILDREN], *[f"{len(lines) - MAX_CHILDREN} more"] * (len(lines) > MAX_CHILDREN)]:
-            branch.add(_text(line))
+            branch.add(_make_text(line))
 
 
 def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
@@ -103,14 +108,14 @@ def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
     alike: dict[tuple[str, ...], list[str]] = {}
     for node in cluster.nodes:
         if node.gpus or node.nics or node.name not in hanging:
-            alike.setdefault(_lines(node, links.get(node.name, ())), []).append(node.name)
+            alike.setdefault(_describe_node(node, links.get(node.name, ())), []).append(node.name)
     for (first, *more), names in alike.items():
         branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {one_line(first)}"))
         for line in more:
-            branch.add(_text(line))
+            branch.add(_make_text(line))
 
 
-def _lines(node: Node, links: Sequence[Link]) -> tuple[str, ...]:
+def _describe_node(node: Node, links: Sequence[Link]) -> tuple[str, ...]:
     return (summarise_node(node), *list_node_details(node, links))
 
 
@@ -120,7 +125,7 @@ _ACROSS = ("NV", "XGMI", "C2C")
 
 
 def summarise_node(node: Node) -> str:
-    """What it has, in one line: 8 x NVIDIA H100 80GB HBM3, 8 NICs."""
+    """Describe a node in one line: 8 x NVIDIA H100 80GB HBM3, 8 NICs."""
     names = Counter(gpu.name or "GPU" for gpu in node.gpus)
     parts = [f"{count} x {name}" for name, count in names.items()]
     nics = f"{len(node.nics)} NIC{'s' * (len(node.nics) != 1)}"
@@ -128,29 +133,29 @@ def summarise_node(node: Node) -> str:
 
 
 def list_node_details(node: Node, links: Sequence[Link]) -> list[str]:
-    """The lines below the headline: GPU links, where GPUs are, and each NIC with the GPUs next to it."""
+    """List the lines below a node's headline: GPU links, NUMA nodes, and each NIC with the GPUs next to it."""
     kinds = {frozenset((link.a, link.b)): link.kind for link in links}
-    return [*_gpu_links(node.gpus, kinds), *_list_places(node.gpus), *_list_nics(node, kinds)]
+    return [*_list_gpu_links(node.gpus, kinds), *_list_places(node.gpus), *_list_nics(node, kinds)]
 
 
-def _gpu_links(gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> list[str]:
+def _list_gpu_links(gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> list[str]:
     pairs = [(a.id, b.id) for number, a in enumerate(gpus) for b in gpus[number + 1 :]]
-    known = [(pair, kind) for pair in pairs if (kind := kinds.get(frozenset(pair))) is not None]
-    if not known:
-        return _link_counts(gpus)
-    counts = Counter(kind for _, kind in known)
-    if len(counts) == 1 and len(known) == len(pairs):
+    known_pairs = [(pair, kind) for pair in pairs if (kind := kinds.get(frozenset(pair))) is not None]
+    if not known_pairs:
+        return _list_link_counts(gpus)
+    counts = Counter(kind for _, kind in known_pairs)
+    if len(counts) == 1 and len(known_pairs) == len(pairs):
         [kind] = counts
         return [f"GPUs: {kind} all to all" if len(gpus) > 2 else f"GPUs: {kind} between the two"]
-    lines = [f"GPUs: {', '.join(_format_pairs(kind, counts[kind]) for kind in sorted(counts, key=_distance))}"]
-    islands = _find_islands([gpu.id for gpu in gpus], [pair for pair, kind in known if kind.startswith(_ACROSS)])
+    lines = [f"GPUs: {', '.join(_format_pairs(kind, counts[kind]) for kind in sorted(counts, key=_sort_key))}"]
+    islands = _find_islands([gpu.id for gpu in gpus], [pair for pair, kind in known_pairs if kind.startswith(_ACROSS)])
     if 1 < len(islands) < len(gpus):
         lines.append(f"islands: {', '.join(fold_names(island) for island in islands)}")
     return lines
 
 
-def _link_counts(gpus: Sequence[Gpu]) -> list[str]:
-    """Where only the number of each GPU's links is known."""
+def _list_link_counts(gpus: Sequence[Gpu]) -> list[str]:
+    """List the number of links of each GPU, for sources that do not say where they lead."""
     counts: dict[int, list[str]] = {}
     for gpu in gpus:
         if gpu.nvlinks is not None:
@@ -167,7 +172,7 @@ def _format_pairs(kind: str, count: int) -> str:
 
 
 def _find_islands(ids: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """GPUs that reach each other over their own links, directly or through others."""
+    """Group GPUs that reach each other over their own links, directly or through others."""
     island = {name: name for name in ids}
     for a, b in pairs:
         old, new = island[b], island[a]
@@ -179,7 +184,7 @@ def _find_islands(ids: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[
 
 
 def _list_places(gpus: Sequence[Gpu]) -> list[str]:
-    """GPUs of one NUMA node and one set of processors in one line."""
+    """List GPUs by NUMA node and processors, one line each."""
     places: dict[tuple[str, ...], list[str]] = {}
     for gpu in gpus:
         facts = [f"NUMA {gpu.numa}"] * (gpu.numa is not None)
@@ -190,35 +195,37 @@ def _list_places(gpus: Sequence[Gpu]) -> list[str]:
 
 
 def _list_nics(node: Node, kinds: Mapping[frozenset[str], str]) -> list[str]:
-    """NICs that differ in their name only share a line."""
+    """List NICs; those that differ only in their name share a line."""
     lines: dict[tuple[str, str], list[str]] = {}
     for nic in node.nics:
-        lines.setdefault((_find_nearest_gpus(nic, node.gpus, kinds), _nic_facts(nic)), []).append(nic.device or nic.id)
+        lines.setdefault((_find_nearest_gpus(nic, node.gpus, kinds), _format_nic_facts(nic)), []).append(
+            nic.device or nic.id
+        )
     return [f"{fold_names(names)}{near}{facts}" for (near, facts), names in lines.items()]
 
 
 def _find_nearest_gpus(nic: Nic, gpus: Sequence[Gpu], kinds: Mapping[frozenset[str], str]) -> str:
-    known = {gpu.id: kind for gpu in gpus if (kind := kinds.get(frozenset((nic.id, gpu.id)))) is not None}
-    if not known:
+    kind_by_gpu = {gpu.id: kind for gpu in gpus if (kind := kinds.get(frozenset((nic.id, gpu.id)))) is not None}
+    if not kind_by_gpu:
         return ""
-    best = min(known.values(), key=_distance)
-    near = [gpu for gpu, kind in known.items() if kind == best]
+    best = min(kind_by_gpu.values(), key=_sort_key)
+    near = [gpu for gpu, kind in kind_by_gpu.items() if kind == best]
     return f" {best} {'all GPUs' if len(near) == len(gpus) > 1 else fold_names(near)}"
 
 
-def _nic_facts(nic: Nic) -> str:
+def _format_nic_facts(nic: Nic) -> str:
     facts = [
         f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "",
         nic.layer or "",
         f"NUMA {nic.numa}" * (nic.numa is not None),
     ]
     facts.append("down" if nic.active is False else "")
-    known = [fact for fact in facts if fact]
-    return f" ({', '.join(known)})" if known else ""
+    shown = [fact for fact in facts if fact]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
-def _distance(kind: str) -> tuple[int, int, str]:
-    """Nearest first; of two NVLink counts the larger."""
+def _sort_key(kind: str) -> tuple[int, int, str]:
+    """Sort key of a link kind, nearest first; of two NVLink counts the larger is nearer."""
     name, count = re.fullmatch(r"(.*?)(\d*)", kind, re.DOTALL).groups()  # type: ignore[union-attr]
     order = _NEAREST_FIRST.index(name) if name in _NEAREST_FIRST else len(_NEAREST_FIRST)
     return order, -int(count[:9] or 0), kind

@@ -1,1 +1,4 @@
-"""Which rank on which slot: the cost of a rank map on a fabric, and the search for a better one."""
+"""Decide which rank runs where.
+
+The cost of a rank map on a fabric, the search for a better one, binding to processors and NICs.
+"""

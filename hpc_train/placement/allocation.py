@@ -1,6 +1,6 @@
-"""The nodes that ranks are placed on: those of a Slurm job, of a list on a topology file, or of a described cluster.
+"""Choose the nodes to place ranks on: those of a Slurm job, of a list on a topology file, or of a described cluster.
 
-At the end: the cluster that cluster=<name> describes, as if a topology file had said it.
+At the end: cluster=<name> as a Cluster, as if it had been read from a topology file.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hpc_train.placement.node_locations import (
 
 
 def find_allocation(config: RunConfig, listed: str | None, env: Mapping[str, str]) -> NodeLocations:
-    """listed: a host list in its order (None: the job's nodes inside a Slurm job, else those of the description).
+    """Choose the nodes of a run and locate them, in the same way as a job does.
 
-    Where they are is asked as a job asks it. Raises UserError for a list or a file that is wrong, and for a node that
-    appears twice.
+    listed: a host list, in its order (None: the job's nodes inside a Slurm job, else the first nodes of the
+    description). Raises UserError for a list or a file that is wrong, and for a node that appears twice.
     """
     inside = listed is None and "SLURM_JOB_ID" in env
     nodes = list_job_nodes(env) if inside else None if listed is None else _expand_list("--nodes", listed)
@@ -45,17 +45,17 @@ def find_allocation(config: RunConfig, listed: str | None, env: Mapping[str, str
     elif not inside:
         return locate_described_cluster(config, nodes or name_described_nodes(count_nodes(config)))
     assert nodes is not None
-    found = locate_hosts(config.cluster, [JobHost(name) for name in nodes], inside)
-    return replace(found, notes=(*notes, *found.notes))
+    locations = locate_hosts(config.cluster, [JobHost(name) for name in nodes], inside)
+    return replace(locations, notes=(*notes, *locations.notes))
 
 
 def list_job_nodes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Nodes of the Slurm job that this process is in, in Slurm's order."""
+    """List the nodes of the Slurm job around this process, in Slurm's order."""
     return _expand_list("SLURM_JOB_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
 
 
 def shuffle_nodes(nodes: NodeLocations, seed: int) -> NodeLocations:
-    """The same nodes in a random order, to see what a bad one costs."""
+    """Put the nodes into a random order, to see what a bad one costs."""
     order = list(nodes.nodes)
     random.Random(seed).shuffle(order)
     return replace(nodes, nodes=tuple(order), source=f"{nodes.source}, shuffled with seed {seed}")
@@ -74,7 +74,7 @@ def _expand_list(what: str, text: str) -> tuple[str, ...]:
 
 
 def _choose_from_file(config: RunConfig, file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (as many of the file's first compute nodes as the run takes; a note on the other hosts)."""
+    """Return (the file's first compute nodes, as many as the run takes; a note on the other hosts)."""
     nodes, notes = choose_compute_nodes(config.cluster, read_switch_file(file))
     asked = config.cluster.nodes or config.launch.ranks or -1 not in requested_degrees(config.parallel).values()
     count = count_nodes(config) if asked else len(nodes)
@@ -90,7 +90,10 @@ _LAYERS = {"infiniband": "infiniband", "slingshot": "slingshot", "ethernet": "et
 
 
 def build_described_cluster(config: RunConfig) -> Cluster:
-    """Its first nodes: as many as the run asks for, at least one whole group or leaf unless cluster.nodes says less."""
+    """Build the first nodes of cluster=<name>, as many as the run takes.
+
+    If cluster.nodes is unset, at least one whole group or leaf.
+    """
     count = max(count_nodes(config), 0 if config.cluster.nodes else _largest_unit_size(config.cluster))
     names = name_described_nodes(count)
     paths, domains = find_described_places(config, names)
@@ -101,7 +104,7 @@ def build_described_cluster(config: RunConfig) -> Cluster:
 
 
 def _largest_unit_size(cluster: ClusterConfig) -> int:
-    """Nodes of the largest part of the machine whose size is known."""
+    """Return the number of nodes of the largest unit whose size is known."""
     return cluster.fabric.nodes_per_group or cluster.fabric.nodes_per_leaf or 1
 
 
@@ -121,7 +124,7 @@ def _make_links(name: str, node: NodeConfig) -> list[Link]:
 
 
 def _make_switches(paths: dict[str, tuple[str, ...]]) -> tuple[Switch, ...]:
-    """A leaf for each last name of a path and a group for each name above it, with the same name once."""
+    """Make a leaf for each last name of a path, and a group for each name above one."""
     nodes: dict[str, list[str]] = {}
     leaves: dict[str, dict[str, None]] = {}
     for node, path in paths.items():
@@ -130,4 +133,4 @@ def _make_switches(paths: dict[str, tuple[str, ...]]) -> tuple[Switch, ...]:
         if len(path) > 1 and path[0] != path[-1]:
             leaves.setdefault(path[0], {})[path[-1]] = None
     groups = [Switch(name, 1, switches=tuple(below)) for name, below in leaves.items()]
-    return (*(Switch(name, 0, nodes=tuple(held)) for name, held in nodes.items()), *groups)
+    return (*(Switch(name, 0, nodes=tuple(names)) for name, names in nodes.items()), *groups)

@@ -1,8 +1,9 @@
-"""Which messages a collective is made of, and how those of an axis load a fabric, for any order of its nodes.
+"""List the messages of a collective, and measure how those of an axis load a fabric under any order of its nodes.
 
-`nccl`: rings over the ranks of a group in rank order, which is the order NCCL numbers nodes in; its trees and its
-NVLink SHARP change the constant, not the order that is best, and are NCCL's own choice. `gloo`: what torch's
-ProcessGroupGloo runs, read in gloo's source and counted on a loopback device (bytes of 4 ranks and a buffer of 4 MiB):
+`nccl`: rings over the ranks of a group in rank order, in which NCCL numbers nodes too; its trees and NVLink SHARP
+change the constant, but not which order is best, and NCCL chooses them itself. `gloo`: the algorithms of torch's
+ProcessGroupGloo, from gloo's source and checked by counting bytes on a loopback device (the numbers in parentheses are
+buffers of 4 MiB, sent by 4 ranks together):
 
     all_reduce       ring: reduce-scatter, then all-gather                   2 (n-1)/n of the buffer on an edge
     reduce_scatter   gloo: an all_reduce, of which each rank keeps a part    2 (n-1)/n     (6.01 buffers counted in all)
@@ -15,8 +16,8 @@ ProcessGroupGloo runs, read in gloo's source and counted on a loopback device (b
                      nccl: a chain, in pieces                                1
     send_recv        to the next rank of the axis                            1
 
-The pattern of an axis is built once and measured for many orders. Only whole nodes move, so messages are kept between
-positions of nodes, equal ones as one with a weight.
+The pattern of an axis is built once and measured for many orders. Only whole nodes move, so messages are stored between
+positions of nodes, and equal ones once with a weight.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ EdgeKind = Literal["ring", "chain", "star", "tree", "pairs"]
 
 @dataclass(frozen=True)
 class CollectivePhase:
-    """Messages of one collective that are under way together."""
+    """The messages of one collective that are sent at the same time."""
 
     edges: EdgeKind
     fraction: float
@@ -51,7 +52,7 @@ class CollectivePhase:
 
 
 def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePhase, ...]:
-    """The phases of one call in a group of `ranks` ranks, one after the other; none in a group of one."""
+    """List the phases of one call in a group of `ranks` ranks, in order; none in a group of one."""
     if ranks == 1:
         return ()
     part = (ranks - 1) / ranks
@@ -78,7 +79,10 @@ def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePha
 
 
 def list_edges(edges: EdgeKind, ranks: int, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(from, to): indices within a group of every message of a phase; number: the round of a tree. Not for pairs."""
+    """Return (from, to), indices within a group, of every message of a phase.
+
+    number: the round of a tree. `pairs` are counted, never listed.
+    """
     all_ranks = np.arange(ranks)
     match edges:
         case "ring":
@@ -106,7 +110,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MeasuredPhase:
-    """One phase under several orders, per byte on an edge."""
+    """Load of one phase under several orders of the nodes, per byte on an edge."""
 
     seconds: Floats
     """[orders]: of one byte on every edge: the busiest uplink of any level, or a rank's own link inside its node."""
@@ -120,7 +124,7 @@ class MeasuredPhase:
 
 @dataclass(frozen=True)
 class ListedMessages:
-    """Messages that can be listed, between positions of nodes; those inside a node are only counted."""
+    """Messages that are few enough to list, between positions of nodes; those inside a node are only counted."""
 
     source: Ints
     """[messages]: position."""
@@ -143,13 +147,13 @@ class ListedMessages:
 
     @cached_property
     def node_load(self) -> float:
-        """Most messages that leave, or enter, one node: the same in any order."""
+        """Most messages that leave, or enter, one node; the same in any order."""
         return float(max(np.bincount(end, self.weight).max(initial=0.0) for end in (self.source, self.target)))
 
 
 @dataclass(frozen=True)
 class CountedPairs:
-    """Every rank of a group to every other; too many to list, so members of a group in a subtree are counted."""
+    """Messages between all pairs of a group: too many to list, so the group's members in each subtree are counted."""
 
     position: Ints
     """[entries]"""
@@ -164,7 +168,7 @@ class CountedPairs:
 
     @cached_property
     def width(self) -> int:
-        """Entries of each row; 0 where rows differ."""
+        """Entries of each row; 0 if rows differ."""
         entries = np.bincount(self.row)
         return int(entries[0]) if (entries == entries[0]).all() else 0
 
@@ -174,7 +178,7 @@ MessagePattern = ListedMessages | CountedPairs
 
 @dataclass(frozen=True)
 class LevelLinks:
-    """What messages leave the groups of a level by: a group's uplink, or each node's share of it."""
+    """The links by which messages leave the groups of a level: a group's uplink, or each node's share of it."""
 
     index: Ints
     """[orders, positions]"""
@@ -187,8 +191,13 @@ class LevelLinks:
     """Whether a group has one link for all its nodes."""
 
     @staticmethod
-    def of(level: FabricLevel, group: Ints) -> LevelLinks:
-        """group: [orders, positions]: the level's group of the node there."""
+    def build(level: FabricLevel, group: Ints) -> LevelLinks:
+        """Build the links of a level.
+
+        group: [orders, positions], the level's group of the node at each position. A switch has one uplink for all its
+        nodes. An NVLink domain has none: traffic leaves it by the NICs of the sending node, so each node has an equal
+        share and no more.
+        """
         if level.name != DOMAIN_LEVEL:
             return LevelLinks(group, len(level.uplink), level.uplink, level.busy_uplink, True)
         each = (level.uplink / np.bincount(level.group))[group]
@@ -206,7 +215,7 @@ def has_uniform_uplinks(level: FabricLevel) -> bool:
 
 
 def build_pattern(rows: GroupRows, phase: CollectivePhase) -> MessagePattern:
-    """The messages of one phase of a collective in groups of these rows."""
+    """Build the messages of one phase of a collective, for all groups of an axis."""
     return _count_pairs(rows) if phase.edges == "pairs" else _list_messages(rows, phase)
 
 
@@ -242,110 +251,123 @@ def _count_pairs(rows: GroupRows) -> CountedPairs:
     )
 
 
-def measure_orders(it: MessagePattern, fabric: Fabric, orders: Ints) -> MeasuredPhase:
-    """orders: [orders, positions], each row the node at every position."""
+def measure_orders(pattern: MessagePattern, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    """Measure the load of a pattern under each order. orders: [orders, positions], the node at every position."""
     return (
-        _measure_messages(it, fabric, orders) if isinstance(it, ListedMessages) else _measure_pairs(it, fabric, orders)
+        _measure_messages(pattern, fabric, orders)
+        if isinstance(pattern, ListedMessages)
+        else _measure_pairs(pattern, fabric, orders)
     )
 
 
-def count_loads(it: MessagePattern, level: FabricLevel, orders: Ints) -> tuple[Floats, Floats]:
-    """Messages that (leave, enter) every group of a level: two arrays [orders, groups]."""
-    if isinstance(it, CountedPairs):
-        out = _pair_loads(it, level.group[orders], level.group[orders], len(level.uplink))[0]
+def count_loads(pattern: MessagePattern, level: FabricLevel, orders: Ints) -> tuple[Floats, Floats]:
+    """Count the messages that (leave, enter) every group of a level: two arrays [orders, groups]."""
+    if isinstance(pattern, CountedPairs):
+        out = _count_pair_loads(pattern, level.group[orders], level.group[orders], len(level.uplink))[0]
         return out, out
     group = level.group[orders]
-    source, target = group[:, it.source], group[:, it.target]
-    out, into = (_message_loads(it, end, source != target, len(level.uplink)) for end in (source, target))
+    source, target = group[:, pattern.source], group[:, pattern.target]
+    out, into = (_count_message_loads(pattern, end, source != target, len(level.uplink)) for end in (source, target))
     return out, into
 
 
-def _measure_messages(it: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
-    seconds = np.full(len(orders), it.port / fabric.inside_bandwidth)
+def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    seconds = np.full(len(orders), messages.port / fabric.inside_bandwidth)
     beside = seconds
-    latency = np.full((len(orders), len(it.source)), fabric.levels[0].latency)
+    latency = np.full((len(orders), len(messages.source)), fabric.levels[0].latency)
     crossings = np.zeros(len(orders))
     for number, level in enumerate(fabric.levels):
+        # All orders load equal nodes equally, so the level of the nodes is the same for every order: no need to count.
         if not number and has_uniform_uplinks(level):
-            seconds = beside = np.maximum(seconds, it.node_load / level.uplink[0])
+            seconds = beside = np.maximum(seconds, messages.node_load / level.uplink[0])
             continue
         group = level.group[orders]
-        crossed = group[:, it.source] != group[:, it.target]
-        links = LevelLinks.of(level, group)
-        load = _message_loads(it, links.index[:, it.source], crossed, links.count)
-        if not (it.closed and links.shared):
-            load = np.maximum(load, _message_loads(it, links.index[:, it.target], crossed, links.count))
+        crossed = group[:, messages.source] != group[:, messages.target]
+        links = LevelLinks.build(level, group)
+        load = _count_message_loads(messages, links.index[:, messages.source], crossed, links.count)
+        # A ring enters every group as often as it leaves it; a node's own share of a link need not balance.
+        if not (messages.closed and links.shared):
+            load = np.maximum(
+                load, _count_message_loads(messages, links.index[:, messages.target], crossed, links.count)
+            )
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         if number:
+            # Levels come innermost first, so the last write is the highest level that a message crosses.
             latency[crossed] = level.latency
-            crossings += crossed @ it.weight
-    return MeasuredPhase(seconds, beside, _measure_hops(it, fabric.inside_latency, latency), crossings)
+            crossings += crossed @ messages.weight
+    return MeasuredPhase(seconds, beside, _measure_hops(messages, fabric.inside_latency, latency), crossings)
 
 
-def _message_loads(it: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
-    """[orders, links] messages on every link; link: [orders, messages]; only those that are crossed count."""
+def _count_message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:
+    """Count the messages on every link, [orders, links].
+
+    link: [orders, messages], the link of each message; crossed: whether the message leaves its group at all.
+    """
     key = np.nonzero(crossed)[0] * count + link[crossed]
-    weight = np.broadcast_to(it.weight, crossed.shape)[crossed]
+    weight = np.broadcast_to(messages.weight, crossed.shape)[crossed]
     return np.asarray(np.bincount(key, weight, len(link) * count).reshape(-1, count), np.float64)
 
 
-def _measure_hops(it: ListedMessages, inside_latency: float, latency: Floats) -> Floats:
-    """[orders]: latency of a hop in the slowest row; latency: [orders, messages] of those between nodes.
+def _measure_hops(messages: ListedMessages, inside_latency: float, latency: Floats) -> Floats:
+    """Return [orders]: seconds of one hop in the slowest group. latency: [orders, messages] of those between nodes.
 
-    A ring has no barrier: what one rank waits for has passed the edges before it one after the other, so that a hop
-    takes their mean; where messages do not wait for one another the slowest decides.
+    A ring has no barrier: the data that a rank waits for has passed all edges before it one after the other, so a hop
+    takes the mean of the edges' latencies. Where messages do not wait for one another the slowest edge decides.
     """
-    if it.slowest:
-        within = inside_latency if it.inside.any() else 0.0
+    if messages.slowest:
+        within = inside_latency if messages.inside.any() else 0.0
         return np.asarray(np.maximum(latency.max(axis=1, initial=0.0), within))
-    size = len(it.inside)
-    key = it.row + size * np.arange(len(latency))[:, None]
+    size = len(messages.inside)
+    key = messages.row + size * np.arange(len(latency))[:, None]
     total = np.bincount(key.ravel(), latency.ravel(), size * len(latency)).reshape(-1, size)
-    return np.asarray((total + it.inside * inside_latency).max(axis=1) / it.count)
+    return np.asarray((total + messages.inside * inside_latency).max(axis=1) / messages.count)
 
 
-def _measure_pairs(it: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
-    seconds = beside = np.full(len(orders), (it.members.max() - 1) / fabric.inside_bandwidth)
-    shape = (len(orders), len(it.copies))
-    near = np.full(shape, it.count, np.float64)
+def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    seconds = beside = np.full(len(orders), (pairs.members.max() - 1) / fabric.inside_bandwidth)
+    shape = (len(orders), len(pairs.copies))
+    near = np.full(shape, pairs.count, np.float64)
     latency = np.zeros(shape)
     crossings = np.zeros(len(orders))
     slower = fabric.inside_latency
     for number, level in enumerate(fabric.levels):
         group = level.group[orders]
-        links = LevelLinks.of(level, group)
-        load, together = _pair_loads(it, group, links.index, links.count)
+        links = LevelLinks.build(level, group)
+        load, together = _count_pair_loads(pairs, group, links.index, links.count)
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         latency += (together - near) * slower
         near, slower = together, level.latency
         if number:
-            crossings += (it.count**2 - together) @ it.copies
-    latency += (it.count**2 - near) * slower
-    return MeasuredPhase(seconds, beside, latency.max(axis=1) / (it.count * (it.count - 1)), crossings)
+            crossings += (pairs.count**2 - together) @ pairs.copies
+    latency += (pairs.count**2 - near) * slower
+    return MeasuredPhase(seconds, beside, latency.max(axis=1) / (pairs.count * (pairs.count - 1)), crossings)
 
 
-def _pair_loads(it: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
-    """(messages on every link [orders, links]; pairs of a row that stay in a group [orders, rows], a rank with itself
-    counted). group, link: [orders, positions]: what each position is in, and by which link its messages leave it."""
-    count = len(it.copies)
+def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:
+    """Return (messages on every link [orders, links], pairs of a row inside a group [orders, rows]).
+
+    group, link: [orders, positions], the group of each position and the link by which its messages leave. A rank sends
+    one message to each rank of its row outside its group; a rank counts as a pair with itself.
+    """
+    count = len(pairs.copies)
     order = np.arange(len(group))[:, None]
-    members = _count_members(it, group[:, it.position])
-    out = it.copies[it.row] * it.members * (it.count - members)
-    load = np.bincount((order * links + link[:, it.position]).ravel(), out.ravel(), len(group) * links)
-    together = np.bincount((order * count + it.row).ravel(), (it.members * members).ravel(), len(group) * count)
+    members = _count_members(pairs, group[:, pairs.position])
+    out = pairs.copies[pairs.row] * pairs.members * (pairs.count - members)
+    load = np.bincount((order * links + link[:, pairs.position]).ravel(), out.ravel(), len(group) * links)
+    together = np.bincount((order * count + pairs.row).ravel(), (pairs.members * members).ravel(), len(group) * count)
     return np.asarray(load.reshape(-1, links), np.float64), np.asarray(together.reshape(-1, count), np.float64)
 
 
-def _count_members(it: CountedPairs, group: Ints) -> Ints:
-    """[orders, entries]: ranks of the entry's row in the same group as the entry; group: [orders, entries]."""
-    width = it.width
+def _count_members(pairs: CountedPairs, group: Ints) -> Ints:
+    """Return [orders, entries]: ranks of the entry's row in the same group as the entry. group: [orders, entries]."""
+    width = pairs.width
     if width and width <= _COMPARED:
-        table, members = group.reshape(len(group), -1, width), it.members.reshape(-1, width)
+        table, members = group.reshape(len(group), -1, width), pairs.members.reshape(-1, width)
         same = table[..., :, None] == table[..., None, :]
         return np.asarray(np.einsum("orij,rj->ori", same, members).reshape(group.shape), np.int64)
-    row = np.arange(len(group))[:, None] * len(it.copies) + it.row
+    row = np.arange(len(group))[:, None] * len(pairs.copies) + pairs.row
     _, inverse = np.unique(row * (group.max() + 1) + group, return_inverse=True)
-    counted = np.bincount(inverse.ravel(), np.broadcast_to(it.members, row.shape).ravel())
+    counted = np.bincount(inverse.ravel(), np.broadcast_to(pairs.members, row.shape).ravel())
     return np.asarray(counted[inverse.reshape(row.shape)], np.int64)

@@ -1,4 +1,4 @@
-"""Environment of communication libraries: what is set for a job and why, and what was inherited that does harm.
+"""Choose the environment of the communication libraries, and report inherited variables that do harm.
 
 A value that the user has set always stays. Nothing that steers how NCCL works inside (algorithm, protocol, channels,
 levels of P2P or GPUDirect) is ever set: its own tuning needs them free. Nothing here differs between ranks but where
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VariableSetting:
-    """One variable that we want set, unless the user has."""
+    """A variable to set, unless the user has set it."""
 
     name: str
     value: str
@@ -26,7 +26,7 @@ class VariableSetting:
 
 @dataclass(frozen=True)
 class HarmfulVariable:
-    """One variable that was inherited and is seldom meant."""
+    """An inherited variable that does harm and is seldom meant."""
 
     name: str
     value: str
@@ -64,26 +64,26 @@ _OFF = {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NVLS_DI
 
 
 def find_harmful_variables(env: Mapping[str, str], ranks_of_node: int = 1) -> list[HarmfulVariable]:
-    """Variables in `env` that are known to do harm, in the order of their names. They are reported, never removed."""
-    found = [
+    """List the variables of `env` that are known to do harm, by name. They are reported, never removed."""
+    warnings = [
         HarmfulVariable(name, env[name], why)
         for name, why in _HARMFUL.items()
         if env.get(name) and not (name in _OFF and env[name] == "0")
     ]
     if loose := _find_loose_prefix(env.get("NCCL_IB_HCA", "")):
         why = f"{loose} also matches {loose}0 to {loose}9; write =NAME,NAME for these and no others"
-        found.append(HarmfulVariable("NCCL_IB_HCA", env["NCCL_IB_HCA"], why))
+        warnings.append(HarmfulVariable("NCCL_IB_HCA", env["NCCL_IB_HCA"], why))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if ranks_of_node > 1 and visible and "," not in visible and visible != "-1":
         why = (
             "hides the GPUs of its peers from a rank, which some direct paths need; let a rank see all GPUs of its node"
         )
-        found.append(HarmfulVariable("CUDA_VISIBLE_DEVICES", visible, why))
-    return sorted(found, key=lambda it: it.name)
+        warnings.append(HarmfulVariable("CUDA_VISIBLE_DEVICES", visible, why))
+    return sorted(warnings, key=lambda variable: variable.name)
 
 
 def _find_loose_prefix(devices: str) -> str | None:
-    """The first name of NCCL_IB_HCA that may match a longer one too: a prefix that ends with a number."""
+    """Return the first name of NCCL_IB_HCA that also matches a longer one: a prefix that ends with a number."""
     if devices.startswith(("=", "^")):
         return None
     names = [name.partition(":")[0] for name in devices.split(",")]
@@ -91,18 +91,20 @@ def _find_loose_prefix(devices: str) -> str | None:
 
 
 def choose_socket_settings(interface: str, nodes: int, named: bool) -> list[VariableSetting]:
-    """Which network sockets use. named: the cluster's configuration names the interface, so also for one node."""
+    """Choose the network for sockets. named: the configuration names the interface, so set it for one node too."""
     reason = "cluster.fabric.interface" if named else "the network that this host's name resolves to"
-    found = [VariableSetting("GLOO_SOCKET_IFNAME", interface, reason if nodes > 1 or named else "one node: no network")]
+    settings = [
+        VariableSetting("GLOO_SOCKET_IFNAME", interface, reason if nodes > 1 or named else "one node: no network")
+    ]
     if nodes > 1 or named:
-        found.append(
+        settings.append(
             VariableSetting("NCCL_SOCKET_IFNAME", f"={interface}", f"{reason}; = for this name and no longer one")
         )
-    return found
+    return settings
 
 
 def choose_nic_settings(used: Sequence[Sequence[str]], dropped: Sequence[Mapping[str, str]]) -> list[VariableSetting]:
-    """NCCL_IB_HCA, only where NICs have to be kept out, and only where all nodes name the same ones.
+    """Choose NCCL_IB_HCA; only if NICs must be excluded, and all nodes name the same ones.
 
     used: devices fit for GPU traffic, for each node. dropped: device -> why not, for each node.
     """
@@ -115,7 +117,7 @@ def choose_nic_settings(used: Sequence[Sequence[str]], dropped: Sequence[Mapping
 
 
 def choose_cpu_settings(gpu_is_far: bool) -> list[VariableSetting]:
-    """NCCL_IGNORE_CPU_AFFINITY, where the launcher holds ranks to processors that are not next to their GPUs."""
+    """Set NCCL_IGNORE_CPU_AFFINITY if the launcher binds ranks to processors that are not next to their GPUs."""
     if not gpu_is_far:
         return []
     why = "the launcher holds ranks to processors away from their GPUs; NCCL's own threads need not be"
@@ -125,12 +127,12 @@ def choose_cpu_settings(gpu_is_far: bool) -> list[VariableSetting]:
 def apply_settings(
     settings: Sequence[VariableSetting], env: MutableMapping[str, str]
 ) -> tuple[list[VariableSetting], list[str]]:
-    """Set what is not set yet. Returns (what was set, names that the user had set to another value, which stay)."""
-    done, kept = [], []
+    """Set the variables that are not set yet. Returns (those set, names of those the user had set otherwise)."""
+    done, unchanged = [], []
     for setting in settings:
         if setting.name not in env:
             env[setting.name] = setting.value
             done.append(setting)
         elif env[setting.name] != setting.value:
-            kept.append(setting.name)
-    return done, kept
+            unchanged.append(setting.name)
+    return done, unchanged

@@ -1,17 +1,21 @@
-"""What one step's communication costs on a fabric, with the ranks on given nodes.
+"""Model the cost of one step's communication on a fabric, with the ranks on given nodes.
 
-For every flow, all groups of its axes run at once, and flows one after the other:
+The model is Hockney's (latency + bytes / bandwidth), with links that are shared. All groups of an axis run at the same
+time, and the flows of a step one after the other:
 
-    seconds of a flow = calls x sum over the phases of the collective of
-                        (hops x latency of a hop + bytes of an edge x messages on the busiest link / its bandwidth)
+    seconds of a flow = calls x sum over the phases of its collective of
+                        hops [1] x latency [s] + bytes of an edge [B] x max over links of messages / bandwidth [B/s]
 
-The busiest link is the largest, over every group of every level, of the messages that leave it (or enter it, whichever
-are more: links are full duplex) over its uplink; and inside a node, of what a rank sends (or receives) there over
-`inside_bandwidth`. Other jobs are taken to be silent, and once more to use their nodes' fair share of every uplink
-(`beside`): what they really do lies between. What leaves an NVLink domain that spans nodes leaves it by the NICs of the
-node that sends it, so of the level `domain` every node has an equal share of the uplink, and no more. Which messages
-there are is said in placement.algorithm, what a hop takes in placement.pattern. This is Hockney's model with shared
-links; it knows no overlap and no hashing of flows onto parallel links.
+The maximum is over the links of every level: for each group, the messages that leave it, or that enter it, whichever
+are more (links are full duplex), over its uplink; and inside a node, the messages that a rank sends or receives there
+over `inside_bandwidth`. collective_messages.py says which messages a collective has, and what a hop takes.
+
+Other jobs are unknown, so every cost is computed twice: they are silent (`seconds`), or use their nodes' fair share of
+each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that spans nodes leaves by the NICs of
+the sending node, so at that level each node has an equal share of the uplink, and no more.
+
+The model knows no overlap with computation, and no hashing of flows onto parallel links (ECMP): it compares orders of
+nodes, and predicts their ratio better than their seconds.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ from hpc_train.placement.placement_result import CommunicationCost
 from hpc_train.traffic.axes import Flow
 
 _ELEMENTS = 1 << 21
-"""Orders measured at a time times nodes: what keeps the arrays in memory small."""
+"""Orders times ranks that are measured at a time, which bounds the memory of the arrays (16 MiB each)."""
 
 
 @dataclass(frozen=True)
 class CostTerm:
-    """One phase of one flow."""
+    """The cost of one phase of one flow."""
 
     flow: Flow
     phase: CollectivePhase
@@ -52,15 +56,15 @@ class CostTerm:
 
     @property
     def moved(self) -> float:
-        """Bytes of a step on each edge."""
+        """Bytes a step on each edge."""
         return self.flow.calls * self.phase.fraction * self.flow.bytes
 
     def seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """[orders] seconds of a step."""
+        """Return [orders]: seconds a step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
     def seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """Return [orders] seconds of a step next to busy neighbours."""
+        """Return [orders]: seconds a step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
 
@@ -78,7 +82,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Fabric, mesh and flows, prepared so that many orders of nodes can be costed."""
+    """A fabric, a mesh and its flows, prepared to cost many orders of nodes."""
 
     fabric: Fabric
     groups: dict[str, GroupRows]
@@ -88,38 +92,37 @@ class CostModel:
     labels: tuple[str, ...]
     """Of all flows, those of degree 1 too."""
 
-    def totals(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[orders] seconds; orders: [orders, positions], node at each position."""
-        return self.sums(orders).seconds
+    def compute_seconds(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return [orders]: seconds of communication a step. orders: [orders, positions], the node at each position."""
+        return self.compute_sums(orders).seconds
 
-    def sums(self, orders: NDArray[np.int64]) -> StepSums:
-        """Compute the sums. orders: [orders, positions], node at each position."""
+    def compute_sums(self, orders: NDArray[np.int64]) -> StepSums:
+        """Compute the totals of many orders. orders: [orders, positions], the node at each position."""
+        # Arrays are [orders, messages], and there are about as many messages as ranks.
         step = max(1, _ELEMENTS // (orders.shape[1] * self.fabric.ranks_per_node))
-        parts = [self._sums(orders[start : start + step]) for start in range(0, len(orders), step)]
+        parts = [self._compute_part(orders[start : start + step]) for start in range(0, len(orders), step)]
         return StepSums(
             np.concatenate([part.seconds for part in parts]),
             np.concatenate([part.beside for part in parts]),
             np.concatenate([part.crossings for part in parts]),
         )
 
-    def beside(self, order: Sequence[int]) -> float:
-        """Return the seconds of one order next to busy neighbours."""
-        return float(self.sums(np.asarray(order, np.int64)[None]).beside[0])
-
-    def cost(self, order: Sequence[int]) -> CommunicationCost:
-        """Of one order."""
+    def compute_cost(self, order: Sequence[int]) -> CommunicationCost:
+        """Compute the cost of one order, in total and by axis."""
         measured = self._measure(np.asarray(order, np.int64)[None])
         per_axis = dict.fromkeys(self.labels, 0.0)
         for term in self.terms:
             per_axis[format_axes(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
         return CommunicationCost(sum(per_axis.values()), per_axis)
 
-    def link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-        """Level -> [groups] bytes of a step that leave a group, or enter it, whichever are more."""
+    def compute_link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+        """Map each level to [groups]: bytes a step that leave a group, or enter it, whichever are more."""
         orders = np.asarray(order, np.int64)[None]
-        return {level.name: self._level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)}
+        return {
+            level.name: self._compute_level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)
+        }
 
-    def _level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _compute_level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         level = self.fabric.levels[number]
         both = np.zeros((2, len(level.uplink)))
         for term in self.terms:
@@ -128,9 +131,9 @@ class CostModel:
         return larger
 
     def _measure(self, orders: NDArray[np.int64]) -> list[MeasuredPhase]:
-        return [measure_orders(it, self.fabric, orders) for it in self.patterns]
+        return [measure_orders(pattern, self.fabric, orders) for pattern in self.patterns]
 
-    def _sums(self, orders: NDArray[np.int64]) -> StepSums:
+    def _compute_part(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)
         seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:
@@ -143,16 +146,20 @@ class CostModel:
 def build_cost_model(
     fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], nodes: int, backend: Backend = "nccl"
 ) -> CostModel:
-    """The model of a mesh on `nodes` of the fabric's nodes. Raises UserError where the degrees do not fill them."""
+    """Build the cost model of a mesh on `nodes` of the fabric's nodes.
+
+    Raises UserError if the degrees do not fill them.
+    """
     check_world(fabric, sizes, nodes)
     groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
-    groups = {name: it for name, it in groups.items() if it.position.shape[1] > 1}
+    groups = {name: group for name, group in groups.items() if group.position.shape[1] > 1}
     index: dict[tuple[object, ...], int] = {}
     patterns: list[MessagePattern] = []
     terms = []
     for flow in flows:
         name = format_axes(flow.axes)
         for phase in list_phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
+            # Flows of one axis share the pattern, which is expensive to measure; only bytes and calls differ.
             key = (name, phase.edges, phase.round, phase.hops == 1)
             if key not in index:
                 index[key] = len(patterns)
@@ -169,7 +176,7 @@ def estimate_cost(
     nodes: Sequence[int] | None = None,
     backend: Backend = "nccl",
 ) -> CommunicationCost:
-    """Seconds of a step's communication, in all and by axis, with the ranks on `nodes`.
+    """Estimate the seconds of a step's communication, in total and by axis, with the ranks on `nodes`.
 
     sizes: mesh axis -> degree; ranks are row-major over AXES. nodes: index of the fabric's node that holds each next
     `ranks_per_node` ranks (default: the launcher's order); fewer than the fabric has leave spares.
@@ -177,4 +184,4 @@ def estimate_cost(
     """
     order = range(len(fabric.nodes)) if nodes is None else nodes
     assert len(set(order)) == len(order), "a node holds two places"
-    return build_cost_model(fabric, sizes, flows, len(order), backend).cost(order)
+    return build_cost_model(fabric, sizes, flows, len(order), backend).compute_cost(order)

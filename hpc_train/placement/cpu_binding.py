@@ -1,4 +1,4 @@
-"""Which processors and which memory each rank of a node may use, and how a process is held to them."""
+"""Share the processors and memory of a node among its ranks, and bind a process to its share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MPOL_PREFERRED = 1
+"""MPOL_PREFERRED of linux/mempolicy.h. Not MPOL_BIND: a full NUMA node would kill the rank instead of slowing it."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
 """Number of the system call; glibc has no function for it."""
 
 
 @dataclass(frozen=True)
 class RankSeat:
-    """What of one local rank decides its share of the node."""
+    """The facts about one local rank that decide its share of the node."""
 
     allowed: frozenset[int]
     """Processors that the launcher lets it use."""
@@ -27,7 +28,7 @@ class RankSeat:
 
 @dataclass(frozen=True)
 class CpuBinding:
-    """What one rank is held to."""
+    """The processors and memory that one rank is bound to."""
 
     cpus: tuple[int, ...]
     """Empty: left as the launcher made it."""
@@ -40,7 +41,7 @@ class CpuBinding:
 
 @dataclass(frozen=True)
 class NodeProcessors:
-    """How the processors of this node hang together."""
+    """The processors of this node: their NUMA nodes and physical cores."""
 
     numa: Mapping[int, frozenset[int]]
     """NUMA node -> its processors; only nodes that have some."""
@@ -48,20 +49,20 @@ class NodeProcessors:
     """Processor -> the hardware threads of its core, itself counted."""
 
     def numa_of(self, cpus: Iterable[int]) -> int | None:
-        """The NUMA node that has all of these processors; None if there is no such node, or only one in all."""
-        wanted = frozenset(cpus)
-        found = [node for node, members in self.numa.items() if wanted <= members]
-        return found[0] if found and len(self.numa) > 1 else None
+        """Return the NUMA node that holds all these processors; None if none does, or the machine has only one."""
+        numbers = frozenset(cpus)
+        nodes = [node for node, members in self.numa.items() if numbers <= members]
+        return nodes[0] if nodes and len(self.numa) > 1 else None
 
     def cores(self, cpus: frozenset[int]) -> list[tuple[int, ...]]:
-        """Physical cores among these processors, whole or in part, those of one NUMA node side by side."""
+        """List the physical cores among these processors, whole or in part, grouped by NUMA node."""
         place = {cpu: node for node, members in self.numa.items() for cpu in members}
-        found = {tuple(sorted(self.siblings.get(cpu, frozenset({cpu})) & cpus)) for cpu in cpus}
-        return sorted(found, key=lambda core: (place.get(core[0], -1), core))
+        groups = {tuple(sorted(self.siblings.get(cpu, frozenset({cpu})) & cpus)) for cpu in cpus}
+        return sorted(groups, key=lambda core: (place.get(core[0], -1), core))
 
 
 def read_processors(root: Path = Path("/")) -> NodeProcessors:
-    """What sysfs under `root` tells; what it does not tell is empty."""
+    """Read the node's processors from sysfs under `root`; missing facts are empty."""
     system = root / "sys/devices/system"
     numa = {int(path.parent.name[4:]): _read_list(path) for path in system.glob("node/node[0-9]*/cpulist")}
     threads = {
@@ -71,17 +72,17 @@ def read_processors(root: Path = Path("/")) -> NodeProcessors:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Linux's list of processors, such as 0-3,8; ValueError for what is none."""
-    found: set[int] = set()
+    """Parse Linux's list of processors, such as 0-3,8. Raises ValueError for other text."""
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         if part:
             low, _, high = part.partition("-")
-            found.update(range(int(low), int(high or low) + 1))
-    return frozenset(found)
+            numbers.update(range(int(low), int(high or low) + 1))
+    return frozenset(numbers)
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """A set of processors as Linux writes it: 0-3,8."""
+    """Write processors as Linux does: 0-3,8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -92,27 +93,28 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[CpuBinding]:
-    """A binding for every local rank of a node, in their order.
+    """Assign processors to every local rank of a node, in the ranks' order.
 
     A rank gets whole physical cores next to its GPU, shared evenly with the other ranks there; without GPUs its share
     of all that is allowed. All are left alone where the launcher has given each its own processors already, and where
     there are more ranks than processors.
     """
+    # Disjoint sets are the launcher's own binding (srun --cpu-bind, mpirun --bind-to), which the user may have chosen.
     if len(seats) > 1 and all(not a.allowed & b.allowed for a, b in combinations(seats, 2)):
         return [
             _leave_unbound(seat, processors, "the launcher has given each rank its own processors") for seat in seats
         ]
-    wanted = [seat.allowed & seat.near or seat.allowed for seat in seats]
-    if any(a & b and a != b for a, b in combinations(wanted, 2)):
+    preferred = [seat.allowed & seat.near or seat.allowed for seat in seats]
+    if any(a & b and a != b for a, b in combinations(preferred, 2)):
         return [_leave_unbound(seat, processors, "the ranks' processors overlap in part") for seat in seats]
-    found: dict[int, CpuBinding] = {}
-    for cpus in set(wanted):
-        together = [index for index, its in enumerate(wanted) if its == cpus]
+    bindings: dict[int, CpuBinding] = {}
+    for cpus in set(preferred):
+        together = [index for index, its in enumerate(preferred) if its == cpus]
         if len(cpus) < len(together):
             why = f"{len(together)} ranks on {len(cpus)} processors"
             return [_leave_unbound(seat, processors, why) for seat in seats]
-        found |= zip(together, _split_evenly(cpus, len(together), processors), strict=True)
-    return [_name_binding(found[index], seats[index]) for index in range(len(seats))]
+        bindings |= zip(together, _split_evenly(cpus, len(together), processors), strict=True)
+    return [_name_binding(bindings[index], seats[index]) for index in range(len(seats))]
 
 
 def _leave_unbound(seat: RankSeat, processors: NodeProcessors, why: str) -> CpuBinding:
@@ -128,14 +130,14 @@ def _name_binding(binding: CpuBinding, seat: RankSeat) -> CpuBinding:
 
 
 def _split_evenly(cpus: frozenset[int], ranks: int, processors: NodeProcessors) -> list[CpuBinding]:
-    """Even shares, by physical cores if there is at least one for each rank, else by hardware threads."""
+    """Split processors evenly, by physical cores if there is one for each rank, else by hardware threads."""
     shares = _make_shares(cpus, ranks, processors)
     flat = [tuple(sorted(cpu for core in share for cpu in core)) for share in shares]
     return [CpuBinding(its, len(share), processors.numa_of(its), "") for its, share in zip(flat, shares, strict=True)]
 
 
 def split_cpus(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> list[tuple[int, ...]]:
-    """Even shares of these processors, physical cores whole where there are at least as many as parts."""
+    """Split processors evenly; physical cores stay whole if there are at least as many as parts."""
     return [tuple(sorted(cpu for core in share for cpu in core)) for share in _make_shares(cpus, parts, processors)]
 
 
@@ -147,13 +149,14 @@ def _make_shares(cpus: frozenset[int], parts: int, processors: NodeProcessors) -
 
 
 def bind_process(binding: CpuBinding) -> str | None:
-    """Hold this process, with all threads it has and will have, to a binding; why its memory is not, if it is not.
+    """Bind this process, with all present and future threads. Returns why its memory is not bound, or None.
 
     Raises OSError if the kernel refuses the processors.
     """
     if not binding.cpus:
         return None
     done: set[str] = set()
+    # The kernel binds one thread at a time, and libraries have started some at import: repeat until none is new.
     while new := {entry.name for entry in Path("/proc/self/task").iterdir()} - done:  # one may start another meanwhile
         for thread in new:
             try:
@@ -165,7 +168,7 @@ def bind_process(binding: CpuBinding) -> str | None:
 
 
 def prefer_numa_memory(node: int) -> str | None:
-    """Let this thread, and those it starts, take memory of a NUMA node while it has any; why not, if it cannot."""
+    """Make this thread, and those it starts, prefer memory of a NUMA node. Returns why that failed, or None."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return f"the system call is not known for {platform.machine()}"
@@ -173,7 +176,7 @@ def prefer_numa_memory(node: int) -> str | None:
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel takes one bit less than it is told.
+    # The kernel reads one bit fewer than maxnode says (get_nodes in mm/mempolicy.c).
     if libc.syscall(number, _MPOL_PREFERRED, mask, len(mask) * bits + 1):
         return os.strerror(ctypes.get_errno())
     return None

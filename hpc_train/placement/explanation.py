@@ -1,4 +1,4 @@
-"""What a placement gains and why, in one line; and what to ask the scheduler for where no order of nodes helps."""
+"""Explain a placement in one line, and advise what to ask the scheduler for where no order of nodes helps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hpc_train.cluster.hostlist import pluralise_level
 from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
 from hpc_train.placement.mesh_groups import (
     CrossableGroups,
     find_crossable_groups,
     format_axes,
     list_rows,
-    pluralise_groups,
 )
 from hpc_train.placement.node_orders import order_along_tree
 from hpc_train.placement.placement_result import CostCase, Placement
@@ -29,16 +29,17 @@ def explain_placement(
     fabric: Fabric,
     cases: Sequence[CostCase],
     table: StraddlingTable,
-    kept: bool,
+    unchanged: bool,
     worth: float,
     unknown: Sequence[str] = (),
 ) -> str:
-    """Explain the gain. cases: cost under each assumption; kept: launcher's order stays; worth: least gain that counts.
+    """Explain the gain in one line, or why there is none.
 
-    unknown: levels whose taper nobody has told; then `fabric` has an assumed one.
+    cases: cost under each assumption; unchanged: the launcher's order stays; worth: least gain that counts; unknown:
+    levels whose taper nobody gives, for which `fabric` has an assumed one.
     """
     before = cases[0].identity
-    if kept:
+    if unchanged:
         return f"no gain expected: {_explain_no_gain(fabric, before, worth)}"
     fewer = _format_fewer_straddling(fabric, table)
     if not fewer and not any(_is_gain(case, worth) for case in cases):
@@ -71,19 +72,20 @@ def _explain_gains(fabric: Fabric, cases: Sequence[CostCase], worth: float, unkn
 def _format_both(cases: Sequence[CostCase], worth: float) -> str:
     """Format the gain without neighbours and, if different, next to busy ones."""
     alone, *beside = cases
-    if not beside or _gain(alone, worth) == _gain(beside[0], worth):
-        return _gain(alone, worth)
+    silent = _format_gain(alone, worth)
+    if not beside or silent == (busy := _format_gain(beside[0], worth)):
+        return silent
     return (
-        f"{_gain(alone, worth)} if no other job uses the uplinks, {_gain(beside[0], worth)} if the other nodes of "
-        "these switches use their fair share"
+        f"{silent} if no other job uses the uplinks, {busy} if the other nodes of these switches use their fair share"
     )
 
 
-def _gain(case: CostCase, worth: float) -> str:
+def _format_gain(case: CostCase, worth: float) -> str:
     if not _is_gain(case, worth):
         return f"{format_seconds(case.placed)}, no gain"
-    change = f"{format_seconds(case.identity)} -> {format_seconds(case.placed)}"
-    return f"{change}, {case.identity / case.placed:.2f}x faster"
+    return (
+        f"{format_seconds(case.identity)} -> {format_seconds(case.placed)}, {case.identity / case.placed:.2f}x faster"
+    )
 
 
 def _is_gain(case: CostCase, worth: float) -> bool:
@@ -114,8 +116,8 @@ def _format_fewer_straddling(fabric: Fabric, table: StraddlingTable) -> str:
     for level in (level.name for level in fabric.levels[1:]):
         for axis, levels in table.items():
             if level in levels and levels[level]["placed"] < levels[level]["identity"]:
-                it = levels[level]
-                change = f"{it['identity']} -> {it['placed']} of {it['groups']}"
+                counts = levels[level]
+                change = f"{counts['identity']} -> {counts['placed']} of {counts['groups']}"
                 parts.append(f"{axis} groups that straddle a {level}: {change}")
     return ", ".join(parts)
 
@@ -131,57 +133,58 @@ def advise_allocation(
     placement: Placement,
     slurm: tuple[int, int] | None = None,
 ) -> tuple[str, ...]:
-    """One line for every axis whose groups, as placed, straddle an oversubscribed level that could hold one.
+    """Advise on every axis whose groups, as placed, straddle an oversubscribed level that could hold them.
 
-    Of axes whose groups lie on neighbouring nodes of the mesh; an outer axis crosses so that inner ones need not.
-    slurm: version of the cluster's Slurm as (year, month); None: not known.
+    Only axes whose groups lie on neighbouring nodes of the mesh count: an outer axis crosses so that inner ones need
+    not. slurm: version of the cluster's Slurm as (year, month); None: not known.
     """
     groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
     order, narrow = np.array(placement.nodes)[None], set(find_tapered_levels(fabric))
     lines = []
-    for it in find_crossable_groups(fabric, groups):
-        straddle = int(it.straddle(fabric, order)[0])
-        if straddle and it.level in narrow and _are_neighbours(it):
-            lines.append(_format_advice(fabric, it, straddle, slurm))
+    for groups_of_level in find_crossable_groups(fabric, groups):
+        straddle = int(groups_of_level.straddle(fabric, order)[0])
+        if straddle and groups_of_level.level in narrow and _are_neighbours(groups_of_level):
+            lines.append(_format_advice(fabric, groups_of_level, straddle, slurm))
     return tuple(lines)
 
 
-def count_least_straddling(fabric: Fabric, it: CrossableGroups) -> int:
-    """Groups that straddle the level in any order of the nodes; 0 where that cannot be told.
+def count_least_straddling(fabric: Fabric, groups: CrossableGroups) -> int:
+    """Return how many groups straddle the level in any order of the nodes; 0 if that cannot be told.
 
     A group of the level holds as many sets of `spread` nodes as fit into it whole. Sets that share no node are counted.
     """
-    nodes = int(it.spread.max())
-    if (it.spread != nodes).any() or len(it.rows) * nodes != len(np.unique(it.rows)):
+    nodes = int(groups.spread.max())
+    if (groups.spread != nodes).any() or len(groups.rows) * nodes != len(np.unique(groups.rows)):
         return 0
-    whole = int((np.bincount(fabric.levels[it.level].group) // nodes).sum())
-    return max(0, len(it.rows) - whole) * int(it.copies.min())
+    capacity = int((np.bincount(fabric.levels[groups.level].group) // nodes).sum())
+    return max(0, len(groups.rows) - capacity) * int(groups.copies.min())
 
 
-def _are_neighbours(it: CrossableGroups) -> bool:
-    return bool((it.rows[:, -1] - it.rows[:, 0] + 1 == it.spread).all())
+def _are_neighbours(groups: CrossableGroups) -> bool:
+    return bool((groups.rows[:, -1] - groups.rows[:, 0] + 1 == groups.spread).all())
 
 
-def _format_advice(fabric: Fabric, it: CrossableGroups, straddle: int, slurm: tuple[int, int] | None) -> str:
-    level, nodes = fabric.levels[it.level].name, int(it.spread.max())
-    what = f"{straddle} of {it.groups} {it.axis} groups ({nodes} nodes each) lie in several {pluralise_groups(level)}"
-    least = count_least_straddling(fabric, it)
+def _format_advice(fabric: Fabric, groups: CrossableGroups, straddle: int, slurm: tuple[int, int] | None) -> str:
+    level, nodes = fabric.levels[groups.level].name, int(groups.spread.max())
+    several = f"several {pluralise_level(level)}"
+    what = f"{straddle} of {groups.count} {groups.axis} groups ({nodes} nodes each) lie in {several}"
+    least = count_least_straddling(fabric, groups)
     if not least:
-        return f"{what}: the other axes weigh more; a smaller degree of {it.axis} would fit"
+        return f"{what}: the other axes weigh more; a smaller degree of {groups.axis} would fit"
     why = f"no permutation can fix it (in any order of these nodes at least {least} do)"
-    return f"{what}: {why}; {_format_request(fabric, it, slurm)}"
+    return f"{what}: {why}; {_format_request(fabric, groups, slurm)}"
 
 
-def _format_request(fabric: Fabric, it: CrossableGroups, slurm: tuple[int, int] | None) -> str:
-    level, nodes = fabric.levels[it.level], int(it.spread.max())
+def _format_request(fabric: Fabric, groups: CrossableGroups, slurm: tuple[int, int] | None) -> str:
+    level, nodes = fabric.levels[groups.level], int(groups.spread.max())
     if level.name == "domain":
         if slurm is None:
-            return f"ask for --segment={nodes} (topology/block, Slurm 24.05 or newer), or for a smaller {it.axis}"
+            return f"ask for --segment={nodes} (topology/block, Slurm 24.05 or newer), or for a smaller {groups.axis}"
         if slurm >= FIRST_SLURM_WITH_SEGMENT:
             return f"ask for --segment={nodes}"
-        return f"this Slurm has no --segment: ask for nodes by name (--nodelist), or for a smaller {it.axis}"
+        return f"this Slurm has no --segment: ask for nodes by name (--nodelist), or for a smaller {groups.axis}"
     sizes = np.bincount(level.group)
     fewest = math.ceil(len(fabric.nodes) / int(sizes.max()))
     if level.name == "leaf" and fewest < len(sizes):
-        return f"ask for --switches={fewest}, or for a smaller {it.axis}"
-    return f"ask for nodes in whole multiples of {nodes} a {level.name} (--nodelist), or for a smaller {it.axis}"
+        return f"ask for --switches={fewest}, or for a smaller {groups.axis}"
+    return f"ask for nodes in whole multiples of {nodes} a {level.name} (--nodelist), or for a smaller {groups.axis}"

@@ -1,7 +1,7 @@
-"""Fabric: an allocation as placement sees it: nodes in the launcher's order, and the nested groups they fall into.
+"""Fabric: the nodes of a job in the launcher's order, and the nested groups they fall into.
 
-First the groups alone, from what is known of every node (node, NVLink domain, leaf, group, level3, ...). Then the
-Fabric, which adds what can leave each group; and what the search asks of its tree.
+NamedLevel has the groups alone, from where the nodes are (node, NVLink domain, leaf, group, level3, ...). Fabric adds
+the bandwidth out of each group, and answers the questions that the search asks about the tree.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.cluster.switch_tree import DisjointSets
+
 _SWITCH_LEVELS = ("leaf", "group")
 """Names of the lowest switch levels; those above are level3, level4, ..."""
 
 
 @dataclass(frozen=True)
 class NamedLevel:
-    """The groups of one level, with their names: placement.fabric.Level before it has figures."""
+    """The groups of one level with their names; a FabricLevel before it has bandwidths."""
 
     name: str
     group: NDArray[np.int64]
@@ -34,17 +36,17 @@ def build_levels(
     paths: Mapping[str, Sequence[str]] | None = None,
     domains: Mapping[str, str] | None = None,
 ) -> tuple[NamedLevel, ...]:
-    """Node, domain (if one spans nodes), leaf, group, level3, ...: each level's groups lie within those of the next.
+    """Build the levels from the node outwards: node, domain (if one spans nodes), leaf, group, level3, ...
 
-    paths: switches of a node, top to leaf. Where some are deeper than others, the last switch of the shorter ones
-    stands for what they lack. A node without a path hangs on a switch of its own, for nothing is known of it.
-    domains: the NVLink domain of a node; a node without one is a domain of its own. Leaves that share a domain count as
-    one, and so do groups: what leaves the domain leaves it by all of them.
+    Each level's groups lie within those of the next. paths: switches of a node, top to leaf. If some paths are shorter,
+    their last switch stands for the missing ones. A node without a path is alone on a switch, because nothing is known
+    of it. domains: NVLink domain of a node; a node without one is a domain of its own. Leaves that share a domain count
+    as one, and so do groups: traffic leaves the domain by all of them.
     """
     assert len(set(nodes)) == len(nodes), "a node twice in one job"
     levels = [_make_named_level("node", nodes, nodes)]
-    switches = _switch_levels(nodes, paths or {})
-    domain = _domain_level(nodes, domains or {})
+    switches = _build_switch_levels(nodes, paths or {})
+    domain = _build_domain_level(nodes, domains or {})
     if domain is not None:
         switches = [_join_groups(level, domain.group) for level in switches]
         levels.append(domain)
@@ -52,25 +54,32 @@ def build_levels(
 
 
 def _make_named_level(name: str, keys: Sequence[Hashable], labels: Sequence[str]) -> NamedLevel:
-    """Nodes with the same key are one group; its label is that of its first node."""
+    """Group the nodes with the same key; a group has the label of its first node."""
     index: dict[Hashable, int] = {}
     group = [index.setdefault(key, len(index)) for key in keys]
     first = dict(zip(reversed(group), reversed(labels), strict=True))
     return NamedLevel(name, np.array(group, np.int64), tuple(first[number] for number in range(len(index))))
 
 
-def _switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> list[NamedLevel]:
-    """Innermost first. A group is all of a path down to it, so that equal names on two branches stay two groups."""
+def _build_switch_levels(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> list[NamedLevel]:
+    """Build the switch levels, innermost first.
+
+    A group's key is its whole path, so that equal names on two branches stay two groups.
+    """
     depth = max((len(paths.get(node, ())) for node in nodes), default=0)
     full = [_fill_path(node, paths.get(node, ()), depth) for node in nodes]
     levels = []
     for number, end in enumerate(range(depth, 0, -1)):
-        level = _make_named_level(_switch_name(number), [path[:end] for path in full], [path[end - 1] for path in full])
-        levels.append(replace(level, switches=_members(level, [_last_switch(path[:end]) for path in full])))
+        level = _make_named_level(
+            _name_switch_level(number), [path[:end] for path in full], [path[end - 1] for path in full]
+        )
+        levels.append(
+            replace(level, switches=_collect_switches(level, [_get_last_switch(path[:end]) for path in full]))
+        )
     return levels
 
 
-def _last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
+def _get_last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the switch at the end of a path, which may be padded with its last name."""
     end = len(path)
     while end > 1 and path[end - 1] == path[end - 2]:
@@ -78,24 +87,24 @@ def _last_switch(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:end]
 
 
-def _members(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> tuple[frozenset[tuple[str, ...]], ...]:
-    found: list[set[tuple[str, ...]]] = [set() for _ in level.labels]
+def _collect_switches(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> tuple[frozenset[tuple[str, ...]], ...]:
+    switches: list[set[tuple[str, ...]]] = [set() for _ in level.labels]
     for group, switch in zip(level.group.tolist(), of_node, strict=True):
-        found[group].add(switch)
-    return tuple(map(frozenset, found))
+        switches[group].add(switch)
+    return tuple(map(frozenset, switches))
 
 
 def _fill_path(node: str, path: Sequence[str], depth: int) -> tuple[str, ...]:
-    known = tuple(path) or (f"{node} alone",)
-    return known + known[-1:] * (depth - len(known))
+    switches = tuple(path) or (f"{node} alone",)
+    return switches + switches[-1:] * (depth - len(switches))
 
 
-def _switch_name(number: int) -> str:
+def _name_switch_level(number: int) -> str:
     return _SWITCH_LEVELS[number] if number < len(_SWITCH_LEVELS) else f"level{number + 1}"
 
 
-def _domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLevel | None:
-    """None where every domain is one node, which is a node's own NVLink."""
+def _build_domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLevel | None:
+    """Build the level of NVLink domains; None if every domain is one node, whose NVLink is inside the node."""
     names = [domains.get(node) for node in nodes]
     keys = [(name, None) if name is not None else (None, node) for name, node in zip(names, nodes, strict=True)]
     labels = [node if name is None else name for name, node in zip(names, nodes, strict=True)]
@@ -104,32 +113,24 @@ def _domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLeve
 
 
 def _join_groups(level: NamedLevel, inner: NDArray[np.int64]) -> NamedLevel:
-    """The level with those groups made one that share a group of `inner`."""
-    parent = list(range(len(level.labels)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
+    """Join those groups of a level that share a group of `inner`."""
+    sets = DisjointSets(len(level.labels))
     first: dict[int, int] = {}
     for number, within in zip(level.group.tolist(), inner.tolist(), strict=True):
-        a, b = root(number), root(first.setdefault(within, number))
-        parent[max(a, b)] = min(a, b)
+        sets.join(number, first.setdefault(within, number))
     members: dict[int, list[str]] = {}
     switches: dict[int, frozenset[tuple[str, ...]]] = {}
     for number, label in enumerate(level.labels):
-        members.setdefault(root(number), []).append(label)
-        switches[root(number)] = switches.get(root(number), frozenset()) | level.switches[number]
-    roots = [root(number) for number in level.group.tolist()]
+        members.setdefault(sets.find(number), []).append(label)
+        switches[sets.find(number)] = switches.get(sets.find(number), frozenset()) | level.switches[number]
+    roots = [sets.find(number) for number in level.group.tolist()]
     joined = _make_named_level(level.name, roots, ["+".join(members[number]) for number in roots])
     return replace(joined, switches=tuple(switches[number] for number in dict.fromkeys(roots)))
 
 
 @dataclass(frozen=True)
 class FabricLevel:
-    """One level of a tree: which nodes are in which of its groups, and what leaves a group."""
+    """One level of the tree: the group of each node, and the bandwidth out of each group."""
 
     name: str
     """What a group is: node, domain (NVLink), leaf (or scalable unit, chassis), group (pod, dragonfly group), ..."""
@@ -153,7 +154,7 @@ class FabricLevel:
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of one job and the levels above them."""
+    """The nodes of one job and the levels above them."""
 
     nodes: tuple[str, ...]
     """In the launcher's order; a node's ranks are consecutive there."""
@@ -171,7 +172,7 @@ _EQUAL = 1e-6
 
 
 def find_parents(fabric: Fabric, number: int) -> NDArray[np.int64]:
-    """[groups of level `number`]: the group of the next level that each lies in."""
+    """Return [groups of level `number`]: the group of the next level that holds each."""
     group, above = fabric.levels[number].group, fabric.levels[number + 1].group
     result = np.zeros(group.max() + 1, np.int64)
     result[group] = above
@@ -195,6 +196,6 @@ def _is_tapered(fabric: Fabric, number: int) -> bool:
 
 
 def is_uniform(fabric: Fabric) -> bool:
-    """Whether no order of nodes differs from another: one level, and all nodes alike."""
+    """Whether all orders of the nodes cost the same: one level, and all nodes alike."""
     node = fabric.levels[0]
     return len(fabric.levels) == 1 and bool((node.uplink == node.uplink[0]).all())

@@ -1,7 +1,7 @@
-"""From the configuration, and what is known of an allocation, to the Fabric that ranks are placed on.
+"""Build the fabric of a job from the configuration and the locations of its nodes.
 
-Bandwidths and latencies are measured ones where there are any, else from conf/cluster, else stated defaults; every one
-that a cost rests on and that was neither given nor measured is listed.
+Bandwidths and latencies are measured ones where there are any, else from conf/cluster, else stated defaults.
+`list_assumptions` names every figure that was neither given nor measured.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ DEFAULT_UPLINK = 1e9
 DEFAULT_INSIDE = 1e10
 """Bytes/s between the ranks of a node whose links are unknown."""
 
-# Seconds of a hop as NCCL's own tuning has them (src/graph/tuning.cc, ring, protocol Simple), and of a TCP message.
+# Seconds of a hop: NCCL's own tuning constants (src/graph/tuning.cc, ring, protocol Simple); `none` and sockets: a TCP
+# message.
 _INSIDE_LATENCY = {"nvlink": 3.4e-6, "nvswitch": 3.4e-6, "xgmi": 3.4e-6, "pcie": 5.7e-6, "none": 2e-5}
 _NETWORK_LATENCY = 1.4e-5
 _SOCKET_LATENCY = 5e-5
 _SWITCH_LATENCY = 1e-6
-"""Of one level more: two more switches and their cables."""
+"""Seconds added by each further level of switches: two more switches and their cables."""
 
 
 @dataclass(frozen=True)
 class FabricFigures:
-    """What one cluster can move, in bytes/s in one direction, and how long a message takes, in seconds."""
+    """Bandwidths of a cluster, bytes/s in one direction, and latencies, seconds."""
 
     inside_bandwidth: float
     inside_latency: float
@@ -61,7 +62,7 @@ class FabricFigures:
 
     def measured_uplink(self, level: str) -> float | None:
         """Return the measured bytes/s out of one group of the level, if any."""
-        constants = self.measured.of(level) if self.measured is not None else None
+        constants = self.measured.get_level(level) if self.measured is not None else None
         return constants.bandwidth if constants is not None else None
 
     def taper(self, level: str) -> float | None:
@@ -73,8 +74,11 @@ class FabricFigures:
         return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
 
     def latency(self, level: str, above: int, domains: bool) -> float:
-        """Seconds of a message that leaves a group of the level; above: levels of switches that it has passed."""
-        if self.measured is not None and (constants := self.measured.of(level)) is not None:
+        """Return the seconds of a message that leaves a group of the level.
+
+        above: levels of switches that it has passed.
+        """
+        if self.measured is not None and (constants := self.measured.get_level(level)) is not None:
             return constants.latency
         return self.inside_latency if level == "node" and domains else self.network_latency + above * _SWITCH_LATENCY
 
@@ -89,7 +93,7 @@ def collect_figures(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 
     nic_uplink = (node.nics * node.nic_gbit_s or node_gbit_s) / 8 * 1e9 or DEFAULT_UPLINK
     inside = node.gpu_link_gb_s * 1e9 or node.pcie_gb_s * 1e9 or max(DEFAULT_INSIDE, nic_uplink)
     measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
-    within = measured.of("inside") if measured else None
+    within = measured.get_level("inside") if measured else None
     return FabricFigures(
         inside_bandwidth=within.bandwidth if within else inside,
         inside_latency=within.latency if within else _INSIDE_LATENCY[node.gpu_link],
@@ -112,14 +116,14 @@ def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[
     """
     node = cluster.node
     measured = read_calibration(Path(cluster.calibration)) if cluster.calibration else None
-    known = {it.level for it in measured.levels} if measured else set()
+    measured_levels = {constants.level for constants in measured.levels} if measured else set()
     notes = []
-    if not node.nics * node.nic_gbit_s and not node_gbit_s and "node" not in known:
+    if not node.nics * node.nic_gbit_s and not node_gbit_s and "node" not in measured_levels:
         notes.append(
             f"cluster.node.nics and nic_gbit_s are not known: {DEFAULT_UPLINK / 1e9:g} GB/s a node is assumed; "
             f"ratios hold, seconds do not"
         )
-    if not node.gpu_link_gb_s and not node.pcie_gb_s and "inside" not in known:
+    if not node.gpu_link_gb_s and not node.pcie_gb_s and "inside" not in measured_levels:
         notes.append(
             f"cluster.node.gpu_link_gb_s is not known: {DEFAULT_INSIDE / 1e9:g} GB/s between the ranks of a node is "
             f"assumed"
@@ -142,15 +146,18 @@ def build_fabric(
     domains: Mapping[str, str] | None = None,
     unknown_taper: float = 1.0,
 ) -> Fabric:
-    """Return the fabric of a job on `nodes` (launcher's order), given only these nodes; see `fabric_at`."""
-    where = NodeLocations(tuple(nodes), paths or {}, domains or {})
-    return build_located_fabric(config, where, ranks_per_node, unknown_taper)
+    """Build the fabric of a job on `nodes` (launcher's order) from their switches and domains.
+
+    See build_located_fabric.
+    """
+    locations = NodeLocations(tuple(nodes), paths or {}, domains or {})
+    return build_located_fabric(config, locations, ranks_per_node, unknown_taper)
 
 
 def build_located_fabric(
-    config: RunConfig, where: NodeLocations, ranks_per_node: int, unknown_taper: float = 1.0
+    config: RunConfig, locations: NodeLocations, ranks_per_node: int, unknown_taper: float = 1.0
 ) -> Fabric:
-    """The fabric of a job on nodes of which is known where they are.
+    """Build the fabric of a job on located nodes.
 
     Levels, innermost first: node, domain, leaf, group, level3, ...; one that holds all nodes in one group is left out,
     for nothing leaves it. Uplinks: a node its NICs, or in a domain that spans nodes its GPUs' NVLink; a domain its
@@ -162,27 +169,27 @@ def build_located_fabric(
 
     unknown_taper: where a taper is not known. Raises UserError for a calibration that cannot be read.
     """
-    named = build_levels(where.nodes, where.paths, where.domains)
-    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
+    named = build_levels(locations.nodes, locations.paths, locations.domains)
+    figures = collect_figures(config.cluster, locations.nics, locations.node_gbit_s)
     spans = any(level.name == "domain" for level in named)
     node, *above = named
-    kept = [node, *(level for level in above if len(level.labels) > 1)]
+    levels = [node, *(level for level in above if len(level.labels) > 1)]
     return Fabric(
-        nodes=where.nodes,
+        nodes=locations.nodes,
         ranks_per_node=ranks_per_node,
         inside_bandwidth=figures.inside_bandwidth,
         inside_latency=figures.inside_latency,
         levels=tuple(
-            _make_level(level, figures, number, spans, where, unknown_taper) for number, level in enumerate(kept)
+            _make_level(level, figures, number, spans, locations, unknown_taper) for number, level in enumerate(levels)
         ),
     )
 
 
-def find_unknown_tapers(config: RunConfig, where: NodeLocations) -> tuple[str, ...]:
+def find_unknown_tapers(config: RunConfig, locations: NodeLocations) -> tuple[str, ...]:
     """Return the levels whose uplinks are unknown: no cables, no taper, no measurement. Innermost first."""
-    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
-    levels = [level for level in build_levels(where.nodes, where.paths, where.domains) if level.switches]
-    placed = np.array([bool(where.paths.get(node)) for node in where.nodes])
+    figures = collect_figures(config.cluster, locations.nics, locations.node_gbit_s)
+    levels = [level for level in build_levels(locations.nodes, locations.paths, locations.domains) if level.switches]
+    placed = np.array([bool(locations.paths.get(node)) for node in locations.nodes])
     return tuple(
         level.name
         for level in levels
@@ -190,49 +197,40 @@ def find_unknown_tapers(config: RunConfig, where: NodeLocations) -> tuple[str, .
         and figures.taper(level.name) is None
         and figures.measured_uplink(level.name) is None
         and not all(
-            any(_list_cables(where, switch) for switch in level.switches[group])
+            any(_list_cables(locations, switch) for switch in level.switches[group])
             for group in set(level.group[placed].tolist())
         )
     )
 
 
-def list_capacity_notes(config: RunConfig, where: NodeLocations) -> tuple[str, ...]:
+def list_capacity_notes(config: RunConfig, locations: NodeLocations) -> tuple[str, ...]:
     """Return one line for each stated taper that the topology's cables contradict, and for LinkSpeeds that differ."""
-    figures = collect_figures(config.cluster, where.nics, where.node_gbit_s)
+    figures = collect_figures(config.cluster, locations.nics, locations.node_gbit_s)
     notes = []
-    for level in build_levels(where.nodes, where.paths, where.domains):
+    for level in build_levels(locations.nodes, locations.paths, locations.domains):
         if not level.switches or len(level.labels) < 2 or figures.measured_uplink(level.name) is not None:
             continue
         sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
-        below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, where))
-        cabled = np.array([_sum_cables(where, switches, figures) for switches in level.switches])
+        below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, locations))
+        cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
         stated = figures.taper(level.name)
         if (cabled > 0).all():
-            found = float(np.median(below * figures.nic_uplink / cabled))
-            if stated is not None and abs(found / stated - 1) > _CONTRADICTS:
+            cabled_taper = float(np.median(below * figures.nic_uplink / cabled))
+            if stated is not None and abs(cabled_taper / stated - 1) > _CONTRADICTS:
                 notes.append(
-                    f"the {level.name} uplinks are {found:.2g}:1 by the cables of {where.source}; the {stated:g}:1 of "
-                    f"cluster={config.cluster.name} is not used"
+                    f"the {level.name} uplinks are {cabled_taper:.2g}:1 by the cables of {locations.source}; the "
+                    f"{stated:g}:1 of cluster={config.cluster.name} is not used"
                 )
-        elif (_relative_speeds(level, where) < 1).any():
+        elif (_compute_relative_speeds(level, locations) < 1).any():
             notes.append(
-                f"LinkSpeed= differs between the {level.name} switches of {where.source}: the fastest have the uplink "
-                "that the taper gives, the others as much less as their LinkSpeed says"
+                f"LinkSpeed= differs between the {level.name} switches of {locations.source}: the fastest have "
+                "the uplink that the taper gives, the others as much less as their LinkSpeed says"
             )
     return tuple(notes)
 
 
-def build_described_fabric(config: RunConfig) -> Fabric:
-    """The fabric that cluster=<name> describes, for a job of its first nodes: node0001, node0002, ..."""
-    return build_located_fabric(
-        config,
-        locate_described_cluster(config, name_described_nodes(count_nodes(config))),
-        count_ranks_per_node(config),
-    )
-
-
 def locate_described_cluster(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
-    """Return the locations of the described cluster's nodes, as `described_places` defines them."""
+    """Locate nodes of the described cluster, named as `name_described_nodes` names them."""
     fabric = config.cluster.fabric
     paths, domains = find_described_places(config, nodes)
     size = {"group": fabric.nodes_per_group, "leaf": fabric.nodes_per_leaf}
@@ -245,13 +243,13 @@ def locate_described_cluster(config: RunConfig, nodes: Sequence[str]) -> NodeLoc
 
 
 def name_described_nodes(count: int) -> tuple[str, ...]:
-    """Names of the first nodes of a described cluster."""
+    """Name the first nodes of a described cluster: node0001, node0002, ..."""
     width = max(4, len(str(count)))
     return tuple(f"node{number:0{width}d}" for number in range(1, count + 1))
 
 
 def find_described_places(config: RunConfig, nodes: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """(paths, domains) of nodes named as `described_nodes` names them, filled up in the order of their numbers.
+    """Return (paths, domains) of described nodes; leaves and groups are filled in the order of the nodes' numbers.
 
     Raises UserError for a node of another name, and for two names of one node.
     """
@@ -268,14 +266,14 @@ def find_described_places(config: RunConfig, nodes: Sequence[str]) -> tuple[dict
 
 
 def count_nodes(config: RunConfig) -> int:
-    """Nodes of the run as it is described: cluster.nodes, or what launch.ranks or the degrees need."""
+    """Count the nodes of the run: cluster.nodes, else as many as launch.ranks or the degrees need."""
     if config.cluster.nodes:
         return config.cluster.nodes
     return math.ceil((config.launch.ranks or smallest_world(config.parallel)) / count_ranks_per_node(config))
 
 
 def count_ranks_per_node(config: RunConfig) -> int:
-    """The cluster's; of a machine of which nothing is described: all ranks of a local run."""
+    """Count the ranks of a node: the cluster's; on a machine that is not described, all ranks of a local run."""
     cluster = config.cluster
     described = cluster.node.gpus or cluster.node.ranks or cluster.nodes or config.launch.kind != "local"
     if described:
@@ -284,7 +282,7 @@ def count_ranks_per_node(config: RunConfig) -> int:
 
 
 def _make_level(
-    level: NamedLevel, figures: FabricFigures, number: int, spans: bool, where: NodeLocations, unknown_taper: float
+    level: NamedLevel, figures: FabricFigures, number: int, spans: bool, locations: NodeLocations, unknown_taper: float
 ) -> FabricLevel:
     sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
     latency = figures.latency(level.name, number, spans)
@@ -294,46 +292,55 @@ def _make_level(
     if not level.switches:
         each = figures.nvlink_uplink if level.name == "node" and spans else figures.nic_uplink
         return FabricLevel(level.name, level.group, sizes * each, latency)
-    below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, where))
-    cabled = np.array([_sum_cables(where, switches, figures) for switches in level.switches])
+    below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, locations))
+    cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
     taper = figures.taper(level.name) or unknown_taper
-    reckoned = below * (figures.nic_uplink / taper) * _relative_speeds(level, where)
-    uplink = np.where(cabled > 0, cabled, reckoned)
-    return FabricLevel(
-        level.name, level.group, uplink, latency, uplink * sizes / below if (sizes < below).any() else None
-    )
+    # Uplink of a switch = what its nodes' NICs can send / taper; slower switches of a level by their LinkSpeed.
+    computed = below * (figures.nic_uplink / taper) * _compute_relative_speeds(level, locations)
+    uplink = np.where(cabled > 0, cabled, computed)
+    # The job's fair share of an uplink is its share of the nodes below the switch.
+    share = uplink * sizes / below if (sizes < below).any() else None
+    return FabricLevel(level.name, level.group, uplink, latency, share)
 
 
-def _count_nodes_below(level: NamedLevel, sizes: Floats, figures: FabricFigures, where: NodeLocations) -> Floats:
+def _count_nodes_below(level: NamedLevel, sizes: Floats, figures: FabricFigures, locations: NodeLocations) -> Floats:
     """Return [groups]: number of compute nodes below each group.
 
     If unknown: the median of the other groups, else the cluster's description, else the job's nodes on its fullest
     group.
     """
-    told = [[where.uplinks[it].nodes for it in switches if it in where.uplinks] for switches in level.switches]
-    middle = statistics.median([sum(nodes) for nodes in told if nodes] or [figures.nodes_below(level.name)])
-    return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in told], np.float64)
+    counts = [
+        [locations.uplinks[switch].nodes for switch in switches if switch in locations.uplinks]
+        for switches in level.switches
+    ]
+    middle = statistics.median([sum(nodes) for nodes in counts if nodes] or [figures.nodes_below(level.name)])
+    return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in counts], np.float64)
 
 
-def _list_cables(where: NodeLocations, switch: tuple[str, ...]) -> int:
-    return where.uplinks[switch].cables if switch in where.uplinks else 0
+def _list_cables(locations: NodeLocations, switch: tuple[str, ...]) -> int:
+    return locations.uplinks[switch].cables if switch in locations.uplinks else 0
 
 
-def _sum_cables(where: NodeLocations, switches: Iterable[tuple[str, ...]], figures: FabricFigures) -> float:
+def _sum_cables(locations: NodeLocations, switches: Iterable[tuple[str, ...]], figures: FabricFigures) -> float:
     """Return bytes/s of all cables out of the switches; 0 if none is listed. Cables without a rate count as a NIC."""
-    found = [where.uplinks[switch] for switch in switches if switch in where.uplinks]
-    return sum((it.cables * figures.port if it.gbit_s is None else it.gbit_s / 8 * 1e9 for it in found), 0.0)
+    uplinks = [locations.uplinks[switch] for switch in switches if switch in locations.uplinks]
+    return sum(
+        (uplink.cables * figures.port if uplink.gbit_s is None else uplink.gbit_s / 8 * 1e9 for uplink in uplinks), 0.0
+    )
 
 
-def _relative_speeds(level: NamedLevel, where: NodeLocations) -> Floats:
+def _compute_relative_speeds(level: NamedLevel, locations: NodeLocations) -> Floats:
     """Return [groups]: LinkSpeed of each group's switches relative to the fastest group; 1 if unknown."""
-    told = [[where.uplinks[it].link_speed for it in switches if it in where.uplinks] for switches in level.switches]
-    speeds = np.array([statistics.fmean(it) if it else math.nan for it in told])
-    return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(told) else np.ones(len(told))
+    group_speeds = [
+        [locations.uplinks[switch].link_speed for switch in switches if switch in locations.uplinks]
+        for switches in level.switches
+    ]
+    speeds = np.array([statistics.fmean(switch) if switch else math.nan for switch in group_speeds])
+    return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(group_speeds) else np.ones(len(group_speeds))
 
 
 def _parse_node_number(node: str, total: int) -> int:
-    """Index of a described node, from 0."""
+    """Return the index of a described node, from 0."""
     digits = node.removeprefix("node")
     if not (digits.isascii() and digits.isdecimal() and digits != node and len(digits) <= 9 and int(digits) > 0):
         raise UserError(
@@ -346,6 +353,6 @@ def _parse_node_number(node: str, total: int) -> int:
 
 
 def _find_shared_names(numbers: Mapping[str, int]) -> list[str]:
-    """The names of the first node that has several."""
+    """Return the names of the first node that has several."""
     counts = Counter(numbers.values())
-    return [node for node, number in numbers.items() if number == next(it for it in counts if counts[it] > 1)]
+    return [node for node, number in numbers.items() if number == next(count for count in counts if counts[count] > 1)]

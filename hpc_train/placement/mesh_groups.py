@@ -1,6 +1,6 @@
-"""The mesh seen by placement: which ranks form the groups of an axis, and on which nodes' places they sit.
+"""Find which ranks form the groups of a mesh axis, and on which nodes' positions they are.
 
-At the end: which of these groups straddle a level of the fabric of which one group could hold them.
+At the end: which of these groups straddle a level of the fabric although one of its groups could hold them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_train.placement.fabric import Fabric
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The groups of an axis as positions of nodes; groups that sit on the same positions are one row."""
+    """The groups of an axis as positions of nodes; groups on the same positions share a row."""
 
     position: NDArray[np.int64]
     """[rows, ranks of a group]: which node, counted along the rank map, holds each rank; ascending within a row."""
@@ -28,12 +28,12 @@ class GroupRows:
 
     @property
     def spread(self) -> NDArray[np.int64]:
-        """[rows]: nodes that a group sits on."""
+        """Number of nodes of each row's group, [rows]."""
         return np.asarray(1 + np.count_nonzero(np.diff(self.position, axis=1), axis=1))
 
 
 def list_degrees(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """One degree an axis, in the order of AXES; axes that are not given have degree 1."""
+    """Return the degrees in the order of AXES; missing axes have degree 1."""
     unknown = [axis for axis in sizes if axis not in AXES]
     if unknown:
         raise UserError(f"{unknown[0]}: not a mesh axis; the axes are {', '.join(AXES)}")
@@ -41,7 +41,7 @@ def list_degrees(sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def check_world(fabric: Fabric, sizes: Mapping[str, int], nodes: int) -> None:
-    """Raises UserError, one line, for degrees that do not fill `nodes` nodes exactly."""
+    """Raise UserError, one line, if the degrees do not fill `nodes` nodes exactly."""
     degrees = list_degrees(sizes)
     if math.prod(degrees) != nodes * fabric.ranks_per_node:
         equation = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, degrees, strict=True))
@@ -52,7 +52,7 @@ def check_world(fabric: Fabric, sizes: Mapping[str, int], nodes: int) -> None:
 
 
 def list_groups(sizes: Mapping[str, int], axes: tuple[str, ...]) -> NDArray[np.int64]:
-    """[groups, ranks]: the ranks of every group along the axes together, ascending, as torch orders a group.
+    """Return [groups, ranks]: the ranks of every group along the axes together, ascending, as torch orders a group.
 
     Ranks are row-major over AXES, the last fastest.
     """
@@ -64,7 +64,7 @@ def list_groups(sizes: Mapping[str, int], axes: tuple[str, ...]) -> NDArray[np.i
 
 
 def list_rows(sizes: Mapping[str, int], axes: tuple[str, ...], ranks_per_node: int) -> GroupRows:
-    """Rows of the groups along the axes.
+    """Return the groups along the axes as rows of positions.
 
     Groups come with ascending ranks, and so with ascending positions in every column: equal rows are neighbours.
     """
@@ -76,12 +76,12 @@ def list_rows(sizes: Mapping[str, int], axes: tuple[str, ...], ranks_per_node: i
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
-    """What a cost calls the axes: dp_shard, or dp_shard+cp."""
+    """Name axes as cost tables do: dp_shard, or dp_shard+cp."""
     return "+".join(axis for axis in AXES if axis in axes)
 
 
 def find_node_grid(sizes: Mapping[str, int], ranks_per_node: int) -> tuple[int, ...]:
-    """Degrees of the part of the mesh that lies between nodes, outermost first; those of 1 are left out.
+    """Return the degrees of the part of the mesh that lies between nodes, outermost first, without those of 1.
 
     The inner axes fill a node; the axis that the edge of the node cuts keeps the part beyond it. Where a node's ranks
     are no whole block of the mesh, the grid is one axis: nodes still move, but only as a line.
@@ -99,7 +99,7 @@ def find_node_grid(sizes: Mapping[str, int], ranks_per_node: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class CrossableGroups:
-    """The groups of one axis that one group of a level could hold."""
+    """The groups of one axis that a single group of a level could hold."""
 
     axis: str
     """Label of the axes."""
@@ -112,42 +112,37 @@ class CrossableGroups:
     copies: NDArray[np.int64]
 
     @property
-    def groups(self) -> int:
-        """How many groups there are."""
+    def count(self) -> int:
+        """Return the number of groups."""
         return int(self.copies.sum())
 
     def straddle(self, fabric: Fabric, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[orders]: groups that lie in several groups of the level; orders: [orders, positions]."""
+        """Return [orders]: how many groups lie in several groups of the level. orders: [orders, positions]."""
         group = fabric.levels[self.level].group[orders]
         # Not the first against the last: an order may leave a group and come back to it.
         counts = [(part[self.rows] != part[self.rows[:, :1]]).any(axis=1) @ self.copies for part in group]
         return np.array(counts, np.int64)
 
 
-def pluralise_groups(level: str) -> str:
-    """The groups of a level, in the plural."""
-    return "leaves" if level == "leaf" else f"{level}s"
-
-
 def find_crossable_groups(fabric: Fabric, groups: dict[str, GroupRows]) -> list[CrossableGroups]:
-    """One for every axis and level above the node where there is anything to count."""
-    found = []
+    """List the groups that a level could hold, for every axis and level above the node that have any."""
+    crossable = []
     for axis, rows in groups.items():
         spread = rows.spread
         for number in range(1, len(fabric.levels)):
             fits = (spread > 1) & (spread <= np.bincount(fabric.levels[number].group).max())
             if fits.any():
-                found.append(CrossableGroups(axis, number, rows.position[fits], spread[fits], rows.copies[fits]))
-    return found
+                crossable.append(CrossableGroups(axis, number, rows.position[fits], spread[fits], rows.copies[fits]))
+    return crossable
 
 
 def count_straddling(
     fabric: Fabric, groups: dict[str, GroupRows], identity: NDArray[np.int64], placed: NDArray[np.int64]
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """As Placement.straddling has it."""
+    """Count straddling groups for Placement.straddling."""
     table: dict[str, dict[str, dict[str, int]]] = {}
-    for it in find_crossable_groups(fabric, groups):
-        before, after = it.straddle(fabric, np.stack([identity, placed])).tolist()
-        counts = {"groups": it.groups, "identity": before, "placed": after}
-        table.setdefault(it.axis, {})[fabric.levels[it.level].name] = counts
+    for crossable in find_crossable_groups(fabric, groups):
+        before, after = crossable.straddle(fabric, np.stack([identity, placed])).tolist()
+        counts = {"groups": crossable.count, "identity": before, "placed": after}
+        table.setdefault(crossable.axis, {})[fabric.levels[crossable.level].name] = counts
     return table

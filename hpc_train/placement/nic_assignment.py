@@ -1,4 +1,4 @@
-"""Which NIC serves which GPU of a node: least total PCIe distance, and no NIC twice where another is as close."""
+"""Assign a NIC to every GPU of a node: least total PCIe distance, and no NIC twice if another is as close."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class NicAssignment:
 
 
 def measure_distance(kind: str) -> int:
-    """How far two devices with this kind of link are apart: 0 (NVLink, xGMI) to 6 (SYS), 7 for an unknown kind."""
+    """Return the distance of two devices by their link: 0 (NVLink, xGMI) to 6 (SYS), 7 for an unknown kind."""
     if kind.startswith(("NV", "XGMI")):
         return 0
     return _KINDS.index(kind) + 1 if kind in _KINDS else _UNKNOWN
 
 
 def assign_nics(node: Node, links: Sequence[Link]) -> NicAssignment:
-    """Every GPU of a node with one NIC. Ties go by NUMA node, then by PCI domain, then by the order of both lists."""
+    """Assign one NIC to every GPU of a node. Ties go by NUMA node, then PCI domain, then the order of both lists."""
     nics, dropped = select_usable_nics(node.nics)
     if not nics or not node.gpus:
         return NicAssignment({}, {}, dropped)
@@ -53,7 +53,7 @@ def assign_nics(node: Node, links: Sequence[Link]) -> NicAssignment:
 
 
 def select_usable_nics(nics: Sequence[Nic]) -> tuple[list[Nic], dict[str, str]]:
-    """(NICs fit for GPU traffic, id -> why another is not): down, a bond, or another layer or rate than most have."""
+    """Return (NICs fit for GPU traffic, id -> why another is not): down, a bond, or of an unusual layer or rate."""
     dropped = {nic.id: NO_PORT_UP for nic in nics if nic.active is False}
     bonds = {nic.id: f"{nic.device} is a bond" for nic in nics if nic.device and _BOND.search(nic.device)}
     if 2 * len(bonds.keys() - dropped) <= len(nics) - len(dropped):  # some sites bond the ports that GPUs use
@@ -68,21 +68,21 @@ def select_usable_nics(nics: Sequence[Nic]) -> tuple[list[Nic], dict[str, str]]:
 
 
 def _find_usual_value(values: list[Any]) -> Any:
-    """The most frequent value; of several the greatest: a fast NIC is for GPUs, a slow one for the site."""
+    """Return the most frequent value; of several the greatest: a fast NIC is for GPUs, a slow one for the site."""
     count = Counter(values)
     return max(sorted(count, reverse=True), key=lambda value: count[value], default=None)
 
 
 def _measure_distances(node: Node, nics: Sequence[Nic], links: Sequence[Link]) -> NDArray[np.int64]:
-    """[gpus, nics]."""
-    known = {
+    """Return the distances, [gpus, nics]."""
+    kinds = {
         pair: link.kind for link in links if link.node == node.name for pair in ((link.a, link.b), (link.b, link.a))
     }
-    return np.array([[measure_distance(known.get((gpu.id, nic.id), "")) for nic in nics] for gpu in node.gpus])
+    return np.array([[measure_distance(kinds.get((gpu.id, nic.id), "")) for nic in nics] for gpu in node.gpus])
 
 
 def _rank_ties(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> NDArray[np.int64]:
-    """[gpus, nics]: what decides between NICs at equal distance, smaller is better."""
+    """Return [gpus, nics]: smaller is preferred among NICs at equal distance."""
     rows, columns = len(gpus), len(nics)
     domain = rows * columns + 1  # more than all differences of order together
     numa = domain * (rows + 1)
@@ -90,7 +90,7 @@ def _rank_ties(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> NDArray[np.int64]:
         [
             [
                 numa * (str(gpu.numa) != str(nic.numa))
-                + domain * (_domain(gpu) != _domain(nic))
+                + domain * (_get_pci_domain(gpu) != _get_pci_domain(nic))
                 + abs(j - i * columns // rows)
                 for j, nic in enumerate(nics)
             ]
@@ -99,12 +99,15 @@ def _rank_ties(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> NDArray[np.int64]:
     )
 
 
-def _domain(device: Gpu | Nic) -> str | None:
+def _get_pci_domain(device: Gpu | Nic) -> str | None:
     return device.pci.split(":")[0] if device.pci else None
 
 
 def _solve_assignment(far: NDArray[np.int64], ties: NDArray[np.int64]) -> list[int]:
-    """Column of every row. Lexicographic: total distance, then how often columns are used twice, then ties."""
+    """Return the column of every row.
+
+    Minimises lexicographically: total distance, then how often columns are used twice, then ties.
+    """
     from scipy.optimize import linear_sum_assignment  # a third of a second, which ranks without GPUs need not wait
 
     rows, columns = far.shape

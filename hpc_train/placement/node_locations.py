@@ -1,9 +1,9 @@
-"""Find where the nodes of a job are; used by both `topology place` and the job itself.
+"""Find where the nodes of a job are: their switches and NVLink domains. `topology place` and the job both ask here.
 
-Sources, in this order: the file of cluster.topology; Slurm (`scontrol show topology` and, if that does not name a node,
-the node's own SLURM_TOPOLOGY_ADDR). NVLink domains that span nodes come from NVML on the nodes; else from the file's
+Sources of switches, in this order: the file of cluster.topology; `scontrol show topology`; for nodes that it does not
+name, their own SLURM_TOPOLOGY_ADDR. NVLink domains that span nodes come from NVML on the nodes; else from the file's
 GPUs; else from Slurm's blocks, if the cluster's description has domains of that size. A node that no source names is
-alone on a switch; the others are placed as usual.
+taken to be alone on a switch; the others are placed as usual.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hpc_train.errors import UserError
 TopologyQuery = Callable[[], Cluster | None]
 """Returns what `scontrol show topology` says; None if it says nothing."""
 _SLURM = "Slurm"
-_NOTHING = "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
+_NOTHING = "no source says which switches the nodes are on; give cluster.topology=FILE"
 
 
 @dataclass(frozen=True)
 class JobHost:
-    """A node of the job and what it knows about itself."""
+    """A node of the job, with the facts that only the node itself knows."""
 
     name: str
     slurm_name: str | None = None
@@ -50,13 +50,13 @@ class JobHost:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names a source may use for it."""
+        """The names that a source may use for the node."""
         return (self.slurm_name or self.name, self.name, self.name.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class NodeLocations:
-    """Nodes of one job, and what is known about where they are."""
+    """The nodes of one job, and where they are as far as it is known."""
 
     nodes: tuple[str, ...]
     """Nodes in the launcher's order."""
@@ -87,19 +87,19 @@ def locate_hosts(
 
     Raises UserError for a cluster.topology that cannot be read or lists no switches.
     """
-    hosts, problems = _with_own_environment(hosts)
+    hosts, problems = _drop_shared_environments(hosts)
     if cluster.topology is not None:
-        return _on_switches(cluster, hosts, read_switch_file(Path(cluster.topology)), cluster.topology)
+        return _locate_on_switches(cluster, hosts, read_switch_file(Path(cluster.topology)), cluster.topology)
     shown = ask() if in_slurm else None
-    addressed, wrong = _by_address(hosts, shown)
+    addressed, wrong = _parse_addresses(hosts, shown)
     problems += wrong
-    if shown is None or (addressed and _contradict(hosts, shown, addressed)):
+    if shown is None or (addressed and _has_contradiction(hosts, shown, addressed)):
         notes = (
             [] if shown is None else ["`scontrol show topology` puts the nodes elsewhere than SLURM_TOPOLOGY_ADDR does"]
         )
-        blocks = {host.name: found[-1] for host, found in _blocks_of(hosts, addressed)}
-        return _located(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
-    return _on_switches(cluster, hosts, shown, _SLURM, addressed)
+        blocks = {host.name: path[-1] for host, path in _select_block_hosts(hosts, addressed)}
+        return _make_locations(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
+    return _locate_on_switches(cluster, hosts, shown, _SLURM, addressed)
 
 
 def read_switch_file(file: Path) -> Cluster:
@@ -110,7 +110,7 @@ def read_switch_file(file: Path) -> Cluster:
     cluster = read_topology_file(file)
     if not any(switch.nodes for switch in cluster.switches):
         raise UserError(
-            f"{file}: cluster.topology needs switches with nodes on them; this file tells of none "
+            f"{file}: cluster.topology needs switches with nodes on them; this file has none "
             f"(it reads as {cluster.kind})"
         )
     return cluster
@@ -119,9 +119,9 @@ def read_switch_file(file: Path) -> Cluster:
 def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (compute nodes on switches in the file's order; one line on the other hosts, if any)."""
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
-    hanging = [name for name, found in find_paths(topology, compute).items() if found]
-    left_out = [name for name in hanging if name not in compute]
-    chosen = tuple(name for name in hanging if name in compute)
+    attached = [name for name, path in find_paths(topology, compute).items() if path]
+    left_out = [name for name in attached if name not in compute]
+    chosen = tuple(name for name in attached if name in compute)
     if not left_out:
         return chosen, ()
     own = next(iter(group_by_hardware(topology, compute)), None)
@@ -129,12 +129,12 @@ def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tup
         f"{_name_some(names)} with {kind}" for kind, names in group_by_hardware(topology, left_out).items()
     )
     return chosen, (
-        f"{len(left_out)} hosts get no ranks, for their hardware is not that of compute nodes ({own}): {kinds}; "
+        f"{len(left_out)} hosts get no ranks, because their hardware is not that of compute nodes ({own}): {kinds}; "
         "to choose nodes yourself give --nodes",
     )
 
 
-def _on_switches(
+def _locate_on_switches(
     cluster: ClusterConfig,
     hosts: Sequence[JobHost],
     topology: Cluster,
@@ -142,13 +142,15 @@ def _on_switches(
     addressed: Mapping[str, tuple[str, ...]] | None = None,
 ) -> NodeLocations:
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
-    found = _by_any_name({name: it for name, it in find_paths(topology, compute).items() if it})
-    named = {host.name: next((found[name] for name in host.names if name in found), None) for host in hosts}
-    paths = {name: it for name, it in named.items() if it} | {
-        name: it for name, it in (addressed or {}).items() if not named.get(name)
+    path_by_name = _add_short_names({name: path for name, path in find_paths(topology, compute).items() if path})
+    named = {
+        host.name: next((path_by_name[name] for name in host.names if name in path_by_name), None) for host in hosts
+    }
+    paths = {name: path for name, path in named.items() if path} | {
+        name: path for name, path in (addressed or {}).items() if not named.get(name)
     }
     cliques, blocks = _find_cliques(topology), _find_blocks(topology)
-    return _located(
+    return _make_locations(
         cluster,
         hosts,
         paths,
@@ -161,7 +163,7 @@ def _on_switches(
     )
 
 
-def _located(
+def _make_locations(
     cluster: ClusterConfig,
     hosts: Sequence[JobHost],
     paths: Mapping[str, tuple[str, ...]],
@@ -177,8 +179,8 @@ def _located(
     about = [f"{source} does not say where {_name_some(missing)} is; taken to be alone on a switch"] if missing else []
     problem = None
     if not paths and not domains:
-        known = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
-        problem, about = ("; ".join([*notes, known]) if topology is None else known), []
+        reason = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
+        problem, about = ("; ".join([*notes, reason]) if topology is None else reason), []
     nics, rate = _find_usual_network(hosts, topology) if topology is not None else (0, 0.0)
     return NodeLocations(
         nodes=tuple(host.name for host in hosts),
@@ -194,17 +196,17 @@ def _located(
     )
 
 
-def _by_any_name(found: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _add_short_names(paths: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Look nodes up by the source's names, and by their first parts if those are unique."""
-    short = Counter(name.partition(".")[0] for name in found)
-    return {name.partition(".")[0]: it for name, it in found.items() if short[name.partition(".")[0]] == 1} | dict(
-        found
+    short = Counter(name.partition(".")[0] for name in paths)
+    return {name.partition(".")[0]: path for name, path in paths.items() if short[name.partition(".")[0]] == 1} | dict(
+        paths
     )
 
 
-def _select_hosts(hosts: Sequence[JobHost], known: Mapping[str, str]) -> dict[str, str]:
-    named = {host.name: next((known[name] for name in host.names if name in known), None) for host in hosts}
-    return {name: it for name, it in named.items() if it is not None}
+def _select_hosts(hosts: Sequence[JobHost], by_name: Mapping[str, str]) -> dict[str, str]:
+    named = {host.name: next((by_name[name] for name in host.names if name in by_name), None) for host in hosts}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[int, float]:
@@ -215,13 +217,17 @@ def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[in
     return (kind.nics, kind.gbit_s or 0.0) if kind is not None else (0, 0.0)
 
 
-# NVLink domains
+# NVLink domains. What a node measures (NVML) goes before any file, which may be of another day.
 
 
 def _find_cliques(topology: Cluster) -> dict[str, str]:
     """Return the NVLink domain of each node whose GPUs are all in one domain."""
-    found = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
-    return {name: clique for name, it in found.items() if len(it) == 1 and (clique := next(iter(it))) is not None}
+    cliques = {node.name: {gpu.clique for gpu in node.gpus} for node in topology.nodes}
+    return {
+        name: clique
+        for name, of_node in cliques.items()
+        if len(of_node) == 1 and (clique := next(iter(of_node))) is not None
+    }
 
 
 def _find_blocks(topology: Cluster) -> dict[str, str]:
@@ -244,46 +250,46 @@ def _choose_domains(
     if measured:
         pairs = {(measured[name], block) for name, block in taken.items() if name in measured}
         apart = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len({block for _, block in pairs})
-        return measured, ["NVML tells of other NVLink domains than Slurm's blocks; NVML's count"] if apart else []
+        return measured, ["NVML reports other NVLink domains than Slurm's blocks; NVML's are used"] if apart else []
     if cliques:
         return dict(cliques), []
     if taken:
         gpus = cluster.node.nvlink_domain_gpus
         return dict(taken), [
-            f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; where "
-            "NVML tells of others in the job, those count"
+            f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; if "
+            "NVML reports others in the job, those are used"
         ]
-    if blocks and _domain_nodes(cluster) > 1:
-        size = max(_block_sizes(blocks, topology).values())
+    if blocks and _count_domain_nodes(cluster) > 1:
+        size = max(_count_block_nodes(blocks, topology).values())
         return {}, [
-            f"Slurm's blocks have up to {size} nodes and an NVLink domain has {_domain_nodes(cluster)} "
+            f"Slurm's blocks have up to {size} nodes and an NVLink domain has {_count_domain_nodes(cluster)} "
             f"(cluster.node.nvlink_domain_gpus={cluster.node.nvlink_domain_gpus}): blocks are not taken for domains"
         ]
     return {}, []
 
 
-def _domain_nodes(cluster: ClusterConfig) -> int:
+def _count_domain_nodes(cluster: ClusterConfig) -> int:
     return cluster.node.nvlink_domain_gpus // max(cluster.node.gpus, 1)
 
 
-def _block_sizes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
+def _count_block_nodes(blocks: Mapping[str, str], topology: Cluster | None) -> Counter[str]:
     """Count the nodes of each block that holds a job node: all of them if the source lists them, else the job's."""
     if topology is None:
         return Counter(blocks.values())
-    held = set(blocks.values())
-    return Counter({switch.name: len(switch.nodes) for switch in topology.switches if switch.name in held})
+    used = set(blocks.values())
+    return Counter({switch.name: len(switch.nodes) for switch in topology.switches if switch.name in used})
 
 
 def _are_domains(cluster: ClusterConfig, blocks: Mapping[str, str], topology: Cluster | None) -> bool:
     """Whether NVLink domains span nodes here, and no block has more nodes than a domain can have."""
-    within = _domain_nodes(cluster)
-    return bool(blocks) and within > 1 and max(_block_sizes(blocks, topology).values()) <= within
+    within = _count_domain_nodes(cluster)
+    return bool(blocks) and within > 1 and max(_count_block_nodes(blocks, topology).values()) <= within
 
 
 # SLURM_TOPOLOGY_ADDR
 
 
-def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list[str]]:
+def _drop_shared_environments(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list[str]]:
     """Return (the hosts, without a Slurm environment that several of them share; one line on each shared one).
 
     A launcher other than Slurm's may give all ranks the environment of the first node.
@@ -302,36 +308,36 @@ def _with_own_environment(hosts: Sequence[JobHost]) -> tuple[list[JobHost], list
     ]
 
 
-def _by_address(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def _parse_addresses(hosts: Sequence[JobHost], shown: Cluster | None) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Return (path of each host that has a valid address, problems of the others)."""
     names = frozenset(switch.name for switch in shown.switches) if shown is not None else frozenset[str]()
-    found: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     problems: list[str] = []
     for host in hosts:
         if host.address is None:
             continue
         try:
             if above := parse_address(host.address, host.pattern, host.names[0], names):
-                found[host.name] = above
+                paths[host.name] = above
         except UserError as error:
             problems.append(str(error))
-    return found, problems
+    return paths, problems
 
 
-def _contradict(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
+def _has_contradiction(hosts: Sequence[JobHost], shown: Cluster, addressed: Mapping[str, tuple[str, ...]]) -> bool:
     """Whether a node's address names none of the switches that scontrol lists above it."""
     on: dict[str, set[str]] = {}
     for switch in shown.switches:
         for node in switch.nodes:
             on.setdefault(node, set()).add(switch.name)
     return any(
-        on[name].isdisjoint(_members(addressed[host.name][-1])) and addressed[host.name][-1] not in on[name]
+        on[name].isdisjoint(_expand_switch_name(addressed[host.name][-1])) and addressed[host.name][-1] not in on[name]
         for host in hosts
         if host.name in addressed and (name := host.names[0]) in on
     )
 
 
-def _members(name: str) -> list[str]:
+def _expand_switch_name(name: str) -> list[str]:
     """Expand a name to the switches it stands for."""
     try:
         return expand_hostlist(name)
@@ -339,7 +345,7 @@ def _members(name: str) -> list[str]:
         return [name]
 
 
-def _blocks_of(
+def _select_block_hosts(
     hosts: Sequence[JobHost], addressed: Mapping[str, tuple[str, ...]]
 ) -> list[tuple[JobHost, tuple[str, ...]]]:
     """Return the hosts whose address says they are in a block."""

@@ -1,8 +1,9 @@
-"""Orders of nodes worth trying: along the tree and in whole cells, all of a few nodes, and exchanges from a good one.
+"""List the orders of nodes worth costing, and improve a good one by swaps.
 
-First the constructed orders, with the axes of the mesh nested in every way. Then all orders of a few nodes that differ
-in cost at all: groups of a level that are alike can change places without changing any cost, so one order of each such
-class is enough. Last the local search: exchange two nodes, or two cells of nodes, while that makes a step cheaper.
+Constructed orders come first: along the tree, and in whole cells, with the axes of the mesh nested in every way. For a
+few nodes all orders that differ in cost are listed: groups of a level that are alike can change places without changing
+any cost, so one order of each such class is enough. The local search exchanges two nodes, or two cells of nodes, as
+long as a step gets cheaper.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ NodeOrder = NDArray[np.int64]
 
 
 def order_along_tree(fabric: Fabric) -> NodeOrder:
-    """Group by group at every level, in order of first appearance: the least change that makes groups contiguous."""
+    """Order nodes group by group at every level, in order of first appearance.
+
+    This is the least change that makes groups contiguous.
+    """
     return np.lexsort([np.arange(len(fabric.nodes)), *(level.group for level in fabric.levels[1:])])
 
 
 def order_largest_first(fabric: Fabric) -> NodeOrder:
-    """As tree_order, but larger groups before smaller ones within the group above them."""
+    """Order nodes along the tree, with larger groups before smaller ones within the group above them."""
     keys: list[NDArray[np.int64]] = []
     for level in reversed(fabric.levels[1:]):
         keys += [-np.bincount(level.group)[level.group], level.group]
@@ -38,16 +42,16 @@ def order_largest_first(fabric: Fabric) -> NodeOrder:
 
 
 def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
-    """Cells of `unit` consecutive nodes, as many as can be inside one group of the innermost level, then of the next.
+    """Pack nodes into cells of `unit` consecutive nodes.
 
-    What is left of a group after its whole cells is put together with what is left of its neighbours, largest remainder
-    first; nodes that fill no cell at all come last.
+    As many cells as possible lie inside one group of the innermost level, then of the next. The rest of a group is put
+    together with the rests of its neighbours, largest first; nodes that fill no cell come last.
     """
     assert unit > 0, "a cell has nodes"
     left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
     for number in range(1, len(fabric.levels) + 1):
         group = fabric.levels[number].group if number < len(fabric.levels) else np.zeros(len(fabric.nodes), np.int64)
-        whole, left = _cells_of_level(left, group, unit)
+        whole, left = _pack_level(left, group, unit)
         cells += whole
     place = np.empty(len(fabric.nodes), np.int64)
     place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
@@ -55,57 +59,60 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
     return np.concatenate([*cells, *left])
 
 
-def _cells_of_level(
-    left: list[NodeOrder], group: NDArray[np.int64], unit: int
-) -> tuple[list[NodeOrder], list[NodeOrder]]:
-    """(whole cells, what is left of each group that has anything left)."""
+def _pack_level(left: list[NodeOrder], group: NDArray[np.int64], unit: int) -> tuple[list[NodeOrder], list[NodeOrder]]:
+    """Return (whole cells, remaining nodes of each group that has any)."""
     members: dict[int, list[NodeOrder]] = {}
     for part in left:
         members.setdefault(int(group[part[0]]), []).append(part)
     cells, rest = list[NodeOrder](), list[NodeOrder]()
     for parts in members.values():
         nodes = np.concatenate(sorted(parts, key=len, reverse=True))
-        whole = len(nodes) // unit * unit
-        cells += np.split(nodes[:whole], whole // unit) if whole else []
-        rest += [nodes[whole:]] if whole < len(nodes) else []
+        packed = len(nodes) // unit * unit
+        cells += np.split(nodes[:packed], packed // unit) if packed else []
+        rest += [nodes[packed:]] if packed < len(nodes) else []
     return cells, rest
 
 
 def list_nestings(grid: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
-    """Every order of the axes of the node grid, outermost first, the mesh's own first, with [positions]: which node
-    along an order of nodes stands at each position of the mesh. At most 5! of them."""
+    """Yield every order of the axes of the node grid, outermost first, the mesh's own first: at most 5!.
+
+    Each comes with [positions]: the index, along an order of nodes, of the node at each position of the mesh.
+    """
     for nest in itertools.permutations(range(len(grid))):
         along = np.arange(math.prod(grid)).reshape([grid[axis] for axis in nest])
         yield nest, along.transpose(np.argsort(nest)).ravel() if nest else along.ravel()
 
 
 def list_cell_sizes(grid: tuple[int, ...], nest: tuple[int, ...]) -> list[int]:
-    """Nodes of the blocks that the inner axes of a nesting fill, ascending; not one node, not all."""
+    """List the sizes, in nodes, of the blocks that the inner axes of a nesting fill; neither one node nor all."""
     sizes = itertools.accumulate((grid[axis] for axis in reversed(nest)), lambda a, b: a * b)
     return [size for size in sizes if 1 < size < math.prod(grid)]
 
 
 @dataclass(frozen=True)
 class SymmetryTree:
-    """The fabric as groups within groups; a group is (level, index), level 0 the nodes, the topmost level the whole."""
+    """The fabric as groups within groups.
+
+    A group is (level, index); level 0 are the nodes, the topmost level the whole.
+    """
 
     fabric: Fabric
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """[level][node]: the node's group of every level, nodes themselves first and the whole last."""
+        """[level][node]: the node's group at every level, from the node itself to the whole."""
         count = len(self.fabric.nodes)
         return [list(range(count)), *(level.group.tolist() for level in self.fabric.levels[1:]), [0] * count]
 
     @cached_property
     def parts(self) -> list[dict[int, list[int]]]:
-        """[level][group]: groups of the level below within it."""
+        """[level][group]: its groups of the level below."""
         below: list[dict[int, list[int]]] = [{node: [] for node in self.paths[0]}]
         for low, high in zip(self.paths, self.paths[1:], strict=False):
-            found: dict[int, dict[int, None]] = {}
-            for part, whole in zip(low, high, strict=True):
-                found.setdefault(whole, {})[part] = None
-            below.append({whole: list(parts) for whole, parts in found.items()})
+            parts_of: dict[int, dict[int, None]] = {}
+            for part, group in zip(low, high, strict=True):
+                parts_of.setdefault(group, {})[part] = None
+            below.append({group: list(parts) for group, parts in parts_of.items()})
         return below
 
     @cached_property
@@ -130,7 +137,7 @@ class SymmetryTree:
 
 
 def list_order_classes(fabric: Fabric) -> NDArray[np.int64]:
-    """[orders, positions]: one order of every class of orders that cost the same by symmetry of the fabric."""
+    """Return [orders, positions]: one order of every class of orders that cost the same by symmetry of the fabric."""
     tree = SymmetryTree(fabric)
     count, orders = len(fabric.nodes), list[list[int]]()
     choices: dict[frozenset[int], list[int]] = {}
@@ -150,7 +157,7 @@ def list_order_classes(fabric: Fabric) -> NDArray[np.int64]:
 
 
 def _list_different_nodes(tree: SymmetryTree, used: frozenset[int]) -> list[int]:
-    """Of the unused nodes, the first of each set that symmetries which leave the used ones in place can exchange."""
+    """List the first node of each set of unused nodes that symmetries fixing the used ones can exchange."""
     touched = [{path[node] for node in used} for path in tree.paths]
     first: dict[tuple[tuple[bool, int], ...], int] = {}
     for node in range(len(tree.paths[0])):
@@ -165,7 +172,7 @@ def _list_different_nodes(tree: SymmetryTree, used: frozenset[int]) -> list[int]
 
 
 def find_nearest_order(fabric: Fabric, order: Sequence[int]) -> NDArray[np.int64]:
-    """Of all orders in the class of `order`, one that leaves the most nodes where the launcher has them."""
+    """Among the orders that cost the same as `order` by symmetry, find one that moves the fewest nodes."""
     tree = SymmetryTree(fabric)
     position = {node: at for at, node in enumerate(order)}
     _, exchange = _match_groups(tree, position, len(tree.paths) - 1, 0, 0)
@@ -175,20 +182,20 @@ def find_nearest_order(fabric: Fabric, order: Sequence[int]) -> NDArray[np.int64
 def _match_groups(
     tree: SymmetryTree, position: dict[int, int], level: int, group: int, other: int
 ) -> tuple[int, dict[int, int]]:
-    """(nodes left in place, node -> node) when what `group` holds moves to `other`, a group of its kind."""
+    """Map the nodes of `group` to those of `other`, a group of its kind. Returns (nodes unmoved, node -> node)."""
     if level == 0:
         return int(position[group] == other), {group: other}
-    kind, parts, others = tree.kinds[level - 1], tree.parts[level][group], tree.parts[level][other]
+    kind, parts, other_parts = tree.kinds[level - 1], tree.parts[level][group], tree.parts[level][other]
     fits = {
         (row, column): _match_groups(tree, position, level - 1, part, target)
         for row, part in enumerate(parts)
-        for column, target in enumerate(others)
+        for column, target in enumerate(other_parts)
         if kind[part] == kind[target]
     }
-    kept = np.full((len(parts), len(others)), -len(position), np.int64)
+    unmoved = np.full((len(parts), len(other_parts)), -len(position), np.int64)
     for at, (count, _) in fits.items():
-        kept[at] = count
-    pairs = zip(*linear_sum_assignment(kept, maximize=True), strict=True)
+        unmoved[at] = count
+    pairs = zip(*linear_sum_assignment(unmoved, maximize=True), strict=True)
     chosen = [fits[int(row), int(column)] for row, column in pairs]
     return sum(count for count, _ in chosen), {a: b for _, exchange in chosen for a, b in exchange.items()}
 
@@ -208,9 +215,10 @@ _NEIGHBOURS = 1e-4
 
 
 def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], floor: float) -> NodeOrder:
-    """A cheaper order, or the same one; cells: sizes of blocks of positions to exchange besides single nodes.
+    """Improve an order by local search; returns it unchanged if nothing better is found.
 
-    floor: seconds below which no order can come, neighbours or not. Draws from a fixed seed.
+    cells: sizes of blocks of positions to exchange besides single nodes; floor: seconds below which no order can come,
+    neighbours or not. Draws from a fixed seed.
     """
     random, best = np.random.default_rng(0), order
     seconds = float(_score_orders(model, best[None])[0])
@@ -219,10 +227,10 @@ def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], f
         if in_vain == _IN_VAIN or seconds * _BETTER <= floor * (1 + _NEIGHBOURS):
             break
         tried = np.stack([_exchange_blocks(best, random, cells) for _ in range(_TRIED)])
-        found = _score_orders(model, tried)
-        at = int(found.argmin())
-        if found[at] < seconds * _BETTER:
-            best, seconds, in_vain = tried[at], float(found[at]), 0
+        scores = _score_orders(model, tried)
+        at = int(scores.argmin())
+        if scores[at] < seconds * _BETTER:
+            best, seconds, in_vain = tried[at], float(scores[at]), 0
         else:
             in_vain += 1
     return best
@@ -230,12 +238,12 @@ def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], f
 
 def _score_orders(model: CostModel, orders: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return [orders]: seconds alone; ties are broken by the seconds next to busy neighbours."""
-    sums = model.sums(orders)
+    sums = model.compute_sums(orders)
     return sums.seconds + _NEIGHBOURS * sums.beside
 
 
 def _exchange_blocks(order: NodeOrder, random: np.random.Generator, cells: Sequence[int]) -> NodeOrder:
-    """Two blocks of one size, drawn at random, change places."""
+    """Exchange two blocks of one size, drawn at random."""
     size = int(random.choice([1, *cells]))
     first, second = random.choice(len(order) // size, 2, replace=False) * size
     result = order.copy()

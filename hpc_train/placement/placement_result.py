@@ -1,4 +1,4 @@
-"""Placement: what the search answers, and how it is shared and printed."""
+"""Placement: the result of a search, and its JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CostCase:
 
 @dataclass(frozen=True)
 class Placement:
-    """Whole nodes in a new order."""
+    """An order of whole nodes, and its cost beside that of the launcher's order."""
 
     nodes: tuple[int, ...]
     """nodes[i]: index, in the launcher's order, of the node that holds ranks i * ranks_per_node and following."""
@@ -57,13 +57,13 @@ class Placement:
 
     @property
     def rank_to_slot(self) -> list[int]:
-        """Slot (launcher's node index * ranks_per_node + local rank) of every rank."""
+        """Slot of every rank: launcher's node index * ranks_per_node + local rank."""
         size = self.ranks_per_node
         return [node * size + local for node in self.nodes for local in range(size)]
 
 
 def placement_to_json(placement: Placement) -> dict[str, Any]:
-    """As `topology place --json` prints it."""
+    """Convert to the JSON of `topology place`."""
     axes = placement.identity.per_axis
     return {
         "world": len(placement.nodes) * placement.ranks_per_node,

@@ -1,4 +1,4 @@
-"""What `topology place` prints: the cost of every axis before and after, straddling groups, the order, and why."""
+"""Print a placement: the cost of every axis before and after, straddling groups, the order of nodes, and why."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ _MAX_ORDER_LENGTH = 240
 
 @dataclass(frozen=True)
 class PlacementView:
-    """One placement, and what it was found for."""
+    """One placement with its inputs, as `topology place` prints it."""
 
-    where: NodeLocations
+    locations: NodeLocations
     fabric: Fabric
     sizes: Mapping[str, int]
     flows: Sequence[Flow]
-    found: Placement
+    placement: Placement
     notes: Sequence[str]
     advice: Sequence[str]
 
-    def parts(self) -> Iterator[RenderableType]:
-        """What to print, from top to bottom."""
-        yield Text(self._headline(), style="bold")
-        yield Text(one_line(f"{self.where.source}; {self._levels()}"), style="dim")
-        yield self._costs()
-        if self.found.straddling:
-            yield self._straddling()
-        yield Text(f"{self.found.reason} (searched for {format_seconds(self.found.seconds)})", style="green")
-        if self.found.nodes != tuple(range(len(self.fabric.nodes))):
+    def render(self) -> Iterator[RenderableType]:
+        """Yield the parts to print, from top to bottom."""
+        yield Text(self._format_headline(), style="bold")
+        yield Text(one_line(f"{self.locations.source}; {self._format_levels()}"), style="dim")
+        yield self._make_cost_table()
+        if self.placement.straddling:
+            yield self._make_straddling_table()
+        yield Text(f"{self.placement.reason} (searched for {format_seconds(self.placement.seconds)})", style="green")
+        if self.placement.nodes != tuple(range(len(self.fabric.nodes))):
             yield Text(
-                f"order of nodes: {_cut_order(fold_names(self.fabric.nodes[node] for node in self.found.nodes))}"
+                f"order of nodes: {_cut_order(fold_names(self.fabric.nodes[node] for node in self.placement.nodes))}"
             )
         for line in self.advice:
             yield Text(f"advice: {line}", style="cyan")
         for note in self.notes:
             yield Text(one_line(f"note: {note}"), style="yellow")
 
-    def _headline(self) -> str:
+    def _format_headline(self) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
         count, ranks = len(self.fabric.nodes), self.fabric.ranks_per_node
         return f"{mesh} on {count} node{'s' * (count != 1)} x {ranks} rank{'s' * (ranks != 1)}"
 
-    def _levels(self) -> str:
+    def _format_levels(self) -> str:
         counts = [(len(level.uplink), level.name) for level in self.fabric.levels]
         return ", ".join(f"{count} {pluralise_level(name) if count != 1 else name}" for count, name in counts)
 
-    def _costs(self) -> Table:
-        before, after = self.found.identity, self.found.placed
+    def _make_cost_table(self) -> Table:
+        before, after = self.placement.identity, self.placement.placed
         table = Table(title="communication of one step, modelled, without overlap", title_justify="left")
         table.add_column("axis")
         for name in ("bytes", "launcher's order", "placed"):
             table.add_column(name, justify="right")
-        moved = self._moved()
+        moved = self._sum_moved_bytes()
         for axis in sorted(before.per_axis, key=before.per_axis.__getitem__, reverse=True):
             columns = (
                 format_traffic(moved.get(axis, 0.0)),
@@ -80,21 +80,21 @@ class PlacementView:
         )
         return table
 
-    def _moved(self) -> dict[str, float]:
-        """Axis -> bytes of its collectives' buffers."""
+    def _sum_moved_bytes(self) -> dict[str, float]:
+        """Map each axis to the bytes of its collectives' buffers."""
         moved: dict[str, float] = {}
         for flow in self.flows:
             name = format_axes(flow.axes)
             moved[name] = moved.get(name, 0.0) + flow.bytes * flow.calls
         return moved
 
-    def _straddling(self) -> Table:
+    def _make_straddling_table(self) -> Table:
         table = Table(title="groups that straddle a level which could hold them", title_justify="left")
         for name in ("axis", "level"):
             table.add_column(name)
         for name in ("groups", "launcher's order", "placed"):
             table.add_column(name, justify="right")
-        for axis, levels in self.found.straddling.items():
+        for axis, levels in self.placement.straddling.items():
             for level, counts in levels.items():
                 table.add_row(axis, level, *(str(counts[name]) for name in ("groups", "identity", "placed")))
         return table

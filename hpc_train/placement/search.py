@@ -1,7 +1,7 @@
-"""The placement of a job: the order of nodes in which a step's communication is cheapest, or the launcher's.
+"""Search the order of nodes in which a step's communication is cheapest.
 
-`search_placement` is for one fabric; `place_nodes` takes a configuration and its nodes' locations, for
-`topology place` and for a job, which so give the same answer.
+`search_placement` works on one fabric; `place_nodes` takes a job with the locations of its nodes. `topology place` and
+the job call the same function, and so get the same answer.
 """
 
 from __future__ import annotations
@@ -44,25 +44,29 @@ MAX_EXACT_NODES = 8
 MIN_GAIN = 0.01
 """Gain of a step's communication below which the launcher's order stays: no constant is known better than that."""
 _SAME = 1e-9
-"""Relative: sums of the same seconds in another order."""
+"""Relative difference that counts as equal: floating-point sums of the same seconds in another order."""
 _NODES_ORDERED = 1 << 18
-"""Orders times nodes above which not every nesting is tried in cells."""
+"""Orders times nodes above which only the best nestings are tried in cells, to bound the time."""
 _NESTS_KEPT = 6
+"""Nestings that are then tried in cells."""
 
 
 def search_placement(
     fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], backend: Backend = "nccl"
 ) -> Placement:
-    """The best order of the fabric's nodes for a mesh and what its axes move in a step.
+    """Find the best order of the fabric's nodes for a mesh and the traffic of its axes.
 
-    sizes: mesh axis -> degree; their product is the world size. Up to 8 nodes the order is the best there is, by
-    seconds of a step, then seconds next to busy neighbours, then bytes x levels crossed, then groups that straddle a
-    level, then nodes moved. Beyond, it is the best of: the launcher's order; along the tree; packed in whole cells;
-    each with every nesting of the axes; and, up to 256 nodes, with nodes and cells exchanged. Where that wins less than
-    1 % of the seconds, with and without neighbours, the order with the fewest straddling groups, then crossings, is
-    taken if it has fewer than the launcher's and more of neither nor of seconds, because uplinks may be busier than
-    either assumption has it (crossings count on tapered fabrics only); else the launcher's stays. Same input, same
-    answer. Raises UserError where degrees do not fill the nodes.
+    sizes: mesh axis -> degree; their product is the world size. Raises UserError if they do not fill the nodes. Same
+    input, same answer.
+
+    Up to 8 nodes every order is tried: the answer has the fewest seconds a step, then seconds next to busy neighbours,
+    then bytes x levels crossed, then groups that straddle a level, then nodes moved. For more nodes it is the best of
+    the launcher's order, orders along the tree and orders packed in whole cells, each with every nesting of the axes,
+    and, up to 256 nodes, swaps of nodes and cells.
+
+    If that gains less than 1 % of the seconds, with and without neighbours, uplinks may still be busier than either
+    assumption: then the order with the fewest straddling groups, then crossings, is taken, if it has fewer than the
+    launcher's and nothing gets worse (crossings count on tapered fabrics only). Else the launcher's order stays.
     """
     start = time.perf_counter()
     problem = build_cost_model(fabric, sizes, flows, len(fabric.nodes), backend)
@@ -70,7 +74,7 @@ def search_placement(
     chosen = identity
     if problem.terms and not is_uniform(fabric):
         chosen = _choose_order(problem, _list_candidates(problem, find_node_grid(sizes, fabric.ranks_per_node)))
-    before, after = problem.cost(identity.tolist()), problem.cost(chosen.tolist())
+    before, after = problem.compute_cost(identity.tolist()), problem.compute_cost(chosen.tolist())
     table = count_straddling(fabric, problem.groups, identity, chosen)
     cases = compare_cases(problem, (identity.tolist(), chosen.tolist()))
     return Placement(
@@ -89,7 +93,7 @@ def compare_cases(
     problem: CostModel, orders: Sequence[Sequence[int]], taper: float | None = None
 ) -> tuple[CostCase, ...]:
     """Compare the launcher's order with the placed one, alone and, if nodes have neighbours, next to busy ones."""
-    sums = problem.sums(np.asarray(orders, np.int64))
+    sums = problem.compute_sums(np.asarray(orders, np.int64))
     cases = [CostCase(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
     if any(level.share is not None for level in problem.fabric.levels):
         cases.append(CostCase(taper, FAIR_SHARE, *sums.beside.tolist()))
@@ -97,7 +101,10 @@ def compare_cases(
 
 
 def compute_lower_bound(problem: CostModel) -> float:
-    """Seconds that no order can undercut: links inside nodes, and nodes' own uplinks, with the shortest latency."""
+    """Compute seconds that no order can undercut.
+
+    Only links inside nodes and the nodes' own uplinks count, at the shortest latency.
+    """
     fabric = problem.fabric
     node = fabric.levels[0]
     fastest = Fabric(
@@ -105,32 +112,32 @@ def compute_lower_bound(problem: CostModel) -> float:
         fabric.ranks_per_node,
         fabric.inside_bandwidth,
         fabric.inside_latency,
-        (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _least_latency(fabric)),),
+        (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _find_least_latency(fabric)),),
     )
     alone = CostModel(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
-    return float(alone.totals(np.arange(len(fabric.nodes))[None])[0])
+    return float(alone.compute_seconds(np.arange(len(fabric.nodes))[None])[0])
 
 
-def _least_latency(fabric: Fabric) -> float:
+def _find_least_latency(fabric: Fabric) -> float:
     return min(level.latency for level in fabric.levels)
 
 
 def _list_candidates(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.int64]:
-    """[orders, positions], the launcher's first."""
+    """Return the orders to compare, [orders, positions], the launcher's first."""
     fabric = problem.fabric
     identity = np.arange(len(fabric.nodes))[None]
     if len(fabric.nodes) <= MAX_EXACT_NODES:
         return np.concatenate([identity, list_order_classes(fabric)])
-    found = np.concatenate([identity, _list_nested_orders(problem, grid)])
+    orders = np.concatenate([identity, _list_nested_orders(problem, grid)])
     if len(fabric.nodes) <= MAX_SWAPPED_NODES and find_tapered_levels(fabric):
-        best = found[int(problem.totals(found).argmin())]
+        best = orders[int(problem.compute_seconds(orders).argmin())]
         cells = list_cell_sizes(grid, tuple(range(len(grid))))
-        found = np.concatenate([found, improve_by_swaps(problem, best, cells, compute_lower_bound(problem))[None]])
-    return found
+        orders = np.concatenate([orders, improve_by_swaps(problem, best, cells, compute_lower_bound(problem))[None]])
+    return orders
 
 
 def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.int64]:
-    """[orders, positions]: orders along the tree and in whole cells, with every nesting of the axes.
+    """Return [orders, positions]: orders along the tree and in whole cells, with every nesting of the axes.
 
     Of a large job with many axes only the best nestings along the tree are tried in cells too.
     """
@@ -139,7 +146,7 @@ def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np
     nests = list(list_nestings(grid))
     along_tree = np.concatenate([tree[:, along] for _, along in nests])
     if along_tree.size > _NODES_ORDERED:
-        seconds = problem.totals(along_tree).reshape(len(nests), -1).min(axis=1)
+        seconds = problem.compute_seconds(along_tree).reshape(len(nests), -1).min(axis=1)
         nests = [nests[at] for at in np.sort(np.argsort(seconds, kind="stable")[:_NESTS_KEPT])]
         along_tree = np.concatenate([tree[:, along] for _, along in nests])
     packed = {
@@ -150,15 +157,18 @@ def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np
 
 
 def _choose_order(problem: CostModel, orders: NDArray[np.int64]) -> NodeOrder:
-    """Of the candidates, the launcher's order first, by the rule that `place` states."""
-    sums = problem.sums(orders)
+    """Choose among the candidates, of which the first is the launcher's, by the rule of `search_placement`."""
+    sums = problem.compute_sums(orders)
     seconds, beside, crossings = sums.seconds, sums.beside, sums.crossings
+    # 1. A step gets faster even if all neighbours are silent: take the fastest, then the best beside neighbours.
     if seconds.min() < seconds[0] * (1 - MIN_GAIN):
         best = _select_least(beside, _select_least(seconds, np.arange(len(orders))))
         return _select_fewest_crossings(problem, orders, _select_least(crossings, best))
+    # 2. It gets faster only beside busy neighbours, and no slower without them.
     no_worse = np.flatnonzero(_is_at_most(seconds, seconds[0]) & _is_at_most(beside, beside[0]))
     if beside[no_worse].min() < beside[0] * (1 - MIN_GAIN):
         return _select_fewest_crossings(problem, orders, _select_least(crossings, _select_least(beside, no_worse)))
+    # 3. No modelled gain: still prefer fewer straddling groups, then crossings, if nothing gets worse.
     no_worse = no_worse[_is_at_most(crossings[no_worse], crossings[0])]
     straddle = _count_all_straddling(problem, orders[no_worse])
     fewer_crossings = find_tapered_levels(problem.fabric) and crossings[no_worse].min() < crossings[0] * (1 - MIN_GAIN)
@@ -179,18 +189,18 @@ def _is_at_most(values: NDArray[np.float64], limit: float) -> NDArray[np.bool_]:
 
 
 def _select_least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the indices, those with the least value."""
+    """Return those of the indices that have the least value."""
     return np.array(index[values[index] <= values[index].min() * (1 + _SAME)])
 
 
 def _count_all_straddling(problem: CostModel, orders: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [orders]: groups that straddle a level's group that could hold them, at any level above the node."""
     counted = find_crossable_groups(problem.fabric, problem.groups)
-    return sum((it.straddle(problem.fabric, orders) for it in counted), np.zeros(len(orders), np.int64))
+    return sum((groups.straddle(problem.fabric, orders) for groups in counted), np.zeros(len(orders), np.int64))
 
 
 def _select_least_moved(fabric: Fabric, orders: NDArray[np.int64]) -> NodeOrder:
-    """The order with the fewest nodes moved, the first of equals."""
+    """Return the order with the fewest nodes moved, the first of equals."""
     if len(fabric.nodes) <= MAX_EXACT_NODES:
         orders = np.stack([find_nearest_order(fabric, order.tolist()) for order in orders])
     moved = np.count_nonzero(orders != np.arange(orders.shape[1]), axis=1)
@@ -203,7 +213,7 @@ ASSUMED_TAPER = 2.0
 
 @dataclass(frozen=True)
 class PlacementJob:
-    """A job to be placed, and the fabric it is placed on."""
+    """A job to place, and the fabric to place it on."""
 
     fabric: Fabric
     """Fabric in which uplinks of unknown taper count as non-blocking."""
@@ -219,22 +229,22 @@ class PlacementJob:
 
 
 def make_placement_job(
-    config: RunConfig, where: NodeLocations, ranks_per_node: int, parameters: int | None = None
+    config: RunConfig, locations: NodeLocations, ranks_per_node: int, parameters: int | None = None
 ) -> PlacementJob:
     """Make the job to be placed.
 
     parameters: of a custom model, whose shape is not known here. Raises UserError for degrees that do not fit.
     """
-    world = len(where.nodes) * ranks_per_node
-    unknown = find_unknown_tapers(config, where)
+    world = len(locations.nodes) * ranks_per_node
+    unknown = find_unknown_tapers(config, locations)
     return PlacementJob(
-        fabric=build_located_fabric(config, where, ranks_per_node),
+        fabric=build_located_fabric(config, locations, ranks_per_node),
         sizes=asdict(resolve_degrees(config.parallel, world)),
         flows=tuple(compute_flows(config, world, parameters)),
         backend="nccl" if config.cluster.node.gpus else "gloo",
-        tapered=build_located_fabric(config, where, ranks_per_node, ASSUMED_TAPER) if unknown else None,
+        tapered=build_located_fabric(config, locations, ranks_per_node, ASSUMED_TAPER) if unknown else None,
         unknown=unknown,
-        notes=(*where.notes, *list_capacity_notes(config, where)),
+        notes=(*locations.notes, *list_capacity_notes(config, locations)),
     )
 
 
@@ -247,25 +257,26 @@ def place_nodes(job: PlacementJob) -> Placement:
     start = time.perf_counter()
     if job.tapered is None:
         return replace(search_placement(job.fabric, job.sizes, job.flows, job.backend), notes=job.notes)
-    found = search_placement(job.tapered, job.sizes, job.flows, job.backend)
+    placement = search_placement(job.tapered, job.sizes, job.flows, job.backend)
     flat, narrow = (
         build_cost_model(fabric, job.sizes, job.flows, len(fabric.nodes), job.backend)
         for fabric in (job.fabric, job.tapered)
     )
-    identity = tuple(range(len(found.nodes)))
-    before, after = flat.cost(identity), flat.cost(found.nodes)
+    identity = tuple(range(len(placement.nodes)))
+    before, after = flat.compute_cost(identity), flat.compute_cost(placement.nodes)
+    # The order that is best on a tapered fabric may be slower on a non-blocking one (more hops): then place for that.
     if after.total > before.total * (1 + MIN_GAIN):
-        found = search_placement(job.fabric, job.sizes, job.flows, job.backend)
-        after = flat.cost(found.nodes)
-    orders = (identity, found.nodes)
+        placement = search_placement(job.fabric, job.sizes, job.flows, job.backend)
+        after = flat.compute_cost(placement.nodes)
+    orders = (identity, placement.nodes)
     cases = (*compare_cases(flat, orders, 1.0), *compare_cases(narrow, orders, ASSUMED_TAPER))
-    kept = found.nodes == identity
+    unchanged = placement.nodes == identity
     return replace(
-        found,
+        placement,
         identity=before,
         placed=after,
         cases=cases,
-        reason=explain_placement(job.tapered, cases, found.straddling, kept, MIN_GAIN, job.unknown),
+        reason=explain_placement(job.tapered, cases, placement.straddling, unchanged, MIN_GAIN, job.unknown),
         notes=job.notes,
         seconds=time.perf_counter() - start,
     )

@@ -152,7 +152,7 @@ def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     """Replace fitted constants by measured ones: a bandwidth that a benchmark has reached is taken as reached."""
     found: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
-        if told := measured.of(level):
+        if told := measured.get_level(level):
             found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}

@@ -11,10 +11,11 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml
 from fake_sysfs import GPUS, FakeMachine, dgx
 
+from hpc_train.cluster.hostlist import natural_key
 from hpc_train.cluster.local_gpus import load_nvml, read_nvml_gpus
 from hpc_train.cluster.local_nics import read_bonds, read_local_nics
 from hpc_train.cluster.spec import Cluster, Nic
-from hpc_train.cluster.sysfs import natural_key, read_numa_nodes
+from hpc_train.cluster.sysfs import read_numa_nodes
 from hpc_train.cluster.this_machine import describe_this_node
 
 UUID = bytes(range(16))

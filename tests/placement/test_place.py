@@ -40,7 +40,7 @@ def check_optimal(fabric, sizes, flows):
     found = search_placement(fabric, sizes, flows)
     orders = all_orders(len(fabric.nodes))
     problem = build_cost_model(fabric, sizes, flows, len(fabric.nodes))
-    sums, straddles = problem.sums(orders), straddle(fabric, problem, orders)
+    sums, straddles = problem.compute_sums(orders), straddle(fabric, problem, orders)
     seconds, beside, crossed = sums.seconds, sums.beside, sums.crossings
     moved = (orders != orders[0]).sum(axis=1)
     allowed = np.ones(len(orders), bool)

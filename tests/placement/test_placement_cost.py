@@ -33,7 +33,7 @@ def test_many_orders_at_once_cost_what_each_costs(problem, random):
     fabric, sizes, flows = problem
     count = len(fabric.nodes)
     orders = np.array([random.sample(range(count), count) for _ in range(5)])
-    together = build_cost_model(fabric, sizes, flows, count).totals(orders)
+    together = build_cost_model(fabric, sizes, flows, count).compute_seconds(orders)
     assert together == pytest.approx([estimate_cost(fabric, sizes, flows, order.tolist()).total for order in orders])
 
 
@@ -162,9 +162,9 @@ def test_link_bytes_are_what_the_busiest_link_carries(data):
     sizes, flows = data.draw(meshes(len(fabric.nodes))), data.draw(flow_lists())[:1]
     built = build_cost_model(fabric, sizes, flows, len(fabric.nodes))
     order = list(range(len(fabric.nodes)))[::-1]
-    carried = built.link_bytes(order)
+    carried = built.compute_link_bytes(order)
     longest = max((carried[level.name] / level.uplink).max() for level in fabric.levels)
-    assert longest == pytest.approx(built.cost(order).total)
+    assert longest == pytest.approx(built.compute_cost(order).total)
 
 
 @pytest.mark.parametrize(

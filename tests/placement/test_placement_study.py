@@ -61,7 +61,7 @@ def test_expert_groups_of_eight_trays_in_racks_with_trays_missing():
     assert found.placed.total == pytest.approx(found.identity.total)
     assert found.reason == "no gain expected in the slowest link; cp groups that straddle a domain: 64 -> 8 of 144"
     (line,) = advise_allocation(fabric, sizes, flows, found, slurm=(24, 11))
-    assert line.startswith("8 of 144 cp groups (8 nodes each) lie in several domains: no permutation can fix it")
+    assert line.startswith("8 of 144 cp groups (8 nodes each) lie in several NVLink domains: no permutation can fix it")
     assert line.endswith("ask for --segment=8")
 
 

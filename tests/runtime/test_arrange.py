@@ -148,7 +148,7 @@ def test_slurms_own_topology_is_found(tmp_path: Path) -> None:
 def test_where_nothing_is_known_strict_refuses_on_every_process(tmp_path: Path) -> None:
     found = arranged(Job(tmp_path, config=config_of(placement="strict")))
     assert {it.refused for it in found} == {
-        "launch.placement=strict: nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
+        "launch.placement=strict: no source says which switches the nodes are on; give cluster.topology=FILE"
     }
 
 

@@ -138,7 +138,7 @@ def test_where_nothing_is_known_it_is_said_loudly(store: Path, tmp_path: Path) -
     run = tmp_path / "unknown"
     codes, said = train(PLAIN, 1, run, store, "train.steps=1", "checkpoint.every=0")
     assert codes == [0] * 2, said
-    why = "the launcher's order, not placed: nothing tells how the nodes hang together"
+    why = "the launcher's order, not placed: no source says which switches the nodes are on"
     assert f"warning: placement: {why}" in said[0]
     (warned,) = [line for line in lines(run / "events.jsonl") if line["event"] == "warning"]
     assert warned["why"].startswith(why)

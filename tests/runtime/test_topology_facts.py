@@ -80,7 +80,7 @@ def test_a_flat_slurm_tells_nothing() -> None:
     flat = [replace(head, slurm={**head.slurm, "SLURM_TOPOLOGY_ADDR": head.host}) for head in heads("", "")]
     for given in (flat, heads("", "")):
         where = found(given)
-        assert where.problem == "nothing tells how the nodes hang together; describe it with cluster.topology=FILE"
+        assert where.problem == "no source says which switches the nodes are on; give cluster.topology=FILE"
 
 
 def test_scontrol_answers_where_a_launcher_hides_the_addresses() -> None:
@@ -160,7 +160,7 @@ def test_nvlink_domains_by_nvml_count_before_slurms_blocks() -> None:
     told = [replace(one, clique="c.1"), replace(two, clique="c.2"), replace(three, clique="c.1")]
     where = found([*told, four], blocks(2, 2), RACKS)
     assert where.domains == {"n0": "c.1", "n1": "c.2", "n2": "c.1"}
-    assert where.notes[-1] == "NVML tells of other NVLink domains than Slurm's blocks; NVML's count"
+    assert where.notes[-1] == "NVML reports other NVLink domains than Slurm's blocks; NVML's are used"
     agreed = [replace(it, clique=f"c.{number // 2}") for number, it in enumerate((one, two, three, four))]
     assert not any("NVML" in note for note in found(agreed, blocks(2, 2), RACKS).notes)
 

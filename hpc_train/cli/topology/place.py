@@ -61,7 +61,7 @@ def place_command(
     if options.json:
         print(json_module.dumps(_placement_json(job, where, found, notes, wanted)))
     else:
-        print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).parts())
+        print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).render())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""From a file that describes a topology to a Cluster, whoever wrote it: the format is told by its content."""
+"""List the topology formats, and read a file in whichever it is: the content tells the format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cluster.readers import (
-    hostfile,
-    ibnetdiscover,
-    ibstat,
-    nccl_xml,
-    nvidia_smi,
-    rocm_smi,
-    slurm_environment,
-    slurm_topology,
-    topology_yaml,
+from hpc_train.cluster.readers.hostfile import matches_hostfile, matches_hostlist, read_hostfile, read_hostlist
+from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
+from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
+from hpc_train.cluster.readers.nccl_xml import matches_nccl_xml, read_nccl_xml
+from hpc_train.cluster.readers.nvidia_smi import matches_nvidia_smi, read_nvidia_smi
+from hpc_train.cluster.readers.rocm_smi import matches_rocm_smi, read_rocm_smi
+from hpc_train.cluster.readers.slurm_environment import matches_slurm_environment, read_slurm_environment
+from hpc_train.cluster.readers.slurm_topology import (
+    matches_scontrol,
+    matches_topology_conf,
+    read_scontrol,
+    read_topology_conf,
+)
+from hpc_train.cluster.readers.topology_yaml import (
+    matches_topograph,
+    matches_topology_yaml,
+    read_topograph,
+    read_topology_yaml,
 )
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
@@ -32,7 +40,7 @@ MAX_NODE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class TopologyFormat:
-    """One kind of topology file."""
+    """One format of topology files."""
 
     name: str
     """As `topology read --format` takes it."""
@@ -45,52 +53,41 @@ class TopologyFormat:
 
 
 def list_formats() -> tuple[TopologyFormat, ...]:
-    """Every format that is read, in the order in which they are tried."""
+    """List every format that can be read, in the order in which they are tried."""
     return (
-        TopologyFormat(
-            "slurm_show_topology", slurm_topology.matches_scontrol, slurm_topology.read_scontrol, MAX_TEXT_BYTES
-        ),
-        TopologyFormat(
-            "slurm_topology_conf",
-            slurm_topology.matches_topology_conf,
-            slurm_topology.read_topology_conf,
-            MAX_TEXT_BYTES,
-        ),
-        TopologyFormat(
-            "slurm_topology_yaml", topology_yaml.matches_topology_yaml, topology_yaml.read_topology_yaml, MAX_TEXT_BYTES
-        ),
-        TopologyFormat("topograph", topology_yaml.matches_topograph, topology_yaml.read_topograph, MAX_TEXT_BYTES),
-        TopologyFormat(
-            "slurm_environment", slurm_environment.matches_slurm_environment, slurm_environment.read_slurm_environment
-        ),
-        TopologyFormat("nvidia_smi", nvidia_smi.matches_nvidia_smi, nvidia_smi.read_nvidia_smi, MAX_NODE_BYTES),
-        TopologyFormat("rocm_smi", rocm_smi.matches_rocm_smi, rocm_smi.read_rocm_smi, MAX_NODE_BYTES),
-        TopologyFormat("nccl_xml", nccl_xml.matches_nccl_xml, nccl_xml.read_nccl_xml, MAX_NODE_BYTES),
-        TopologyFormat("ibnetdiscover", ibnetdiscover.matches_ibnetdiscover, ibnetdiscover.read_ibnetdiscover),
-        TopologyFormat("ibstat", ibstat.matches_ibstat, ibstat.read_ibstat, MAX_NODE_BYTES),
-        TopologyFormat("hostlist", hostfile.is_hostlist, hostfile.read_hostlist),
-        TopologyFormat("hostfile", hostfile.is_hostfile, hostfile.read_hostfile),
+        TopologyFormat("slurm_show_topology", matches_scontrol, read_scontrol, MAX_TEXT_BYTES),
+        TopologyFormat("slurm_topology_conf", matches_topology_conf, read_topology_conf, MAX_TEXT_BYTES),
+        TopologyFormat("slurm_topology_yaml", matches_topology_yaml, read_topology_yaml, MAX_TEXT_BYTES),
+        TopologyFormat("topograph", matches_topograph, read_topograph, MAX_TEXT_BYTES),
+        TopologyFormat("slurm_environment", matches_slurm_environment, read_slurm_environment),
+        TopologyFormat("nvidia_smi", matches_nvidia_smi, read_nvidia_smi, MAX_NODE_BYTES),
+        TopologyFormat("rocm_smi", matches_rocm_smi, read_rocm_smi, MAX_NODE_BYTES),
+        TopologyFormat("nccl_xml", matches_nccl_xml, read_nccl_xml, MAX_NODE_BYTES),
+        TopologyFormat("ibnetdiscover", matches_ibnetdiscover, read_ibnetdiscover),
+        TopologyFormat("ibstat", matches_ibstat, read_ibstat, MAX_NODE_BYTES),
+        TopologyFormat("hostlist", matches_hostlist, read_hostlist),
+        TopologyFormat("hostfile", matches_hostfile, read_hostfile),
     )
 
 
 def read_topology_file(path: Path, format: str | None = None) -> Cluster:
-    """The cluster that a file describes. Raises UserError, one line, for anything that is not such a file."""
-    return read_topology_text(_text(path), str(path), format)
+    """Read a topology file. Raises UserError, one line, for anything else."""
+    return read_topology_text(_read_text(path), str(path), format)
 
 
 def read_topology_text(text: str, name: str, format: str | None = None) -> Cluster:
-    """The same of a text; name: what messages call it."""
-    known = list_formats()
-    text = _plain(text)
+    """Read a topology from text. name: what error messages call it; format: its format, else recognised."""
+    formats = list_formats()
+    text = _normalise_line_ends(text)
     if format is not None:
-        chosen = [it for it in known if it.name == format]
+        chosen = [candidate for candidate in formats if candidate.name == format]
         if not chosen:
-            raise UserError(f"--format {format}: choose one of {', '.join(it.name for it in known)}")
-    elif not (chosen := [it for it in known if it.matches(text)]):
-        raise UserError(f"{name}: not a topology that is read here; known: {', '.join(it.name for it in known)}")
+            raise UserError(f"--format {format}: choose one of {', '.join(candidate.name for candidate in formats)}")
+    elif not (chosen := [candidate for candidate in formats if candidate.matches(text)]):
+        raise UserError(f"{name}: unknown topology format; known: {', '.join(candidate.name for candidate in formats)}")
     if len(text) > chosen[0].largest:
-        most = chosen[0].largest >> 20
-        raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {most} MiB")
+        limit = chosen[0].largest >> 20
+        raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
     return chosen[0].read(text, name)
 
 
@@ -100,13 +97,13 @@ def decode_text(content: bytes) -> str:
     return content.decode(encoding, "replace")
 
 
-def _plain(text: str) -> str:
+def _normalise_line_ends(text: str) -> str:
     """Remove the byte order mark and convert line ends to Unix style."""
     text = text.removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
             raise UserError(f"{path}: not a regular file; give its text on standard input (hpc-train topology read -)")

@@ -1,4 +1,4 @@
-"""Files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
+"""Read files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
 
 from __future__ import annotations
 
@@ -16,46 +16,51 @@ _ENTRY = re.compile(
 )
 
 
-def is_hostlist(text: str) -> bool:
-    """Whether it is one line with brackets or commas, and no character that names do not have."""
-    lines = [line for _, line in _lines(text)]
-    return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(it in lines[0] for it in "[]{},")
+def matches_hostlist(text: str) -> bool:
+    """Whether the text is one line with brackets or commas, of characters that names can have."""
+    lines = [line for _, line in _iterate_lines(text)]
+    return len(lines) == 1 and bool(_LIST.fullmatch(lines[0])) and any(character in lines[0] for character in "[]{},")
 
 
 def read_hostlist(text: str, name: str) -> Cluster:
-    """The nodes of one host list in Slurm's order, duplicates kept; kind hostlist. UserError as `expand` raises it."""
+    """Read the nodes of one host list in Slurm's order, duplicates kept; kind hostlist.
+
+    Raises UserError as `expand_hostlist` does.
+    """
     nodes: list[str] = []
-    for number, line in _lines(text):
+    for number, line in _iterate_lines(text):
         nodes += _expand_line(line, name, number)
     if not nodes:
         raise UserError(f"{name}: no name in it; expected a host list such as n[001-016]")
-    return Cluster("hostlist", tuple(Node(it) for it in nodes))
+    return Cluster("hostlist", tuple(Node(host) for host in nodes))
 
 
-def is_hostfile(text: str) -> bool:
+def matches_hostfile(text: str) -> bool:
     """Whether the first line names a host, and most others do."""
-    lines = [line for _, line in _lines(text)]
+    lines = [line for _, line in _iterate_lines(text)]
     named = sum(1 for line in lines if _ENTRY.fullmatch(line))
-    return bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not is_hostlist(text)
+    return (
+        bool(lines) and bool(_ENTRY.fullmatch(lines[0])) and 4 * named >= 3 * len(lines) and not matches_hostlist(text)
+    )
 
 
 def read_hostfile(text: str, name: str) -> Cluster:
-    """The nodes of a host file in its order, duplicates kept (a line a slot); kind hostfile.
+    """Read the nodes of a host file in its order, duplicates kept (a line a slot); kind hostfile.
 
     Takes comments, `slots=8` and other KEY=VALUE, `host:8`, and a host list for a name. Raises UserError
     `FILE:LINE: ...` for any other line.
     """
     nodes: list[str] = []
-    for number, line in _lines(text):
-        found = _ENTRY.fullmatch(line)
-        if not found:
+    for number, line in _iterate_lines(text):
+        match = _ENTRY.fullmatch(line)
+        if not match:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected HOST or HOST slots=N")
-        nodes += _expand_line(found[1], name, number)
+        nodes += _expand_line(match[1], name, number)
         if len(nodes) > MAX_HOSTS:
             raise UserError(f"{name}:{number}: more than {MAX_HOSTS} hosts")
     if not nodes:
         raise UserError(f"{name}: no host in it; expected a name a line")
-    return Cluster("hostfile", tuple(Node(it) for it in nodes))
+    return Cluster("hostfile", tuple(Node(host) for host in nodes))
 
 
 def _expand_line(text: str, name: str, number: int) -> list[str]:
@@ -65,7 +70,7 @@ def _expand_line(text: str, name: str, number: int) -> list[str]:
         raise UserError(f"{name}:{number}: {error}") from None
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def _iterate_lines(text: str) -> Iterator[tuple[int, str]]:
     for number, raw in enumerate(text.split("\n"), 1):
         if line := raw.split("#", 1)[0].strip():
             yield number, line

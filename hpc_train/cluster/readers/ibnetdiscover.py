@@ -1,7 +1,8 @@
-"""An InfiniBand subnet as ibnetdiscover dumps it: text -> devices and cables -> names -> levels -> Cluster.
+"""Read an InfiniBand subnet as ibnetdiscover dumps it: text -> devices and cables -> names -> levels -> Cluster.
 
-The syntax is in ibnetdiscover_text.py, the names of hosts and switches in infiniband_names.py. Here: both ends of every
-cable, which must not contradict each other; how far each switch is from the hosts (leaves are level 0); the Cluster.
+The syntax is in ibnetdiscover_text.py, the names of hosts and switches in infiniband_names.py. In this file: both ends
+of every cable, which must not contradict each other; how far each switch is from the hosts (leaves are level 0); the
+Cluster.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Mapping
 
+from hpc_train.cluster.hostlist import natural_key
 from hpc_train.cluster.readers.ibnetdiscover_text import (
     CA,
     SWITCH,
@@ -20,12 +22,12 @@ from hpc_train.cluster.readers.ibnetdiscover_text import (
     parse_rate,
 )
 from hpc_train.cluster.readers.infiniband_names import format_guid, is_aggregation_node, name_hosts, name_switches
-from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk
+from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk, sum_rates
 from hpc_train.errors import UserError
 
 
 def connect_cables(devices: dict[str, SubnetDevice], name: str) -> dict[str, SubnetDevice]:
-    """The devices with every cable known at both ends, and those too that are seen at a far end only.
+    """Complete every cable at both ends, and add the devices that are seen at a far end only.
 
     A dump of a part of a subnet is legal: a far end without a record is a device of which only that cable is known.
     Raises UserError where two lines contradict each other, and where the file ends within a switch's record.
@@ -67,8 +69,11 @@ def _make_contradiction_error(id: str, port: int, cable: CableEnd, back: CableEn
 
 
 def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, int]], name: str) -> None:
-    """A switch whose record was cut lost hosts that nothing else tells of: its level would be wrong."""
-    last = max(devices.values(), key=lambda it: it.line or 0)
+    """Refuse a dump that ends within a switch's record.
+
+    The switch lost hosts that no other line lists, so its level would be wrong.
+    """
+    last = max(devices.values(), key=lambda device: device.line or 0)
     if last.kind == SWITCH and set(missing) == {last.id}:
         port, line = missing[last.id]
         raise UserError(
@@ -78,14 +83,14 @@ def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, i
 
 
 def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[str], name: str) -> dict[str, int]:
-    """Switch -> hops to the nearest one that holds a host. hosts: adapters that are in hosts.
+    """Map each switch to its hops from the nearest switch with a host. hosts: adapters that are in hosts.
 
     A switch without a record may hold hosts that the dump does not tell of, and so may the last one of a dump that
     tells but a part of its devices: it may be cut there. A level that hangs on what such a switch may hold is refused;
     a switch without a record on which no host is seen is left out. Switches that no host is connected to are level 0.
     """
-    switches = {id: it for id, it in devices.items() if it.kind == SWITCH}
-    leaves = [id for id, it in switches.items() if any(cable.far in hosts for cable in it.cables.values())]
+    switches = {id: device for id, device in devices.items() if device.kind == SWITCH}
+    leaves = [id for id, switch in switches.items() if any(cable.far in hosts for cable in switch.cables.values())]
     farthest = _compute_distances(switches, leaves)
     nearest = _compute_distances(switches, [*leaves, *_list_uncertain_switches(devices)])
     for id, level in nearest.items():
@@ -94,27 +99,27 @@ def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[
                 f"{name}:{line}: how far {id} is from a host hangs on switches that have no whole record; "
                 "expected the whole dump"
             )
-    known = {id: farthest.get(id, 0) for id, it in switches.items() if it.line is not None}
-    return known | dict.fromkeys(leaves, 0)
+    recorded = {id: farthest.get(id, 0) for id, switch in switches.items() if switch.line is not None}
+    return recorded | dict.fromkeys(leaves, 0)
 
 
 def _list_uncertain_switches(devices: Mapping[str, SubnetDevice]) -> list[str]:
-    """Switches that may have more cables than the dump tells."""
-    seen = [id for id, it in devices.items() if it.line is None]
-    last = max(devices.values(), key=lambda it: it.line or 0)
-    return [it for it in [*seen, *([last.id] if seen else [])] if devices[it].kind == SWITCH]
+    """List the switches that may have more cables than the dump lists."""
+    seen = [id for id, device in devices.items() if device.line is None]
+    last = max(devices.values(), key=lambda device: device.line or 0)
+    return [device for device in [*seen, *([last.id] if seen else [])] if devices[device].kind == SWITCH]
 
 
 def _compute_distances(switches: Mapping[str, SubnetDevice], start: Iterable[str]) -> dict[str, int]:
-    found = dict.fromkeys(start, 0)
-    queue = deque(found)
+    distances = dict.fromkeys(start, 0)
+    queue = deque(distances)
     while queue:
         id = queue.popleft()
         for cable in switches[id].cables.values():
-            if cable.far in switches and cable.far not in found:
-                found[cable.far] = found[id] + 1
+            if cable.far in switches and cable.far not in distances:
+                distances[cable.far] = distances[id] + 1
                 queue.append(cable.far)
-    return found
+    return distances
 
 
 _DUMP = re.compile(
@@ -131,12 +136,12 @@ _OTHERS = {
 
 
 def matches_ibnetdiscover(text: str) -> bool:
-    """Whether it is a dump of ibnetdiscover, or what could be mistaken for one."""
-    return bool(_DUMP.search(text)) or any(it.search(text) for it in _OTHERS.values())
+    """Whether the text is a dump of ibnetdiscover, or something often mistaken for one."""
+    return bool(_DUMP.search(text)) or any(pattern.search(text) for pattern in _OTHERS.values())
 
 
 def read_ibnetdiscover(text: str, name: str) -> Cluster:
-    """The hosts, their adapters and the switches; Nic.switches says what each adapter hangs on.
+    """Read the hosts, their adapters and the switches; Nic.switches lists the switches of each adapter.
 
     Devices are known by GUID. SHARP's aggregation nodes and routers are no hosts. Raises UserError, one line, for a
     dump that is cut or contradicts itself.
@@ -145,7 +150,7 @@ def read_ibnetdiscover(text: str, name: str) -> Cluster:
         if pattern.search(text) and not _DUMP.search(text):
             raise UserError(f"{name}:1: {tool} is not read; expected what ibnetdiscover prints without options")
     devices = connect_cables(parse_ibnetdiscover(text, name), name)
-    adapters = [it for it in devices.values() if it.kind == CA and not is_aggregation_node(it)]
+    adapters = [device for device in devices.values() if device.kind == CA and not is_aggregation_node(device)]
     if not adapters:
         raise UserError(
             f"{name}:1: no adapter of a host; expected the whole dump, which has at least the one it ran on"
@@ -164,35 +169,31 @@ def _make_nodes(
     members: dict[str, list[SubnetDevice]] = defaultdict(list)
     for adapter in adapters:
         members[host_of[adapter.id][0]].append(adapter)
-    return tuple(Node(host, (), _make_nics(found, host_of, switches)) for host, found in members.items())
+    return tuple(
+        Node(host, (), _make_nics(adapters_of_host, host_of, switches)) for host, adapters_of_host in members.items()
+    )
 
 
 def _make_nics(
     adapters: list[SubnetDevice], host_of: Mapping[str, tuple[str, str | None]], switches: Mapping[str, str]
 ) -> tuple[Nic, ...]:
-    """In the order of their devices' numbers."""
-    ordered = sorted(adapters, key=lambda it: (_natural_key(host_of[it.id][1] or "~"), it.id))
-    return tuple(_make_nic(f"NIC{n}", it, host_of[it.id][1], switches) for n, it in enumerate(ordered))
+    """Make a host's NICs, in the order of the numbers in their device names."""
+    ordered = sorted(adapters, key=lambda adapter: (natural_key(host_of[adapter.id][1] or "~"), adapter.id))
+    return tuple(_make_nic(f"NIC{n}", adapter, host_of[adapter.id][1], switches) for n, adapter in enumerate(ordered))
 
 
 def _make_nic(id: str, adapter: SubnetDevice, device: str | None, switches: Mapping[str, str]) -> Nic:
     rates = [parse_rate(cable.rate) for cable in adapter.cables.values()]
-    known = [rate for rate in rates if rate is not None]
-    on = dict.fromkeys(switches[it.far] for _, it in sorted(adapter.cables.items()) if it.far in switches)
+    on = dict.fromkeys(switches[cable.far] for _, cable in sorted(adapter.cables.items()) if cable.far in switches)
     return Nic(
         id,
         device,
         guid=format_guid(adapter) if get_device_kind(adapter.id) else None,
         active=bool(adapter.cables),
-        gbit_s=sum(known) if known and len(known) == len(rates) else None,
+        gbit_s=sum_rates(rates),
         layer="infiniband",
         switches=tuple(on),
     )
-
-
-def _natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """HCA-10 after HCA-9."""
-    return tuple((it.isdecimal(), int(it) if it.isdecimal() else 0, it) for it in re.split(r"([0-9]+)", text))
 
 
 def _make_switches(
@@ -201,11 +202,11 @@ def _make_switches(
     names: Mapping[str, str],
     host_of: Mapping[str, tuple[str, str | None]],
 ) -> Iterable[Switch]:
-    """Lowest level first; of two switches of one level neither is below the other."""
+    """Yield the switches, lowest level first. Of two switches of one level neither is below the other."""
     for id in sorted(levels, key=levels.__getitem__):
         far = [cable.far for _, cable in sorted(devices[id].cables.items())]
-        below = [names[it] for it in far if it in levels and levels[it] == levels[id] - 1]
-        hosts = [host_of[it][0] for it in far if it in host_of]
+        below = [names[device] for device in far if device in levels and levels[device] == levels[id] - 1]
+        hosts = [host_of[device][0] for device in far if device in host_of]
         uplinks = _make_uplinks(id, devices, levels, names)
         yield Switch(names[id], levels[id], tuple(dict.fromkeys(hosts)), tuple(dict.fromkeys(below)), uplinks)
 
@@ -220,14 +221,9 @@ def _make_uplinks(
         if far.kind == SWITCH and far.id != id and levels.get(far.id, levels[id]) >= levels[id]:
             rates[far.id].append(parse_rate(cable.rate))
     return tuple(
-        Trunk(names.get(far) or format_guid(devices[far]), len(found), _sum_rates(found))
-        for far, found in rates.items()
+        Trunk(names.get(far) or format_guid(devices[far]), len(cable_rates), sum_rates(cable_rates))
+        for far, cable_rates in rates.items()
     )
-
-
-def _sum_rates(rates: list[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if len(known) == len(rates) else None
 
 
 def _list_notes(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> tuple[str, ...]:

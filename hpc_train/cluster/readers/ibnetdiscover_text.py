@@ -1,4 +1,4 @@
-"""The syntax of ibnetdiscover's dump and of ibsim's net files, which is the same: records of a device and its ports.
+"""Parse ibnetdiscover's dump, and ibsim's net files, which have the same syntax: records of a device and its ports.
 
 Grammar: rdma-core, infiniband-diags/ibnetdiscover.c (out_switch, out_ca and their ports); ibsim/sim_net.c.
 """
@@ -15,7 +15,7 @@ SWITCH, CA, ROUTER = "switch", "ca", "router"
 
 
 class CableEnd(NamedTuple):
-    """What one port line says."""
+    """One port line: the device at the other end of the cable."""
 
     far: str
     """Id of the device at the other end."""
@@ -46,7 +46,7 @@ class SubnetDevice:
 
 
 def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
-    """The devices that have a record of their own, in the file's order; `name` is for messages."""
+    """Parse the devices that have a record of their own, in the file's order. name: what messages call the file."""
     parser = _Parser(name)
     for number, line in enumerate(text.split("\n"), 1):
         parser.take(line.strip(), number)
@@ -61,7 +61,7 @@ def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
 
 
 def get_device_kind(id: str) -> str | None:
-    """What the letter of an id says; None for an id without a GUID."""
+    """Return the kind of a device by the first letter of its id; None for an id without a GUID."""
     return _LETTERS[id[0]] if _GUID.fullmatch(id) else None
 
 
@@ -102,13 +102,13 @@ class _Parser:
         if len(line) > _LONGEST:
             raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
         if line.startswith("[") and (port := _PORT.fullmatch(line)):
-            self._port(port, number)
+            self._parse_port(port, number)
         elif header := _HEADER.fullmatch(line):
-            self._header(header, number)
+            self._parse_header(header, number)
         elif system := _SYSTEM.match(line):
             self.system = system[1].lower().zfill(16)
         elif not self._is_aside(line):
-            raise self._wrong(line, number)
+            raise self._make_error(line, number)
 
     def _is_aside(self, line: str) -> bool:
         """Headings, what a terminal adds; before the first record also anything that is part of none."""
@@ -119,7 +119,7 @@ class _Parser:
         before = not self.devices and '"' not in line
         return before or bool(_DIAGNOSTIC.fullmatch(line) or _PROMPT.fullmatch(line))
 
-    def _wrong(self, line: str, number: int) -> UserError:
+    def _make_error(self, line: str, number: int) -> UserError:
         where = f"{self.name}:{number}: "
         if _SIMULATOR.fullmatch(line):
             return UserError(f"{where}{line[:60]!r} is a command of ibsim; expected a file of devices and cables only")
@@ -127,7 +127,7 @@ class _Parser:
             return UserError(f"{where}a port that is cut off or misspelt: {line[:60]!r}; expected {_PORT_EXAMPLE}")
         return UserError(f"{where}not understood: {line[:60]!r}; expected {_HEADER_EXAMPLE} or {_PORT_EXAMPLE}")
 
-    def _header(self, match: re.Match[str], number: int) -> None:
+    def _parse_header(self, match: re.Match[str], number: int) -> None:
         word, ports, id, comment = match.groups()
         kind, described = _WORDS[word.lower()], self.devices.get(id)
         if get_device_kind(id) not in (None, kind):
@@ -138,12 +138,12 @@ class _Parser:
                 "expected as many"
             )
         if described is None:
-            name = self._quoted(comment, number) or self._plain(comment)
+            name = self._get_quoted(comment, number) or self._get_plain_name(comment)
             self.names_in[False] |= name is not None
             described = self.devices[id] = SubnetDevice(id, kind, number, int(ports), name, self.system)
         self.current, self.system = described, None
 
-    def _port(self, match: re.Match[str], number: int) -> None:
+    def _parse_port(self, match: re.Match[str], number: int) -> None:
         own, far, far_port, _, comment = match.groups()
         device = self.current
         if device is None:
@@ -156,7 +156,7 @@ class _Parser:
         if not 1 <= port <= device.ports:
             raise UserError(f"{self.name}:{number}: port {port} of {device.id}; expected 1 to {device.ports}")
         rate = _PORT_RATE.search(comment, comment.rfind('"') + 1) if comment else None
-        cable = CableEnd(far, int(far_port or 1), number, self._quoted(comment, number), rate[0] if rate else None)
+        cable = CableEnd(far, int(far_port or 1), number, self._get_quoted(comment, number), rate[0] if rate else None)
         self.names_in[True] |= cable.far_name is not None
         before = device.cables.setdefault(port, cable)
         if before[:2] != cable[:2]:
@@ -165,8 +165,8 @@ class _Parser:
                 f"{before.far}[{before.far_port}]; expected one cable a port"
             )
 
-    def _quoted(self, comment: str | None, number: int) -> str | None:
-        """What is between the first and the last quotation mark."""
+    def _get_quoted(self, comment: str | None, number: int) -> str | None:
+        """Return the text between the first and the last quotation mark."""
         if not comment or (first := comment.find('"')) < 0:
             return None
         last = comment.rfind('"')
@@ -176,8 +176,8 @@ class _Parser:
             )
         return comment[first + 1 : last]
 
-    def _plain(self, comment: str | None) -> str | None:
-        """A name without quotation marks, as ibsim takes it too."""
+    def _get_plain_name(self, comment: str | None) -> str | None:
+        """Return a name without quotation marks, which ibsim also takes."""
         match = _PLAIN_NAME.fullmatch(comment) if comment else None
         return (match[1] or None) if match else None
 
@@ -187,7 +187,7 @@ _LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HD
 
 
 def parse_rate(rate: str | None) -> float | None:
-    """200 of 4xHDR; None of what has no name here."""
+    """Parse a link's width and speed: 4xHDR -> 200 Gbit/s; None for an unknown speed."""
     match = re.fullmatch(r"(\d{1,2})x(\w+)", rate or "")
     lane = _LANE.get(match[2]) if match else None
     return float(int(match[1]) * lane) if match and lane else None

@@ -1,4 +1,4 @@
-"""ibstat's and ibstatus's output: the adapters of one host and the state of their ports.
+"""Read ibstat's and ibstatus's output: the adapters of one host and the state of their ports.
 
 Layout: rdma-core, infiniband-diags/ibstat.c (ca_dump, port_dump) and scripts/ibstatus.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.spec import Cluster, Nic, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Nic, Node, sum_rates
 from hpc_train.errors import UserError
 
 _ADAPTER = re.compile(r"(?:CA|Switch|Router|iWARP RNIC|\?\?\?):? '([^']+)'")
@@ -42,37 +42,40 @@ def matches_ibstat(text: str) -> bool:
 
 
 def read_ibstat(text: str, name: str) -> Cluster:
-    """One node, `localhost`, and its adapters. Raises UserError for one whose fields are cut off or cannot be."""
+    """Read one node and its adapters; neither tool names the node.
+
+    Raises UserError for fields that are cut off or malformed.
+    """
     kind = "ibstatus" if re.search(rf"^[ \t]*{_STATUS.pattern}", text, re.MULTILINE) else "ibstat"
-    adapters = _adapters(text, name)
+    adapters = _parse_adapters(text, name)
     if not adapters:
         raise UserError(f"{name}:1: no adapter; expected a line such as CA 'mlx5_0'")
-    nics = tuple(_nic(f"NIC{n}", it, kind, name) for n, it in enumerate(adapters.values()))
-    return Cluster(kind, (Node("localhost", (), nics),))
+    nics = tuple(_make_nic(f"NIC{n}", adapter, kind, name) for n, adapter in enumerate(adapters.values()))
+    return Cluster(kind, (Node(UNNAMED_HOST, (), nics),))
 
 
-def _adapters(text: str, name: str) -> dict[str, _Adapter]:
-    found: dict[str, _Adapter] = {}
+def _parse_adapters(text: str, name: str) -> dict[str, _Adapter]:
+    adapters: dict[str, _Adapter] = {}
     section: _Section | None = None
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if match := _STATUS.match(line):
-            adapter = found.setdefault(match[1], _Adapter(number, device=match[1]))
-            section = _port(adapter, int(match[2]), number, name)
+            adapter = adapters.setdefault(match[1], _Adapter(number, device=match[1]))
+            section = _add_port(adapter, int(match[2]), number, name)
         elif match := _ADAPTER.match(line):
-            if match[1] in found:
+            if match[1] in adapters:
                 raise UserError(f"{name}:{number}: {match[1]} is there twice; expected the output of one host")
-            section = found[match[1]] = _Adapter(number, device=match[1])
+            section = adapters[match[1]] = _Adapter(number, device=match[1])
         elif match := _PORT.fullmatch(line):
-            if not found:
+            if not adapters:
                 raise UserError(f"{name}:{number}: a port of no adapter; expected a line such as CA 'mlx5_0' before it")
-            section = _port(next(reversed(found.values())), int(match[1]), number, name)
+            section = _add_port(next(reversed(adapters.values())), int(match[1]), number, name)
         elif section is not None and (match := _FIELD.fullmatch(line)):
             section.fields[match[1].lower().replace("_", " ")] = (match[2] or "").strip()
-    return found
+    return adapters
 
 
-def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
+def _add_port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
     if port in adapter.ports:
         raise UserError(
             f"{name}:{line}: port {port} of {adapter.device} is there twice; expected the output of one host"
@@ -80,29 +83,28 @@ def _port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
     return adapter.ports.setdefault(port, _Section(line))
 
 
-def _nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
+def _make_nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
     _check_ports(adapter, kind, name)
-    up = [it.fields for it in adapter.ports.values() if _is_up(it.fields)]
-    rates = [_gbit_s(it) for it in up]
-    layers = [_layer(it, name) for it in adapter.ports.values()]
-    live = [layer for layer, it in zip(layers, adapter.ports.values(), strict=True) if _is_up(it.fields)]
-    known = [rate for rate in rates if rate is not None]
+    up = [port.fields for port in adapter.ports.values() if _is_up(port.fields)]
+    rates = [_parse_rate(port) for port in up]
+    layers = [_parse_layer(port, name) for port in adapter.ports.values()]
+    live = [layer for layer, port in zip(layers, adapter.ports.values(), strict=True) if _is_up(port.fields)]
     return Nic(
         id,
         adapter.device,
-        guid=_guid(adapter.fields.get("node guid", ""), adapter.line, name),
+        guid=_parse_guid(adapter.fields.get("node guid", ""), adapter.line, name),
         active=bool(up),
-        gbit_s=sum(known) if known and len(known) == len(rates) else None,
+        gbit_s=sum_rates(rates),
         layer=next(iter([*live, *layers]), None),
     )
 
 
 def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
     count = adapter.fields.get("number of ports", "")
-    wanted = int(count) if count.isdecimal() else 1
-    if sum(port > 0 for port in adapter.ports) < min(wanted, 255):
+    expected = int(count) if count.isdecimal() else 1
+    if sum(port > 0 for port in adapter.ports) < min(expected, 255):
         raise UserError(
-            f"{name}:{adapter.line}: {adapter.device} has {len(adapter.ports)} of {wanted} ports; expected all"
+            f"{name}:{adapter.line}: {adapter.device} has {len(adapter.ports)} of {expected} ports; expected all"
         )
     for port, section in adapter.ports.items():
         for needed in _KINDS[kind]:
@@ -113,29 +115,29 @@ def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
             raise UserError(
                 f"{name}:{section.line}: rate {rate[:40]!r}; expected 100, or 100 Gb/sec (4X EDR) of ibstatus"
             )
-        _guid(section.fields.get("port guid", ""), section.line, name)
+        _parse_guid(section.fields.get("port guid", ""), section.line, name)
 
 
 def _is_up(fields: Mapping[str, str]) -> bool:
-    """ibstat writes Active, ibstatus 4: ACTIVE."""
+    """Whether a port is active: ibstat writes `Active`, ibstatus `4: ACTIVE`."""
     return fields["state"].lower().split(":")[-1].strip() == "active"
 
 
-def _gbit_s(fields: Mapping[str, str]) -> float | None:
-    """100 of `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
+def _parse_rate(fields: Mapping[str, str]) -> float | None:
+    """Parse the rate: 100 for `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
     match = _RATE.fullmatch(fields["rate"])
     return float(match[1]) if match else None
 
 
-def _layer(section: _Section, name: str) -> str | None:
+def _parse_layer(section: _Section, name: str) -> str | None:
     text = section.fields.get("link layer", "")
     if text and text.lower() not in {*_LAYERS, "unspecified", "unknown"}:
         raise UserError(f"{name}:{section.line}: link layer {text[:40]!r}; expected InfiniBand or Ethernet")
     return _LAYERS.get(text.lower())
 
 
-def _guid(text: str, line: int, name: str) -> str | None:
-    """16 digits; None where there is none or it is 0."""
+def _parse_guid(text: str, line: int, name: str) -> str | None:
+    """Return the 16 digits of a GUID; None if there is none or it is 0."""
     if text and not re.fullmatch(r"0x[0-9a-fA-F]{16}", text):
         raise UserError(f"{name}:{line}: GUID {text[:40]!r}; expected 0x and 16 hexadecimal digits")
     return text[2:].lower() if text.strip("0x") else None

@@ -1,4 +1,4 @@
-"""What the devices of an InfiniBand subnet are called: which adapters are in one host, and the name of each switch.
+"""Name the devices of an InfiniBand subnet: find which adapters are in one host, and the name of each switch.
 
 Node descriptions are free text, and only some of them name a host. Adapters whose description names none are assigned
 to servers by example of the adapters that do: by system, by port number, by neighbouring GUIDs.
@@ -31,26 +31,26 @@ def assign_nameless_adapters(
     another as those of named servers do, on different switches. An adapter that matches no other is a server of its
     own.
     """
-    nameless = [it for it in adapters if it.id not in named]
+    nameless = [adapter for adapter in adapters if adapter.id not in named]
     if not nameless:
         return {}
-    groups = _by_system(nameless)
-    plugs = {it.id: [(cable.far, cable.far_port) for cable in it.cables.values()] for it in adapters}
-    if _same_ports(named, plugs):
-        found = _by_port(groups, named, plugs)
+    groups = _group_by_system(nameless)
+    plugs = {adapter.id: [(cable.far, cable.far_port) for cable in adapter.cables.values()] for adapter in adapters}
+    if _use_same_ports(named, plugs):
+        host_of = _assign_by_port(groups, named, plugs)
     else:
-        found = _by_guid(groups, adapters, named, plugs, number_of)
-    return found | {it.id: group[0].id for group in groups for it in group if it.id not in found}
+        host_of = _assign_by_guid(groups, adapters, named, plugs, number_of)
+    return host_of | {adapter.id: group[0].id for group in groups for adapter in group if adapter.id not in host_of}
 
 
 CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
 """Adapter -> (switch, port of the switch) for each of its cables."""
 
 
-def _by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
+def _group_by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
     groups: dict[str, list[SubnetDevice]] = defaultdict(list)
-    for it in nameless:
-        groups[it.system or it.id].append(it)
+    for adapter in nameless:
+        groups[adapter.system or adapter.id].append(adapter)
     return list(groups.values())
 
 
@@ -61,38 +61,42 @@ def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
     return members
 
 
-def _same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
+def _use_same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
     """Whether each server's cables are in ports of one number, each on a different switch."""
-    kept = several = 0
+    same = several = 0
     for ids in _members(named).values():
         cables = [plug for id in ids for plug in plugs.get(id, ())]
         if len(cables) > 1:
             several += 1
-            kept += len({port for _, port in cables}) == 1 and len({switch for switch, _ in cables}) == len(cables)
-    return several > 1 and kept >= _MOSTLY * several
+            same += len({port for _, port in cables}) == 1 and len({switch for switch, _ in cables}) == len(cables)
+    return several > 1 and same >= _MOSTLY * several
 
 
-def _by_port(groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs) -> dict[str, str]:
-    unit = _units(named, plugs)
+def _assign_by_port(
+    groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs
+) -> dict[str, str]:
+    unit = _number_units(named, plugs)
     owners: dict[tuple[int, int], set[str]] = defaultdict(set)
     for id, host in named.items():
         for switch, port in plugs.get(id, ()):
             owners[unit.get(switch, -1), port].add(host)
     used = {host: {switch for id in ids for switch, _ in plugs.get(id, ())} for host, ids in _members(named).items()}
-    found: dict[str, str] = {}
+    hosts_of: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
     for group in groups:
-        keys = {(unit[switch], port) for it in group for switch, port in plugs[it.id] if switch in unit}
+        keys = {(unit[switch], port) for adapter in group for switch, port in plugs[adapter.id] if switch in unit}
         if len(keys) == 1:
             key = next(iter(keys))
-            own = {switch for it in group for switch, _ in plugs[it.id]}
+            own = {switch for adapter in group for switch, _ in plugs[adapter.id]}
             hosts = {host for host in owners[key] if used[host].isdisjoint(own)}
             if len(hosts) < 2:
-                found |= dict.fromkeys((it.id for it in group), next(iter(hosts), first.setdefault(key, group[0].id)))
-    return found
+                hosts_of |= dict.fromkeys(
+                    (adapter.id for adapter in group), next(iter(hosts), first.setdefault(key, group[0].id))
+                )
+    return hosts_of
 
 
-def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
+def _number_units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
     """Map each leaf to the number of its scalable unit, judged by the named hosts on it."""
     on: dict[str, set[object]] = defaultdict(set)
     for id, host in named.items():
@@ -103,7 +107,7 @@ def _units(named: Mapping[str, str], plugs: CablePlugs) -> dict[str, int]:
     return {switches[member]: number for number, members in enumerate(groups) for member in members}
 
 
-def _by_guid(
+def _assign_by_guid(
     groups: Sequence[Sequence[SubnetDevice]],
     adapters: Sequence[SubnetDevice],
     named: Mapping[str, str],
@@ -111,23 +115,27 @@ def _by_guid(
     number_of: Callable[[SubnetDevice], int | None],
 ) -> dict[str, str]:
     """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
-    numbers = sorted((number, it.id) for it in adapters if (number := number_of(it)) is not None)
-    step = _step(numbers, named)
+    numbers = sorted((number, adapter.id) for adapter in adapters if (number := number_of(adapter)) is not None)
+    step = _find_guid_step(numbers, named)
     members = _members(named)
-    most = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
-    if step is None or most < 2:
+    usual = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
+    if step is None or usual < 2:
         return {}
     host = dict(named)
     used = {name: {switch for id in ids for switch, _ in plugs.get(id, ())} for name, ids in members.items()}
     size = {name: len(ids) for name, ids in members.items()}
-    system = {it.id: group for group in groups for it in group}
+    system = {adapter.id: group for group in groups for adapter in group}
     at = dict(numbers)
 
     def join(number: int, id: str, alone: bool) -> None:
         """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
         own = {switch for switch, _ in plugs.get(id, ())}
-        near = [host[at[it]] for it in (number - step, number + step) if it in at and at[it] in host]
-        fits = [name for name in near if size[name] < most and used[name].isdisjoint(own)]
+        near = [
+            host[at[neighbour]]
+            for neighbour in (number - step, number + step)
+            if neighbour in at and at[neighbour] in host
+        ]
+        fits = [name for name in near if size[name] < usual and used[name].isdisjoint(own)]
         if not fits and not alone:
             return
         name = fits[0] if fits else system[id][0].id
@@ -142,7 +150,7 @@ def _by_guid(
     return {id: name for id, name in host.items() if id not in named}
 
 
-def _step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
+def _find_guid_step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
     """Return the GUID step between neighbours in one server; None if most neighbours that far apart are strangers."""
     same, strangers = Counter[int](), Counter[int]()
     for (low, a), (high, b) in pairwise(numbers):
@@ -172,12 +180,15 @@ _MANAGED = re.compile(r"MF0;\s*(?P<name>[^:;]*[^:;\s])\s*(?::(?P<part>.*))?")
 
 
 def is_aggregation_node(device: SubnetDevice) -> bool:
-    """SHARP's processor within a switch, which shows itself as a channel adapter."""
+    """Whether the adapter is SHARP's processor within a switch, which shows itself as a channel adapter."""
     return device.kind == CA and "aggregation node" in (device.name or "").lower()
 
 
 def parse_description(description: str | None) -> tuple[str, str | None] | None:
-    """("gpu01", "mlx5_4") of `gpu01 mlx5_4`; None where no host is named: `MT4129 ConnectX7 Mellanox Technologies`."""
+    """Split `gpu01 mlx5_4` into ("gpu01", "mlx5_4").
+
+    None if no host is named: `MT4129 ConnectX7 Mellanox Technologies`.
+    """
     text = " ".join((description or "").strip("'\" ").split())
     if not text or _VENDOR.search(text) or _ONLY_DEVICE.fullmatch(text):
         return None
@@ -192,7 +203,7 @@ def parse_description(description: str | None) -> tuple[str, str | None] | None:
 
 
 def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
-    """Return (host, device) for each adapter.
+    """Map each adapter to (host, device).
 
     Names come from the description, else from an adapter with the same system image GUID that has a name, else from
     `join_nameless`. A host without any name is called by its system image GUID.
@@ -202,13 +213,13 @@ def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | N
     for adapter in adapters:
         if adapter.id in named:
             of_system[adapter.system].add(named[adapter.id][0])
-    found = dict(named)
+    names = dict(named)
     for adapter in adapters:
         if adapter.id not in named and adapter.system and len(of_system[adapter.system]) == 1:
-            found[adapter.id] = (next(iter(of_system[adapter.system])), None)
-    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in found.items()}, _number)
+            names[adapter.id] = (next(iter(of_system[adapter.system])), None)
+    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in names.items()}, _number)
     systems = {adapter.id: adapter.system or format_guid(adapter) for adapter in adapters}
-    return found | {id: (systems.get(host, host), None) for id, host in joined.items()}
+    return names | {id: (systems.get(host, host), None) for id, host in joined.items()}
 
 
 def _number(adapter: SubnetDevice) -> int | None:
@@ -216,28 +227,39 @@ def _number(adapter: SubnetDevice) -> int | None:
 
 
 def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[str, str | None]]:
-    """Adapters whose description names a host; a host most of whose adapters are there twice is several of one name."""
-    named = {it.id: found for it in adapters if (found := parse_description(it.name or _is_simulated(it)))}
+    """Map the adapters whose description names a host.
+
+    A host most of whose adapters appear twice is several hosts of one name, and is left out.
+    """
+    named = {
+        adapter.id: description
+        for adapter in adapters
+        if (description := parse_description(adapter.name or _is_simulated(adapter)))
+    }
     twice: dict[str, list[bool]] = defaultdict(list)
     for (host, device), count in Counter(named.values()).items():
         twice[host].append(device is not None and count > 1)
-    return {id: found for id, found in named.items() if 2 * sum(twice[found[0]]) <= len(twice[found[0]])}
+    return {
+        id: description
+        for id, description in named.items()
+        if 2 * sum(twice[description[0]]) <= len(twice[description[0]])
+    }
 
 
 def _is_simulated(device: SubnetDevice) -> str | None:
-    """ibsim's ids are names where they are no GUIDs."""
+    """Whether the device is ibsim's, whose ids are names instead of GUIDs."""
     return None if get_device_kind(device.id) else device.id
 
 
 def format_guid(device: SubnetDevice) -> str:
-    """16 hexadecimal digits, lower case; for ibsim's names the name."""
+    """Format a GUID as 16 hexadecimal digits, lower case; a device of ibsim has its name instead."""
     return device.id[2:].lower() if get_device_kind(device.id) else device.id
 
 
 def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
-    """A name of each, no two alike: its own, with its place in a chassis where several share that, else the GUID."""
-    choices = {it.id: [*_own_names(it), format_guid(it), it.id] for it in switches}
-    while doubles := {name for name, count in Counter(it[0] for it in choices.values()).items() if count > 1}:
+    """Name each switch, no two alike: its own name, with its place in a chassis if several share it, else its GUID."""
+    choices = {switch.id: [*_own_names(switch), format_guid(switch), switch.id] for switch in switches}
+    while doubles := {name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1}:
         for names in choices.values():
             if names[0] in doubles and len(names) > 1:
                 del names[0]

@@ -1,4 +1,4 @@
-"""NCCL's topology XML (NCCL_TOPO_DUMP_FILE, NCCL_TOPO_FILE) and RCCL's: GPUs, NICs and links of a node.
+"""Read NCCL's topology XML (NCCL_TOPO_DUMP_FILE, NCCL_TOPO_FILE) and RCCL's: GPUs, NICs and links of a node.
 
 Elements and attributes are those of NCCL, src/graph/xml.cc and topo.cc. From the bottom up: the XML with its lines,
 read safely (no document type, no entities, bounded depth and size); devices and where each hangs (its processor and the
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
 MAX_BYTES = 32 << 20
@@ -24,20 +24,20 @@ MAX_ELEMENTS = 100_000
 
 @dataclass
 class XmlElement:
-    """One element; text between elements means nothing here and is dropped."""
+    """One element; text between elements has no meaning in this format and is dropped."""
 
     tag: str
     attributes: dict[str, str]
     line: int
     children: list[XmlElement] = field(default_factory=list)
 
-    def of(self, tag: str) -> list[XmlElement]:
-        """Children with a tag."""
-        return [it for it in self.children if it.tag == tag]
+    def list_children(self, tag: str) -> list[XmlElement]:
+        """Return the children with a tag."""
+        return [child for child in self.children if child.tag == tag]
 
 
 def read_root_tag(text: str) -> str | None:
-    """Name of the first element, or of the document type where one is declared; None where there is none."""
+    """Return the name of the first element, or of the document type if one is declared; None if there is neither."""
     at = 0
     while (at := text.find("<", at)) >= 0:
         if text.startswith("<!--", at):
@@ -47,13 +47,13 @@ def read_root_tag(text: str) -> str | None:
         elif text.startswith("<?", at):
             at += 2
         else:
-            found = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
-            return found[1] if found else None
+            match = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
+            return match[1] if match else None
     return None
 
 
 def parse_xml(text: str, name: str) -> XmlElement:
-    """The root element. Raises UserError, one line, for what is not well-formed or beyond the bounds."""
+    """Parse the root element. Raises UserError, one line, for text that is not well-formed or beyond the bounds."""
     if len(text) > MAX_BYTES:
         raise UserError(f"{name}:1: larger than {MAX_BYTES >> 20} MiB; not a topology of one system")
     body = text.lstrip("\ufeff \t\r\n")
@@ -77,11 +77,11 @@ class _XmlBuilder:
         self.open: list[XmlElement] = []
         self.count = 0
         self.parser = expat.ParserCreate(encoding="utf-8")
-        self.parser.StartElementHandler = self._start
-        self.parser.EndElementHandler = self._end
-        self.parser.StartDoctypeDeclHandler = self._doctype
+        self.parser.StartElementHandler = self._on_start
+        self.parser.EndElementHandler = self._on_end
+        self.parser.StartDoctypeDeclHandler = self._on_doctype
 
-    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+    def _on_start(self, tag: str, attributes: dict[str, str]) -> None:
         element = XmlElement(tag, attributes, self.skipped + self.parser.CurrentLineNumber)
         self.count += 1
         if self.count > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
@@ -94,10 +94,10 @@ class _XmlBuilder:
             self.root = element
         self.open.append(element)
 
-    def _end(self, tag: str) -> None:
+    def _on_end(self, tag: str) -> None:
         self.open.pop()
 
-    def _doctype(self, *about: object) -> None:
+    def _on_doctype(self, *about: object) -> None:
         line = self.skipped + self.parser.CurrentLineNumber
         raise UserError(f"{self.name}:{line}: a document type is refused here; expected plain <system version=...>")
 
@@ -109,7 +109,7 @@ MAX_MASK_GROUPS = 1024
 
 @dataclass(frozen=True)
 class PciPlace:
-    """Where a device hangs."""
+    """Place of a device on the PCI tree."""
 
     host: str
     """host_hash, which NCCL writes where one file holds several nodes; "" where it does not."""
@@ -128,26 +128,29 @@ class NcclDevice:
     place: PciPlace
 
     def number(self) -> int | None:
-        """NCCL's own index of it."""
+        """NCCL's own index of the device."""
         dev = self.element.attributes.get("dev", "")
         return int(dev) if re.fullmatch(r"\d{1,4}", dev) else None
 
 
 def find_devices(root: XmlElement, name: str) -> tuple[list[NcclDevice], list[NcclDevice]]:
-    """GPUs and NICs in the order of the file. A file without <gpu> (without <net>) is one that a vendor ships for
-    NCCL_TOPO_FILE: there the PCI class tells the GPUs (NICs)."""
+    """List the GPUs and NICs in the order of the file.
+
+    A file without <gpu> (without <net>) is one that a vendor ships for NCCL_TOPO_FILE: there the PCI class tells the
+    GPUs (NICs).
+    """
     places = list(_find_places(root, name))
-    gpus = [NcclDevice(it, place) for place, element in places for it in element.of("gpu")]
-    nics = [NcclDevice(it, place) for place, element in places for it in _list_nets(element)]
+    gpus = [NcclDevice(device, place) for place, element in places for device in element.list_children("gpu")]
+    nics = [NcclDevice(device, place) for place, element in places for device in _list_nets(element)]
     listed = [NcclDevice(element, place) for place, element in places if element.tag == "pci"]
     return (
-        gpus or [it for it in listed if _read_class(it.element).startswith(("03", "12"))],
-        nics or [it for it in listed if _read_class(it.element).startswith("02")],
+        gpus or [device for device in listed if _read_class(device.element).startswith(("03", "12"))],
+        nics or [device for device in listed if _read_class(device.element).startswith("02")],
     )
 
 
 def read_bus_id(element: XmlElement, attribute: str, name: str) -> str:
-    """A PCI address as Linux writes it."""
+    """Read a PCI address, as Linux writes it."""
     value = element.attributes.get(attribute, "")
     if not _BUS_ID.fullmatch(value):
         raise UserError(f"{name}:{element.line}: {attribute}={value!r} of <{element.tag}>; expected a PCI address")
@@ -156,7 +159,7 @@ def read_bus_id(element: XmlElement, attribute: str, name: str) -> str:
 
 
 def read_number(element: XmlElement, attribute: str, name: str, default: str = "0") -> float:
-    """A number that is not negative."""
+    """Read an attribute as a number that is not negative."""
     value = element.attributes.get(attribute, default)
     if not re.fullmatch(r"\d{1,12}(\.\d{1,12})?", value):
         raise UserError(f"{name}:{element.line}: {attribute}={value!r} of <{element.tag}>; expected a number")
@@ -164,9 +167,9 @@ def read_number(element: XmlElement, attribute: str, name: str, default: str = "
 
 
 def _list_nets(element: XmlElement) -> Iterator[XmlElement]:
-    yield from element.of("net")
-    for nic in element.of("nic"):
-        yield from nic.of("net")
+    yield from element.list_children("net")
+    for nic in element.list_children("nic"):
+        yield from nic.list_children("net")
 
 
 def _read_class(pci: XmlElement) -> str:
@@ -174,48 +177,48 @@ def _read_class(pci: XmlElement) -> str:
 
 
 def _find_places(root: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
-    """Every <cpu> and <pci> and its place. A fragment may start at <cpu> or <pci>."""
+    """Yield every <cpu> and <pci> with its place. A fragment may start at <cpu> or <pci>."""
     tops = root.children if root.tag == "system" else [root]
     for index, top in enumerate(tops):
         processor = top if top.tag == "cpu" else XmlElement("cpu", {}, top.line, [top])
         host = processor.attributes.get("host_hash", "")
-        place = PciPlace(host, index, _numa(processor, name), _cpus(processor, name), ())
+        place = PciPlace(host, index, _read_numa(processor, name), _format_cpus(processor, name), ())
         yield place, processor
         yield from _make_place_below(place, processor, name)
 
 
 def _make_place_below(place: PciPlace, element: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
-    for pci in element.of("pci"):
+    for pci in element.list_children("pci"):
         bridges = (*place.bridges, read_bus_id(pci, "busid", name))
         deeper = PciPlace(place.host, place.processor, place.numa, place.cpus, bridges)
         yield deeper, pci
         yield from _make_place_below(deeper, pci, name)
 
 
-def _numa(processor: XmlElement, name: str) -> int | None:
+def _read_numa(processor: XmlElement, name: str) -> int | None:
     value = processor.attributes.get("numaid", "-1")
     if not re.fullmatch(r"-?\d{1,6}", value):
         raise UserError(f"{name}:{processor.line}: numaid={value!r} of <cpu>; expected a number")
     return int(value) if int(value) >= 0 else None
 
 
-def _cpus(processor: XmlElement, name: str) -> str | None:
-    """Linux's list for an affinity mask: hexadecimal groups of 32 processors, the highest first."""
+def _format_cpus(processor: XmlElement, name: str) -> str | None:
+    """Convert an affinity mask (hexadecimal groups of 32 processors, highest first) to Linux's list of processors."""
     value = processor.attributes.get("affinity", "").strip()
     groups = value.removeprefix("0x").split(",") if value else []
-    if len(groups) > MAX_MASK_GROUPS or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", it) for it in groups):
+    if len(groups) > MAX_MASK_GROUPS or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", group) for group in groups):
         raise UserError(
             f"{name}:{processor.line}: affinity={value[:40]!r} of <cpu>; expected a mask like 00ff,ffffffff"
         )
     mask = 0
     for group in groups:
         mask = mask << 32 | int(group, 16)
-    return ",".join(_ranges(mask)) or None
+    return ",".join(_list_ranges(mask)) or None
 
 
-def _ranges(mask: int) -> Iterator[str]:
-    for found in re.finditer("1+", f"{mask:b}"[::-1]):
-        first, last = found.start(), found.end() - 1
+def _list_ranges(mask: int) -> Iterator[str]:
+    for run in re.finditer("1+", f"{mask:b}"[::-1]):
+        first, last = run.start(), run.end() - 1
         yield f"{first}-{last}" if last > first else f"{first}"
 
 
@@ -237,19 +240,22 @@ class GpuBonds:
 
 
 def read_bonds(gpu: NcclDevice, name: str) -> GpuBonds | None:
-    """None for a GPU that a vendor's file tells by its class only; such files never list links."""
+    """Read the links of a GPU.
+
+    None for a GPU that a vendor's file gives by class only, since such files never list links.
+    """
     if gpu.element.tag != "gpu":
         return None
-    found = GpuBonds(nvlink=not gpu.element.of("xgmi"))
-    for outer in (*gpu.element.of("nvlink"), *gpu.element.of("xgmi")):
-        for link in outer.of("link") or [outer]:
+    bonds = GpuBonds(nvlink=not gpu.element.list_children("xgmi"))
+    for outer in (*gpu.element.list_children("nvlink"), *gpu.element.list_children("xgmi")):
+        for link in outer.list_children("link") or [outer]:
             count = int(read_number(link, "count", name, "1"))
             target = _read_target(link, name)
-            found.total += count
-            found.targets[target] = found.targets.get(target, 0) + count
+            bonds.total += count
+            bonds.targets[target] = bonds.targets.get(target, 0) + count
             if link.attributes.get("tclass", "").lower() == _SWITCH:
-                found.switched += count
-    return found
+                bonds.switched += count
+    return bonds
 
 
 def _read_target(link: XmlElement, name: str) -> str:
@@ -258,7 +264,10 @@ def _read_target(link: XmlElement, name: str) -> str:
 
 
 def classify_bond(a: NcclDevice, b: NcclDevice, bonds: tuple[GpuBonds | None, GpuBonds | None]) -> str | None:
-    """NV<count>, of the links that both have, or XGMI where both sides say so. None where PCI joins them."""
+    """Name the bond of two GPUs; None if only PCI joins them.
+
+    NV<count> of the links that both have, or XGMI if both sides say so.
+    """
     from_a, from_b = bonds
     if from_a is None or from_b is None:
         return None
@@ -274,16 +283,19 @@ def _count_towards(bonds: GpuBonds, other: NcclDevice) -> int:
 
 
 def classify_pci_distance(a: PciPlace, b: PciPlace) -> str | None:
-    """What the way over PCI crosses at worst: one bridge PIX, several PXB, the host bridge PHB (both paths start on one
-    root bus), the processor NODE (one <cpu>, or one NUMA node), the link between processors SYS. None for a NIC that is
-    no PCI device. NCCL itself writes PHB for NODE: it does not tell host bridges apart."""
+    """Return the worst hop of the way over PCI, in NVIDIA's words; None for a NIC that is no PCI device.
+
+    PIX: one bridge; PXB: several; PHB: the host bridge (both paths start on one root bus); NODE: the processor (one
+    <cpu>, or one NUMA node); SYS: the link between processors. NCCL itself writes PHB for NODE, because it does not
+    tell host bridges apart.
+    """
     if not a.bridges or not b.bridges:
         return None
     if a.processor == b.processor:
         shared = _count_shared(a.bridges, b.bridges)
         if shared:
             return "PIX" if max(len(a.bridges), len(b.bridges)) - shared <= 1 else "PXB"
-        return "PHB" if _root_bus(a) == _root_bus(b) else "NODE"
+        return "PHB" if _get_root_bus(a) == _get_root_bus(b) else "NODE"
     return "NODE" if a.numa is not None and a.numa == b.numa else "SYS"
 
 
@@ -291,11 +303,10 @@ def _count_shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
-def _root_bus(place: PciPlace) -> str:
+def _get_root_bus(place: PciPlace) -> str:
     return place.bridges[0].rpartition(":")[0]
 
 
-UNNAMED_HOST = "localhost"
 MAX_DEVICES = 512
 """Of one node: every pair of them becomes a link."""
 _OTHERS = {
@@ -306,15 +317,16 @@ _ROOTS = ("system", "cpu", "pci")
 
 
 def matches_nccl_xml(text: str) -> bool:
-    """Whether it is XML with NCCL's root element, or a fragment of it, or XML that is often mistaken for it."""
+    """Whether the text is XML with NCCL's root element, a fragment of it, or XML that is often mistaken for it."""
     return text.lstrip("\ufeff \t\r\n")[:1] == "<" and read_root_tag(text) in (*_ROOTS, *_OTHERS)
 
 
 def read_nccl_xml(text: str, name: str) -> Cluster:
-    """One node, or several where the file holds those that NVLink joins (host_hash), named by that hash.
+    """Read one node, or several if the file holds nodes joined by NVLink (host_hash), named by that hash.
 
     GPUs are named by NCCL's own index. `nvlinks` counts what each GPU itself lists, so that one that lost its links
-    shows; None in files of vendors, which list none. Raises UserError for other XML and for truncated or odd files."""
+    shows; None in files of vendors, which list none. Raises UserError for other XML and for truncated or odd files.
+    """
     tag = read_root_tag(text)
     if tag in _OTHERS:
         raise UserError(f"{name}:1: {_OTHERS[tag]}")
@@ -323,10 +335,10 @@ def read_nccl_xml(text: str, name: str) -> Cluster:
         raise UserError(f"{name}:{root.line}: <{root.tag}>; expected NCCL's <system version=...>")
     _check_version(root, name)
     gpus, nics = find_devices(root, name)
-    hosts = list(dict.fromkeys(it.place.host for it in (*gpus, *nics))) or [""]
+    hosts = list(dict.fromkeys(device.place.host for device in (*gpus, *nics))) or [""]
     parts = [
-        _node(
-            host if len(hosts) > 1 else UNNAMED_HOST, _devices_of_host(gpus, host), _devices_of_host(nics, host), name
+        _make_node(
+            host if len(hosts) > 1 else UNNAMED_HOST, _select_devices(gpus, host), _select_devices(nics, host), name
         )
         for host in hosts
     ]
@@ -339,50 +351,52 @@ def _check_version(root: XmlElement, name: str) -> None:
         raise UserError(f"{name}:{root.line}: <system version={version!r}>; expected 1 (NCCL) or 2 (RCCL)")
 
 
-def _devices_of_host(found: list[NcclDevice], host: str) -> list[NcclDevice]:
-    return [it for it in found if it.place.host == host]
+def _select_devices(devices: list[NcclDevice], host: str) -> list[NcclDevice]:
+    return [device for device in devices if device.place.host == host]
 
 
-def _node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) -> tuple[Node, list[Link]]:
-    nics = _ports(nets, name)
+def _make_node(host: str, gpus: list[NcclDevice], nets: list[NcclDevice], name: str) -> tuple[Node, list[Link]]:
+    nics = _group_ports(nets, name)
     if len(gpus) + len(nics) > MAX_DEVICES:
         raise UserError(f"{name}:1: more than {MAX_DEVICES} GPUs and NICs in one node; not a real topology")
-    gpus, gpu_ids = _number_devices(gpus, "GPU")
-    ports, nic_ids = _number_devices([it[0] for it in nics], "NIC")
+    gpus, gpu_ids = _order_devices(gpus, "GPU")
+    ports, nic_ids = _order_devices([nic[0] for nic in nics], "NIC")
     _check_addresses(gpus, name)
-    bonds = [read_bonds(it, name) for it in gpus]
+    bonds = [read_bonds(gpu, name) for gpu in gpus]
     rates = {id(first.element): rate for first, rate in nics}
     node = Node(
         host,
-        tuple(_gpu(*it) for it in zip(gpu_ids, gpus, bonds, strict=True)),
-        tuple(_nic(label, it, rates[id(it.element)]) for label, it in zip(nic_ids, ports, strict=True)),
+        tuple(_make_gpu(*gpu_id) for gpu_id in zip(gpu_ids, gpus, bonds, strict=True)),
+        tuple(
+            _make_nic(label, nic_id, rates[id(nic_id.element)]) for label, nic_id in zip(nic_ids, ports, strict=True)
+        ),
     )
-    return node, _links(host, [*gpu_ids, *nic_ids], [*gpus, *ports], [*bonds, *[None] * len(ports)])
+    return node, _make_links(host, [*gpu_ids, *nic_ids], [*gpus, *ports], [*bonds, *[None] * len(ports)])
 
 
-def _ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
-    """Devices and the rate of all their ports: NCCL lists every port that is up as a <net>, in Mbit/s."""
-    found: dict[object, tuple[NcclDevice, float | None]] = {}
+def _group_ports(nets: list[NcclDevice], name: str) -> list[tuple[NcclDevice, float | None]]:
+    """Group the ports by device, with their total rate: NCCL lists every port that is up as a <net>, in Mbit/s."""
+    ports: dict[object, tuple[NcclDevice, float | None]] = {}
     for net in nets:
         device = net.element.attributes.get("name")
         rate = read_number(net.element, "speed", name) / 1000 if net.element.tag == "net" else 0.0
         key = (device, net.place) if device else id(net)
-        first, before = found.get(key, (net, None))
-        found[key] = first, (before or 0.0) + rate or None
-    return list(found.values())
+        first, before = ports.get(key, (net, None))
+        ports[key] = first, (before or 0.0) + rate or None
+    return list(ports.values())
 
 
-def _number_devices(found: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
-    """By NCCL's index where every one has its own, else in the order of the file."""
-    numbers = [it.number() for it in found]
+def _order_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevice], list[str]]:
+    """Order and name devices by NCCL's index if every one has its own, else by the order of the file."""
+    numbers = [device.number() for device in devices]
     if None in numbers or len(set(numbers)) < len(numbers):
-        return found, [f"{kind}{at}" for at in range(len(found))]
-    ordered = sorted(found, key=lambda it: it.number() or 0)
-    return ordered, [f"{kind}{it.number()}" for it in ordered]
+        return devices, [f"{kind}{at}" for at in range(len(devices))]
+    ordered = sorted(devices, key=lambda device: device.number() or 0)
+    return ordered, [f"{kind}{device.number()}" for device in ordered]
 
 
 def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
-    """Several GPUs may share one <pci> (partitions), but no address may stand at two places."""
+    """Refuse an address at two places. Several GPUs may share one <pci>: partitions."""
     places: dict[str, PciPlace] = {}
     for gpu in gpus:
         bridges = gpu.place.bridges
@@ -390,7 +404,7 @@ def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
             raise UserError(f"{name}:{gpu.element.line}: a second GPU at {bridges[-1]}; expected one place for it")
 
 
-def _gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
+def _make_gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
     return Gpu(
         label,
         numa=gpu.place.numa,
@@ -400,18 +414,18 @@ def _gpu(label: str, gpu: NcclDevice, bonds: GpuBonds | None) -> Gpu:
     )
 
 
-def _nic(label: str, net: NcclDevice, rate: float | None) -> Nic:
+def _make_nic(label: str, net: NcclDevice, rate: float | None) -> Nic:
     bridges = net.place.bridges
     device = net.element.attributes.get("name") if net.element.tag == "net" else None
     numa = net.place.numa if bridges else None
     return Nic(label, device or None, numa=numa, pci=bridges[-1] if bridges else None, gbit_s=rate)
 
 
-def _links(host: str, ids: list[str], found: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
+def _make_links(host: str, ids: list[str], devices: list[NcclDevice], bonds: Sequence[GpuBonds | None]) -> list[Link]:
     links = []
-    for a, b in itertools.combinations(range(len(found)), 2):
-        kind = classify_bond(found[a], found[b], (bonds[a], bonds[b])) or classify_pci_distance(
-            found[a].place, found[b].place
+    for a, b in itertools.combinations(range(len(devices)), 2):
+        kind = classify_bond(devices[a], devices[b], (bonds[a], bonds[b])) or classify_pci_distance(
+            devices[a].place, devices[b].place
         )
         if kind is not None:
             links.append(Link(host, ids[a], ids[b], kind))

@@ -1,4 +1,4 @@
-"""The rows of `nvidia-smi topo -m`: where the matrix stands in a text, and the cells of each of its rows.
+"""Read the rows of `nvidia-smi topo -m`: find the matrix in a text, and the cells of each of its rows.
 
 First the text: escape codes, prompts, log prefixes, wrapped lines and legends aside. Then a row: its link cells, and
 the CPU and NUMA cells whatever separates or hides them.
@@ -33,7 +33,7 @@ MAX_WRAPPED_LINES = 12
 
 @dataclass(frozen=True)
 class WrappedLines:
-    """One row, or the header, as it stands in the text: one line, more where a terminal wrapped it."""
+    """One row, or the header, as it is in the text: one line, or more if a terminal wrapped it."""
 
     number: int
     """Of the first line, from 1."""
@@ -51,7 +51,7 @@ class TextMatrix:
 
 
 def clean_lines(text: str) -> list[str]:
-    """Lines without escape codes, invisible characters, quote and table marks; tabs are kept."""
+    """Split into lines without escape codes, invisible characters, quote and table marks; tabs stay."""
     plain = _ESCAPE.sub("", text).translate(_INVISIBLE)
     return plain.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
@@ -62,28 +62,28 @@ def looks_like_matrix(text: str) -> bool:
 
 
 def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:
-    """Every header of GPUs and the rows below it, up to the next header."""
+    """Yield every header of GPUs with the rows below it, up to the next header."""
     index = 0
     while index < len(lines):
-        header = _header(lines, index)
+        header = _find_header(lines, index)
         if header is None:
             index += 1
             continue
         end = index + len(header.parts)
-        while end < len(lines) and _header(lines, end) is None:
+        while end < len(lines) and _find_header(lines, end) is None:
             end += 1
         below = range(index + len(header.parts), end)
-        rows = tuple(_rows(lines, below))
-        yield TextMatrix(header, rows, any(_PEERS.search(lines[it]) for it in below))
+        rows = tuple(_find_rows(lines, below))
+        yield TextMatrix(header, rows, any(_PEERS.search(lines[number]) for number in below))
         index = end
 
 
-def _header(lines: list[str], index: int) -> WrappedLines | None:
+def _find_header(lines: list[str], index: int) -> WrappedLines | None:
     line = lines[index]
-    found = _HEAD.search(line) if "GPU" in line else None
-    if found is None or _ROW.search(line) or _PEERS.search(line):
+    head = _HEAD.search(line) if "GPU" in line else None
+    if head is None or _ROW.search(line) or _PEERS.search(line):
         return None
-    parts, first = [line], line[found.start() :].split()[:1]
+    parts, first = [line], line[head.start() :].split()[:1]
     for more in lines[index + 1 : index + MAX_WRAPPED_LINES]:
         again = more.split()[:1] in ([], first)
         if again or _ROW.search(more) or _PEERS.search(more) or not _MORE_NAMES.fullmatch(more):
@@ -91,21 +91,23 @@ def _header(lines: list[str], index: int) -> WrappedLines | None:
         parts.append(more)
     else:
         parts = [line]
-    return WrappedLines(index + 1, tuple(parts), found.start())
+    return WrappedLines(index + 1, tuple(parts), head.start())
 
 
-def _rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
+def _find_rows(lines: list[str], below: range) -> Iterator[WrappedLines]:
     for index in below:
-        found = _ROW.search(lines[index])
-        if found is None:
+        match = _ROW.search(lines[index])
+        if match is None:
             continue
         parts = [lines[index]]
-        while (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _continues(lines[more]):
+        while (
+            (more := index + len(parts)) in below and len(parts) < MAX_WRAPPED_LINES and _is_continuation(lines[more])
+        ):
             parts.append(lines[more])
-        yield WrappedLines(index + 1, tuple(parts), found.start())
+        yield WrappedLines(index + 1, tuple(parts), match.start())
 
 
-def _continues(line: str) -> bool:
+def _is_continuation(line: str) -> bool:
     return bool(line.strip()) and not _ROW.search(line) and _MORE_CELLS.fullmatch(line) is not None
 
 
@@ -114,18 +116,24 @@ def _has_affinity(matrix: TextMatrix) -> bool:
 
 
 def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]] | None:
-    """Device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`, a header from its first
-    GPU on. None where that is no header."""
-    found = list(_AFFINITY.finditer(text))
-    names = _names(text[: found[0].start()] if found else text)
-    kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[it.group()[0].upper()] for it in found)
-    rest = _AFFINITY.sub(" ", text[found[0].start() :]) if found else ""
-    if names is None or rest.strip() or kinds != tuple(it for it in ("cpu", "numa", "gpu_numa") if it in kinds):
+    """Split a header, from its first GPU on; None if it is none.
+
+    Returns the device names, the affinity columns (cpu, numa, gpu_numa) and where these start in `text`.
+    """
+    affinity_columns = list(_AFFINITY.finditer(text))
+    names = _parse_names(text[: affinity_columns[0].start()] if affinity_columns else text)
+    kinds = tuple({"C": "cpu", "N": "numa", "G": "gpu_numa"}[column.group()[0].upper()] for column in affinity_columns)
+    rest = _AFFINITY.sub(" ", text[affinity_columns[0].start() :]) if affinity_columns else ""
+    if (
+        names is None
+        or rest.strip()
+        or kinds != tuple(column for column in ("cpu", "numa", "gpu_numa") if column in kinds)
+    ):
         return None
-    return names, kinds, tuple(it.start() for it in found)
+    return names, kinds, tuple(column.start() for column in affinity_columns)
 
 
-def _names(text: str) -> tuple[str, ...] | None:
+def _parse_names(text: str) -> tuple[str, ...] | None:
     names: list[str] = []
     for token in text.split():
         if re.fullmatch(r"(?:(?:GPU|NIC)\d+)+", token):
@@ -134,9 +142,9 @@ def _names(text: str) -> tuple[str, ...] | None:
             names.append(token)
         else:
             return None
-    gpus = [it for it in names if re.fullmatch(r"GPU\d+", it)]
-    whole = gpus and names[: len(gpus)] == gpus and len(set(names)) == len(names)
-    return tuple(names) if whole else None
+    gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
+    complete = gpus and names[: len(gpus)] == gpus and len(set(names)) == len(names)
+    return tuple(names) if complete else None
 
 
 _LIST = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
@@ -145,7 +153,7 @@ _TAB = 8
 
 @dataclass(frozen=True)
 class MatrixColumns:
-    """What the header says."""
+    """The columns that a header names."""
 
     names: tuple[str, ...]
     affinity: tuple[str, ...]
@@ -158,7 +166,7 @@ class MatrixColumns:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """What one row says."""
+    """The cells of one row."""
 
     label: str
     kinds: tuple[str, ...]
@@ -172,51 +180,51 @@ class MatrixRow:
 
 
 class NotARowError(ValueError):
-    """Says what is wrong with it."""
+    """The text is no row; the message says why."""
 
 
 def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
-    """`text` from its label on, which stands at column `edge`. Raises NotARowError."""
-    label = _label(text, columns.names)
-    kinds, spans, end = _links(text, len(label), len(columns.names))
+    """Read a row from its label on, which is at column `edge` of its line. Raises NotARowError."""
+    label = _parse_label(text, columns.names)
+    kinds, spans, end = _read_links(text, len(label), len(columns.names))
     tail = tuple(text[end:].split())
-    _check(label, tail, columns)
+    _check_kinds(label, tail, columns)
     if not label.startswith("GPU") or len(kinds) < len(columns.names):
-        return MatrixRow(label, kinds, _tabbed(text), None, None)
-    cpus, numa = _affinity(_RowLayout(text, len(label), spans, end, tail, edge), columns)
-    return MatrixRow(label, kinds, (), _cpus(label, cpus), _numa(label, numa), tail)
+        return MatrixRow(label, kinds, _split_tabs(text), None, None)
+    cpus, numa = _read_affinity(_RowLayout(text, len(label), spans, end, tail, edge), columns)
+    return MatrixRow(label, kinds, (), _parse_cpus(label, cpus), _parse_numa(label, numa), tail)
 
 
-def _label(text: str, names: tuple[str, ...]) -> str:
+def _parse_label(text: str, names: tuple[str, ...]) -> str:
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (text[len(name) :][:1].isspace() or LINK_KIND.match(text, len(name))):
             return name
     raise NotARowError(f"row {text.split()[0]} has no column in the header")
 
 
-def _links(text: str, start: int, most: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
-    """Cells may have lost what separated them (drivers do that beyond 30 NICs): a cell ends where its word does."""
+def _read_links(text: str, start: int, limit: int) -> tuple[tuple[str, ...], list[tuple[int, int]], int]:
+    """Read the link cells. Drivers drop the separators beyond 30 NICs, so a cell ends where its word does."""
     spans: list[tuple[int, int]] = []
     end = start
-    while len(spans) < most:
+    while len(spans) < limit:
         space = re.compile(r"\s*").match(text, end)
         begin = space.end() if space else end
-        found = LINK_KIND.match(text, begin)
-        if found is None or not _cell_ends(text, found, len(spans) + 1 == most):
+        match = LINK_KIND.match(text, begin)
+        if match is None or not _find_cell_ends(text, match, len(spans) + 1 == limit):
             break
-        spans.append(found.span())
-        end = found.end()
+        spans.append(match.span())
+        end = match.end()
     return tuple(text[a:b] for a, b in spans), spans, end
 
 
-def _cell_ends(text: str, cell: re.Match[str], last: bool) -> bool:
+def _find_cell_ends(text: str, cell: re.Match[str], last: bool) -> bool:
     end = cell.end()
     if end == len(text) or text[end].isspace() or LINK_KIND.match(text, end):
         return True
     return last and text[end].isdigit() and not cell.group().startswith("NV")
 
 
-def _check(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
+def _check_kinds(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
     if len(tail) > len(columns.affinity):
         raise NotARowError(f"row {label}: unexpected {tail[0]!r}; expected a link kind (X, PIX, NV4, ...)")
     for token in tail:
@@ -227,17 +235,17 @@ def _check(label: str, tail: tuple[str, ...], columns: MatrixColumns) -> None:
 def _is_list(token: str) -> bool:
     if not _LIST.fullmatch(token) or len(token) > 4096:
         return False
-    ranges = [it.partition("-") for it in token.split(",")]
+    ranges = [part.partition("-") for part in token.split(",")]
     return all(not dash or int(low) <= int(high) for low, dash, high in ranges)
 
 
-def _cpus(label: str, cell: str) -> str | None:
+def _parse_cpus(label: str, cell: str) -> str | None:
     if cell == "-1":
         raise NotARowError(f"row {label}: '-1' is no list of processors")
     return None if cell in ("", "N/A") else cell
 
 
-def _numa(label: str, cell: str) -> int | str | None:
+def _parse_numa(label: str, cell: str) -> int | str | None:
     if cell in ("", "N/A", "-1"):
         return None
     if cell.isdigit() and len(cell) > 6:
@@ -247,7 +255,7 @@ def _numa(label: str, cell: str) -> int | str | None:
 
 @dataclass(frozen=True)
 class _RowLayout:
-    """A row and where its cells stand in it."""
+    """A row and the positions of its cells."""
 
     text: str
     label: int
@@ -257,41 +265,44 @@ class _RowLayout:
     edge: int
 
 
-def _affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
-    """The CPU and NUMA cells, "" where the row does not tell. Inside a small cgroup the CPU cell is blank; what stands
-    alone then is told by its tab, its column, or (NUMA node or list) its shape, in this order: a long NIC name moves
-    the header's columns, and not the rows'."""
+def _read_affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
+    """Read the CPU and NUMA cells, "" where the row does not tell.
+
+    Inside a small cgroup the CPU cell is blank, and one cell stands alone. Which it is shows by its tab, else by its
+    column, else (NUMA node or list) by its shape: in this order, because a long NIC name moves
+    the header's columns but not the rows'.
+    """
     if len(row.tokens) == len(columns.affinity):
         cells = dict(zip(columns.affinity, row.tokens, strict=True))
         return cells.get("cpu", ""), cells.get("numa", "")
     if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
         return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
-    for told in (_by_tabs(row), _by_stops(row), _by_header(row, columns)):
-        if told is not None:
-            return told
-    return _by_shape(row.tokens, columns.affinity)
+    for values in (_split_by_tabs(row), _split_by_stops(row), _split_by_header(row, columns)):
+        if values is not None:
+            return values
+    return _split_by_shape(row.tokens, columns.affinity)
 
 
-def _by_tabs(row: _RowLayout) -> tuple[str, str] | None:
-    """A tab between any two cells: the driver's own output."""
+def _split_by_tabs(row: _RowLayout) -> tuple[str, str] | None:
+    """Split the cells at tabs, as the driver prints them."""
     edges = [row.label, *(at for span in row.spans for at in span)]
     gaps = [row.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=False)]
     if not all(re.fullmatch(r" *\t *", gap) for gap in gaps):
         return None
-    return _driver_cells([it.strip() for it in row.text[row.end :].split("\t")[1:]])
+    return _name_driver_cells([cell.strip() for cell in row.text[row.end :].split("\t")[1:]])
 
 
-def _driver_cells(cells: list[str]) -> tuple[str, str] | None:
-    """CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
+def _name_driver_cells(cells: list[str]) -> tuple[str, str] | None:
+    """Return CPU, NUMA and, after a filling tab, the GPU's own NUMA node."""
     cells = [*cells, "", ""]
-    if any(" " in it for it in cells) or (not any(cells[:2]) and any(it != "N/A" for it in cells if it)):
+    if any(" " in cell for cell in cells) or (not any(cells[:2]) and any(cell != "N/A" for cell in cells if cell)):
         return None
     return cells[0], cells[1]
 
 
-def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
-    """Every cell under its column, as one who retypes it with spaces puts them."""
-    expanded = _expanded(row)
+def _split_by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | None:
+    """Take the cells under their columns, as someone who retypes the text with spaces puts them."""
+    expanded = _expand_tabs(row)
     if not columns.starts or expanded is None or "\t" in row.text:
         return None
     spans, tail = expanded
@@ -300,13 +311,13 @@ def _by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str] | Non
     cells = {start + row.edge: token for start, token in tail}
     if not under or not set(cells) <= set(columns.starts):
         return None
-    told = {name: cells[at] for name, at in zip(columns.affinity, columns.starts, strict=True) if at in cells}
-    return told.get("cpu", ""), told.get("numa", "")
+    values = {name: cells[at] for name, at in zip(columns.affinity, columns.starts, strict=True) if at in cells}
+    return values.get("cpu", ""), values.get("numa", "")
 
 
-def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
+def _split_by_stops(row: _RowLayout) -> tuple[str, str] | None:
     """Spaces where a terminal expanded the driver's tabs: from stop to stop, how many tabs there were."""
-    expanded = _expanded(row)
+    expanded = _expand_tabs(row)
     if expanded is None:
         return None
     spans, tail = expanded
@@ -317,24 +328,27 @@ def _by_stops(row: _RowLayout) -> tuple[str, str] | None:
     for start, token in tail:
         cells += [""] * (start // _TAB - end // _TAB - 1) + [token]
         end = start + len(token)
-    told = _driver_cells(cells)
-    return ("", "") if told is not None and not told[0] and not told[1].isdigit() else told
+    values = _name_driver_cells(cells)
+    return ("", "") if values is not None and not values[0] and not values[1].isdigit() else values
 
 
-def _expanded(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
-    """Columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
+def _expand_tabs(row: _RowLayout) -> tuple[list[tuple[int, int]], list[tuple[int, str]]] | None:
+    """Return the columns of the link cells and of the tokens after them, from the label on, with tabs of eight."""
 
     def column(at: int) -> int:
         return len(row.text[:at].expandtabs(_TAB))
 
     spans = [(column(a), column(b)) for a, b in row.spans]
-    tail = [(column(row.end + it.start()), it.group()) for it in re.finditer(r"\S+", row.text[row.end :])]
+    tail = [(column(row.end + token.start()), token.group()) for token in re.finditer(r"\S+", row.text[row.end :])]
     return (spans, tail) if spans else None
 
 
-def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
-    """No driver is known to print the processors and not the NUMA node: what is alone is a NUMA node where it can be
-    one. A list could be either (0,3-9,11-17 is a real NUMA cell): neither is told then."""
+def _split_by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, str]:
+    """Tell the processors from the NUMA node by their shape.
+
+    No driver is known to print the processors and not the NUMA node: a cell that is alone is a NUMA node if it can be
+    one. A list could be either (0,3-9,11-17 is a real NUMA cell), so it is taken for neither.
+    """
     if columns[-1] == "gpu_numa" and tokens[-1] == "N/A":
         tokens, columns = tokens[:-1], columns[:-1]
     if len(tokens) == len(columns):
@@ -343,5 +357,5 @@ def _by_shape(tokens: tuple[str, ...], columns: tuple[str, ...]) -> tuple[str, s
     return "", alone if alone.isdigit() else ""
 
 
-def _tabbed(text: str) -> tuple[str, ...]:
-    return tuple(it.strip() for it in text.split("\t")[1:]) if "\t" in text else ()
+def _split_tabs(text: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in text.split("\t")[1:]) if "\t" in text else ()

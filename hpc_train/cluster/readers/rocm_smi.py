@@ -1,4 +1,4 @@
-"""`rocm-smi --showtopo`, as text and as --json: how the AMD GPUs of one node are joined, and their NUMA nodes."""
+"""Read `rocm-smi --showtopo`, as text and as --json: links between the AMD GPUs of a node, and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hpc_train.cluster.readers.nvidia_smi_rows import clean_lines
-from hpc_train.cluster.spec import Cluster, Gpu, Link, Node
+from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 
-UNNAMED_HOST = "localhost"
 _SECTION = re.compile(r"\b(weight|hops|link type|link access\w*)\s+between\s+two\s+gpus", re.IGNORECASE)
 _END = re.compile(r"numa\s+nodes\b\s*=|end of rocm smi log", re.IGNORECASE)
 _BEGIN = re.compile(r"ROCm System Management Interface", re.IGNORECASE)
@@ -27,7 +26,7 @@ _UNKNOWN = ("N/A", "UNKNOWN", "XXXX")
 
 @dataclass
 class _GpuTopology:
-    """Gathered from all sections."""
+    """The facts of all sections."""
 
     gpus: list[str] = field(default_factory=list)
     kinds: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -35,17 +34,20 @@ class _GpuTopology:
 
 
 def matches_rocm_smi(text: str) -> bool:
-    """Whether it is a topology of rocm-smi, whole or some of its sections."""
+    """Whether the text is a topology of rocm-smi, all or some of its sections."""
     return _SECTION.search(text) is not None or _NUMA.search(text) is not None or _is_json(text)
 
 
 def read_rocm_smi(text: str, name: str) -> Cluster:
-    """The node of one `rocm-smi --showtopo`; sections that are not there leave what they tell empty. Links are XGMI or
-    PCIE, as printed. Raises UserError for a section that is not whole or sections that contradict each other."""
-    facts = _from_json(text, name) if _is_json(text) else _from_text(clean_lines(text), name)
+    """Read the node of one `rocm-smi --showtopo`.
+
+    Facts of missing sections are empty. Links are XGMI or PCIE, as printed. Raises UserError for a section that is cut,
+    and for sections that contradict each other.
+    """
+    facts = _read_json(text, name) if _is_json(text) else _read_text(clean_lines(text), name)
     if not facts.gpus:
         raise UserError(f"{name}:1: no GPUs; expected the output of `rocm-smi --showtopo`, with or without --json")
-    gpus = tuple(Gpu(it, numa=facts.numa.get(it)) for it in facts.gpus)
+    gpus = tuple(Gpu(gpu, numa=facts.numa.get(gpu)) for gpu in facts.gpus)
     pairs = ((pair, facts.kinds.get(pair)) for pair in itertools.combinations(facts.gpus, 2))
     links = tuple(Link(UNNAMED_HOST, a, b, kind) for (a, b), kind in pairs if kind is not None)
     notes = (
@@ -54,7 +56,7 @@ def read_rocm_smi(text: str, name: str) -> Cluster:
     return Cluster("rocm_smi", (Node(UNNAMED_HOST, gpus),), links, notes=notes)
 
 
-def _from_text(lines: list[str], name: str) -> _GpuTopology:
+def _read_text(lines: list[str], name: str) -> _GpuTopology:
     facts = _GpuTopology()
     if any(_BEGIN.search(line) for line in lines) and not any(_LOG_END.search(line) for line in lines):
         raise UserError(f"{name}:{len(lines)}: cut off: the line 'End of ROCm SMI Log' is missing; expected all of it")
@@ -71,7 +73,7 @@ def _from_text(lines: list[str], name: str) -> _GpuTopology:
 
 
 def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, name: str) -> None:
-    gpus, rows = _matrix(lines, start, name)
+    gpus, rows = _read_matrix(lines, start, name)
     if facts.gpus and gpus != facts.gpus:
         raise UserError(f"{name}:{start + 1}: GPUs other than in the section before; expected the output of one node")
     facts.gpus = gpus
@@ -84,16 +86,16 @@ def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, 
                 _add_kind(facts, label, column, cell, f"{name}:{number}")
 
 
-def _matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tuple[int, str, list[str]]]]:
-    """Columns and rows (line, label, cells) of the matrix below a section's title."""
+def _read_matrix(lines: list[str], start: int, name: str) -> tuple[list[str], list[tuple[int, str, list[str]]]]:
+    """Read the matrix below a section's title: its columns, and its rows as (line, label, cells)."""
     gpus: list[str] = []
     rows: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(lines[start + 1 :], start + 2):
         if _SECTION.search(line) or _END.search(line) or _NUMA.search(line) or (rows and len(rows) == len(gpus)):
             break
-        found = _GPU.search(line)
-        words = line[found.start() :].split() if found else []
-        if not gpus and words and all(_GPU.fullmatch(it) for it in words):
+        match = _GPU.search(line)
+        words = line[match.start() :].split() if match else []
+        if not gpus and words and all(_GPU.fullmatch(word) for word in words):
             gpus = words
         elif gpus and words:
             rows.append((number, words[0], words[1:]))
@@ -115,7 +117,7 @@ def _add_kind(facts: _GpuTopology, a: str, b: str, kind: str, where: str) -> Non
 
 
 def _add_numa(facts: _GpuTopology, gpu: str, what: str, value: str, where: str) -> None:
-    """The node wins over the affinity, which older versions print without it."""
+    """Set a GPU's NUMA node. The node wins over the affinity, which older versions print instead."""
     if not re.fullmatch(r"-?\d{1,6}|N/A|None", value):
         raise UserError(f"{where}: NUMA node of {gpu} is {value!r}; expected a number")
     node = int(value) if value.isdigit() else None
@@ -127,43 +129,43 @@ def _is_json(text: str) -> bool:
     return "{" in text and ("between DRM devices" in text or re.search(r'"\(Topology\) Numa', text) is not None)
 
 
-def _from_json(text: str, name: str) -> _GpuTopology:
-    content = _object(text, name)
+def _read_json(text: str, name: str) -> _GpuTopology:
+    content = _parse_object(text, name)
     facts, numbers = _GpuTopology(), set()
     for key, value in content.items():
         if isinstance(value, dict) and (card := _CARD.fullmatch(key)):
             numbers.add(int(card[1]))
-            _card(facts, f"GPU{int(card[1])}", value, name)
-    for pair, what, kind in _pairs(content.values(), name):
+            _read_card(facts, f"GPU{int(card[1])}", value, name)
+    for pair, what, kind in _list_pairs(content.values(), name):
         numbers |= set(pair)
         if what == "link type" and pair[0] != pair[1]:
             _add_kind(facts, f"GPU{pair[0]}", f"GPU{pair[1]}", kind, f"{name}:1")
-    facts.gpus = [f"GPU{it}" for it in sorted(numbers)]
+    facts.gpus = [f"GPU{number}" for number in sorted(numbers)]
     facts.kinds |= {(b, a): kind for (a, b), kind in facts.kinds.items()}
     return facts
 
 
-def _card(facts: _GpuTopology, gpu: str, content: dict[str, object], name: str) -> None:
+def _read_card(facts: _GpuTopology, gpu: str, content: dict[str, object], name: str) -> None:
     for key in content:
-        found = re.fullmatch(r"\(Topology\) Numa (Node|Affinity)", key)
-        if found is not None:
-            _add_numa(facts, gpu, found[1].lower(), str(content[key]), f"{name}:1")
+        match = re.fullmatch(r"\(Topology\) Numa (Node|Affinity)", key)
+        if match is not None:
+            _add_numa(facts, gpu, match[1].lower(), str(content[key]), f"{name}:1")
 
 
-def _pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], str, str]]:
-    found = []
+def _list_pairs(values: Iterable[object], name: str) -> list[tuple[tuple[int, int], str, str]]:
+    pairs = []
     for content in values:
         for key, value in content.items() if isinstance(content, dict) else ():
             pair = _PAIR.search(key)
             if pair is not None and (len(pair[2]) > 4 or len(pair[3]) > 4):
                 raise UserError(f"{name}:1: {key!r}; expected the numbers of two GPUs")
             if pair is not None:
-                found.append(((int(pair[2]), int(pair[3])), pair[1].lower(), str(value)))
-    return found
+                pairs.append(((int(pair[2]), int(pair[3])), pair[1].lower(), str(value)))
+    return pairs
 
 
-def _object(text: str, name: str) -> dict[str, object]:
-    """rocm-smi may print warnings before the object, and other tools after it."""
+def _parse_object(text: str, name: str) -> dict[str, object]:
+    """Parse the JSON object: rocm-smi may print warnings before it, and other tools text after it."""
     start = text.index("{")
     try:
         content, _ = json.JSONDecoder().raw_decode(text, start)

@@ -1,4 +1,4 @@
-"""Slurm's environment variables: the nodes of a job, and where one hangs (SLURM_TOPOLOGY_ADDR).
+"""Read Slurm's environment variables: the nodes of a job, and a node's switches (SLURM_TOPOLOGY_ADDR).
 
 slurmd tells the address to every step that runs on the node. A dump of the variables of a job is a topology file too.
 """
@@ -20,7 +20,7 @@ _COORDINATES = {"ring": 1, "torus": 3}
 
 
 def parse_address(address: str, pattern: str | None, node: str, switches: Collection[str] = ()) -> tuple[str, ...]:
-    """Names from the top switch to the leaf (or block, ring, torus) that `node` hangs on; () where Slurm knows none.
+    """Return the names from the top switch to the leaf (or block, ring, torus) of `node`; () if Slurm knows none.
 
     address, pattern: SLURM_TOPOLOGY_ADDR and _PATTERN; node: SLURMD_NODENAME. Names of nodes and switches may hold
     dots, so the node is cut off by its name, and the number of names left is the pattern's. Where dots leave it open
@@ -39,12 +39,12 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
     if (first := words[0].split(":")[0] if words else "") in _COORDINATES:
         name = before.rsplit(":", _COORDINATES[first])[0]
         return (name,) if name else ()
-    found = _split_address(before, len(words), switches)
-    return (before,) if found is None else tuple(_canonical(name) for name in found if name)
+    path = _split_address(before, len(words), switches)
+    return (before,) if path is None else tuple(_normalise_name(name) for name in path if name)
 
 
 def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
-    """The cluster of nodes in this order, each with its names from top to leaf; kind slurm_address.
+    """Build a cluster of nodes in this order, each with its switches from top to leaf; kind slurm_address.
 
     Raises UserError where the paths contradict each other (one puts a above b, another b above a).
     """
@@ -63,35 +63,35 @@ def build_cluster_from_paths(paths: Mapping[str, Sequence[str]]) -> Cluster:
 
 
 def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[str, ...] | None:
-    """The only way to see `count` names in it; None where there is none or more than one."""
+    """Split an address into `count` names if there is exactly one way; else None. Names may contain dots."""
     pieces = before.split(".")
     if len(pieces) == count:
         return tuple(pieces)
     if not switches or not 0 < count < len(pieces):
         return None
-    known = frozenset(switches)
+    known_names = frozenset(switches)
 
     @cache
     def ways(start: int, left: int) -> list[tuple[str, ...]]:
-        """Up to two ways to see `left` names in the pieces from `start` on."""
+        """Return up to two ways to split the pieces from `start` on into `left` names."""
         if left == 0:
             return [()] if start == len(pieces) else []
-        found: list[tuple[str, ...]] = []
+        rest_ways: list[tuple[str, ...]] = []
         for end in range(start + 1, len(pieces) - left + 2):
             name = ".".join(pieces[start:end])
-            if not name or _is_known(name, known):
-                found += [(name, *rest) for rest in ways(end, left - 1)]
-        return found[:2]
+            if not name or _is_known(name, known_names):
+                rest_ways += [(name, *rest) for rest in ways(end, left - 1)]
+        return rest_ways[:2]
 
-    found = ways(0, count)
-    return found[0] if len(found) == 1 else None
-
-
-def _is_known(name: str, known: Collection[str]) -> bool:
-    return name in known or (_is_group(name) and all(member in known for member in _expand_group(name)))
+    splits = ways(0, count)
+    return splits[0] if len(splits) == 1 else None
 
 
-def _canonical(name: str) -> str:
+def _is_known(name: str, known_names: Collection[str]) -> bool:
+    return name in known_names or (_is_group(name) and all(member in known_names for member in _expand_group(name)))
+
+
+def _normalise_name(name: str) -> str:
     return name_switch_group(_expand_group(name)) if _is_group(name) else name
 
 
@@ -122,22 +122,22 @@ def matches_slurm_environment(text: str) -> bool:
 
 
 def read_slurm_environment(text: str, name: str) -> Cluster:
-    """The job's nodes in Slurm's order; kind slurm_environment. Each SLURM_TOPOLOGY_ADDR adds the switches of its node.
+    """Read the job's nodes in Slurm's order; kind slurm_environment. Each SLURM_TOPOLOGY_ADDR adds its node's switches.
 
     Takes `NAME=value`, `export NAME=value`, `declare -x NAME="value"` and srun's labels, one node's or several one
     after the other. Raises UserError `FILE:LINE: ...` for a line cut short, two different lists of nodes, or a number
     of nodes that no list has.
     """
-    found: dict[str, dict[str, int]] = {}
-    for line, variable, value in _variables(text, name):
-        found.setdefault(variable, {}).setdefault(value, line)
-    nodes = _nodes(found, name)
-    for value, line in found.get("SLURM_TASKS_PER_NODE", {}).items():
+    variables: dict[str, dict[str, int]] = {}
+    for line, variable, value in _read_variables(text, name):
+        variables.setdefault(variable, {}).setdefault(value, line)
+    nodes = _list_nodes(variables, name)
+    for value, line in variables.get("SLURM_TASKS_PER_NODE", {}).items():
         _describe_place(name, line, value)
     paths: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
-    pattern = next(iter(found.get(_PATTERN, {"": 0})))
-    for address, line in found.get("SLURM_TOPOLOGY_ADDR", {}).items():
-        node = _node_of(address, nodes)
+    pattern = next(iter(variables.get(_PATTERN, {"": 0})))
+    for address, line in variables.get("SLURM_TOPOLOGY_ADDR", {}).items():
+        node = _find_node(address, nodes)
         if node is None:
             raise UserError(f"{name}:{line}: SLURM_TOPOLOGY_ADDR={address[:80]} ends in no node of the job")
         paths[node] = parse_address(address, pattern, node)
@@ -146,48 +146,48 @@ def read_slurm_environment(text: str, name: str) -> Cluster:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """SLURM_TASKS_PER_NODE, such as `34,26,2(x2)`, as one number a node. UserError for another form."""
+    """Parse SLURM_TASKS_PER_NODE, such as `34,26,2(x2)`, to one number a node. Raises UserError for another form."""
     tasks: list[int] = []
     for piece in text.split(","):
-        found = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
-        if not found:
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
+        if not match:
             raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}; expected such as 34,26,2(x2)")
-        times = int(found[2] or 1)
+        times = int(match[2] or 1)
         if len(tasks) + times > MAX_NODES:
             raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}: more than {MAX_NODES} nodes")
-        tasks += [int(found[1])] * times
+        tasks += [int(match[1])] * times
     return tasks
 
 
-def _variables(text: str, name: str) -> Iterator[tuple[int, str, str]]:
+def _read_variables(text: str, name: str) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(text.split("\n"), 1):
-        found = _LINE.fullmatch(line.rstrip("\r"))
-        if not found:
+        match = _LINE.fullmatch(line.rstrip("\r"))
+        if not match:
             continue
-        if found[2] is None:
+        if match[2] is None:
             raise UserError(f"{name}:{number}: {line[:60]!r}; expected NAME=VALUE (is the text cut short?)")
-        yield number, found[1], _unquoted(found[2].strip())
+        yield number, match[1], _unquote(match[2].strip())
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _nodes(found: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
+def _list_nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[str, ...]:
     lists: dict[str, tuple[str, ...]] = {}
     for variable in _LISTS:
-        values = found.get(variable, {})
+        values = variables.get(variable, {})
         if variable != "SLURM_STEP_NODELIST" and len(values) > 1:
             raise UserError(f"{name}:{list(values.values())[1]}: another {variable}; expected the dump of one job")
         for value, line in values.items():
             lists.setdefault(variable, expand_names(value, f"{name}:{line}: {variable}="))
-    for value, line in found.get("SLURM_NNODES", {}).items():
-        counts = [len(it) for it in lists.values()]
+    for value, line in variables.get("SLURM_NNODES", {}).items():
+        counts = [len(names) for names in lists.values()]
         if counts and value not in map(str, counts):
             raise UserError(f"{name}:{line}: SLURM_NNODES={value[:20]}, but {counts[0]} nodes in the list")
     if lists:
         return next(iter(lists.values()))
-    if single := found.get("SLURMD_NODENAME"):
+    if single := variables.get("SLURMD_NODENAME"):
         return tuple(single)
     raise UserError(f"{name}: no SLURM_JOB_NODELIST, SLURM_NODELIST or SLURMD_NODENAME; expected the dump of a job")
 
@@ -199,8 +199,8 @@ def _describe_place(name: str, line: int, tasks: str) -> None:
         raise UserError(f"{name}:{line}: {error}") from None
 
 
-def _node_of(address: str, nodes: tuple[str, ...]) -> str | None:
-    """The node that the address is of: the longest name that it ends in."""
-    known = set(nodes)
+def _find_node(address: str, nodes: tuple[str, ...]) -> str | None:
+    """Return the node of an address: the longest name that the address ends in."""
+    node_names = set(nodes)
     pieces = address.split(".")
-    return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in known), None)
+    return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in node_names), None)

@@ -1,4 +1,4 @@
-"""What readers of Slurm's texts share: lines of `Key=Value`, and from the switches that a text lists to a Cluster.
+"""Parse Slurm's lines of `Key=Value`, and build a Cluster from the switches that a text lists.
 
 What may not be (a circle, a node on two leaves, a switch that no line defines) is refused, levels are counted.
 """
@@ -20,7 +20,7 @@ _PROMPT = re.compile(r"[^=]*\bscontrol\s[^=]*\bshow\s+topo[^=]*")
 
 @dataclass(frozen=True)
 class KeyValueRecord:
-    """One line; keys are lower case, as Slurm takes them in any."""
+    """One line; keys are lower case, as Slurm ignores their case."""
 
     file: str
     line: int
@@ -29,16 +29,16 @@ class KeyValueRecord:
     values: dict[str, str]
 
     def name(self) -> str:
-        """What the first key names: one plain name."""
+        """The single name that the first key gives."""
         return check_single_name(self.values[self.first], f"{self.file}:{self.line}: {self.first}=")
 
     def list(self, key: str) -> tuple[str, ...]:
-        """The names of a host list, each once; () where the key is absent."""
+        """Return the names of a host list, each once; () if the key is absent."""
         text = self.values.get(key, "")
         return () if text == "(null)" else expand_names(text, f"{self.file}:{self.line}: {key}=")
 
     def number(self, key: str) -> int:
-        """A count. UserError where it is absent or no number."""
+        """Return a count. Raises UserError if it is absent or no number."""
         text = self.values.get(key)
         if text is None or not re.fullmatch("[0-9]{1,9}", text):
             raise self.error(f"{key}={text or ''}; expected {key}=NUMBER (is the line cut short?)")
@@ -50,7 +50,7 @@ class KeyValueRecord:
 
 @dataclass(frozen=True)
 class RecordGrammar:
-    """What the lines of one format may hold; all keys in lower case."""
+    """The keys that the lines of one format may hold, in lower case."""
 
     kinds: Mapping[str, str]
     """First key of a line -> kind of cluster; all lines of a text are of one kind."""
@@ -59,7 +59,7 @@ class RecordGrammar:
 
 
 def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyValueRecord]:
-    """Every line that is not empty, a comment or a shell's prompt; a backslash at its end continues a line.
+    """Parse every line that is not empty, a comment or a shell's prompt; a backslash at the end continues a line.
 
     Raises UserError `file:line: ...` for a line of another form and for a key that the grammar has not.
     """
@@ -72,21 +72,21 @@ def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyV
             raise UserError(f"{file}:{number}: {line.strip()[:60]!r}; expected KEY=VALUE KEY=VALUE ...")
         record = KeyValueRecord(file, number, pairs[0][0], dict(pairs))
         if record.first not in grammar.kinds:
-            raise record.error(f"begins with {record.first}=; expected {_keys(grammar.kinds)}")
+            raise record.error(f"begins with {record.first}=; expected {_format_keys(grammar.kinds)}")
         kind = kind or grammar.kinds[record.first]
         if strange := next((key for key in record.values if key not in grammar.keys[kind]), None):
-            raise record.error(f"{strange}= in a {kind}; expected {_keys(grammar.keys[kind])}")
+            raise record.error(f"{strange}= in a {kind}; expected {_format_keys(grammar.keys[kind])}")
         if len(record.values) < len(pairs):
             raise record.error("a key stands there twice")
         yield record
 
 
-def _keys(known: Iterable[str]) -> str:
-    return ", ".join(f"{key}=" for key in sorted(known))
+def _format_keys(keys: Iterable[str]) -> str:
+    return ", ".join(f"{key}=" for key in sorted(keys))
 
 
 def expand_names(text: str, where: str) -> tuple[str, ...]:
-    """A host list's names, each once, in order. `where` goes before the message of a wrong one."""
+    """Expand a host list, each name once, in order. where: prefix of the error message."""
     try:
         return tuple(dict.fromkeys(expand_hostlist(text)))
     except UserError as error:
@@ -94,38 +94,38 @@ def expand_names(text: str, where: str) -> tuple[str, ...]:
 
 
 def check_single_name(text: str, where: str) -> str:
-    """A name that stands for one thing: no brackets, no list."""
-    found = expand_names(text, where)
-    if found != (text,):
+    """Return the name if it is a single one: no brackets, no list."""
+    names = expand_names(text, where)
+    if names != (text,):
         raise UserError(f"{where}{text[:60]}; expected one name")
     return text
 
 
 def _join_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, line without comment) of each line that holds something."""
-    held, start = "", 0
+    """Yield (first line number, text without comment) of each logical line that is not empty."""
+    pending, start = "", 0
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.split("#", 1)[0].rstrip()
         start = start or number
         if line.endswith("\\"):
-            held += line[:-1] + " "
+            pending += line[:-1] + " "
             continue
-        if (held + line).strip():
-            yield start, held + line
-        held, start = "", 0
-    if held.strip():
-        yield start, held
+        if (pending + line).strip():
+            yield start, pending + line
+        pending, start = "", 0
+    if pending.strip():
+        yield start, pending
 
 
 def _split_pairs(line: str) -> list[tuple[str, str]] | None:
     pairs, at = [], 0
     line = line.rstrip()
     while at < len(line):
-        found = _PAIR.match(line, at)
-        if not found:
+        match = _PAIR.match(line, at)
+        if not match:
             return None
-        pairs.append((found[1].lower(), found[2] if found[3] is None else found[3]))
-        at = found.end()
+        pairs.append((match[1].lower(), match[2] if match[3] is None else match[3]))
+        at = match.end()
     return pairs
 
 
@@ -154,26 +154,26 @@ class ListedUnit:
 
 
 def collect_units(units: Iterable[ListedUnit], file: str) -> dict[str, ListedUnit]:
-    """By name, in order. UserError for a name that is there twice, or for more names than any machine has."""
-    found: dict[str, ListedUnit] = {}
+    """Map names to units, in order. Raises UserError for a repeated name, or for more names than any machine has."""
+    by_name: dict[str, ListedUnit] = {}
     size = 0
     for unit in units:
-        if unit.name in found:
-            raise UserError(f"{file}:{unit.line}: {unit.name} is defined in line {found[unit.name].line} already")
-        found[unit.name] = unit
+        if unit.name in by_name:
+            raise UserError(f"{file}:{unit.line}: {unit.name} is defined in line {by_name[unit.name].line} already")
+        by_name[unit.name] = unit
         size += len(unit.nodes) + len(unit.switches)
         if size > MAX_NAMES:
             raise UserError(f"{file}:{unit.line}: more than {MAX_NAMES} names; not a real machine")
-    return found
+    return by_name
 
 
 def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: Iterable[str] = ()) -> Cluster:
-    """The cluster of these units, in their order; `nodes` come before those that the units name.
+    """Build the cluster of these units, in their order; `nodes` come before those that the units name.
 
     A switch below may lack a unit of its own: it is named by the one above and nothing else is known of it.
     Raises UserError, with the line, where switches hang on each other in a circle.
     """
-    levels = _levels(units, file)
+    levels = _compute_levels(units, file)
     everything = dict.fromkeys([*nodes, *(node for unit in units.values() for node in unit.nodes)])
     switches = tuple(
         Switch(unit.name, levels[unit.name], unit.nodes, unit.switches, link_speed=unit.link_speed)
@@ -184,7 +184,7 @@ def build_cluster(kind: str, units: Mapping[str, ListedUnit], file: str, nodes: 
 
 
 def check_defined(units: Mapping[str, ListedUnit], file: str) -> None:
-    """UserError for a switch below another that no line defines."""
+    """Raise UserError for a switch below another that no line defines."""
     for unit in units.values():
         missing = next((child for child in unit.switches if child not in units), None)
         if missing is not None:
@@ -192,7 +192,7 @@ def check_defined(units: Mapping[str, ListedUnit], file: str) -> None:
 
 
 def check_disjoint(units: Mapping[str, ListedUnit], file: str) -> None:
-    """UserError for a node that hangs on two units."""
+    """Raise UserError for a node on two units."""
     holder: dict[str, ListedUnit] = {}
     for unit in units.values():
         for node in unit.nodes:
@@ -205,7 +205,7 @@ def check_disjoint(units: Mapping[str, ListedUnit], file: str) -> None:
 
 
 def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
-    """All names, those without a unit too, each after everything below it. UserError for a circle."""
+    """Sort all names, including those without a unit, each after everything below it. Raises UserError for a cycle."""
     try:
         return list(TopologicalSorter({unit.name: unit.switches for unit in units.values()}).static_order())
     except CycleError as error:
@@ -215,11 +215,11 @@ def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
 
 
 def parse_link_speed(number: int) -> int | None:
-    """Convert LinkSpeed= to the form of Unit.link_speed."""
+    """Convert LinkSpeed= to Switch.link_speed."""
     return number if number > 1 else None
 
 
-def _levels(units: Mapping[str, ListedUnit], file: str) -> dict[str, int]:
+def _compute_levels(units: Mapping[str, ListedUnit], file: str) -> dict[str, int]:
     levels: dict[str, int] = {}
     for name in sort_bottom_up(units, file):
         unit = units.get(name)

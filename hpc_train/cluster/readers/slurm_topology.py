@@ -1,4 +1,4 @@
-"""Slurm's topology: topology.conf, and what `scontrol show topology` prints; tree, block, ring and torus3d.
+"""Read Slurm's topology: topology.conf, and the output of `scontrol show topology`; tree, block, ring and torus3d.
 
 Both have lines of `Key=Value`. scontrol lists under a switch the nodes of the switches below it too, topology.conf only
 its own. Slurm itself is asked once, by one process of a job, never by every rank.
@@ -55,7 +55,7 @@ def matches_scontrol(text: str) -> bool:
 
 
 def read_scontrol(text: str, name: str) -> Cluster:
-    """The cluster; kind slurm_tree, slurm_block, slurm_ring or slurm_torus3d.
+    """Read the cluster; kind slurm_tree, slurm_block, slurm_ring or slurm_torus3d.
 
     scontrol repeats under Nodes= of a switch everything below it: here nodes stand where they hang. In an excerpt,
     where a switch below has no line of its own, the nodes that nobody else claims hang on the switch above.
@@ -65,41 +65,41 @@ def read_scontrol(text: str, name: str) -> Cluster:
     topology.conf may not have either.
     """
     lines = list(parse_records(text, name, _SCONTROL_GRAMMAR))
-    listed = collect_units((it for it in map(_read_scontrol_unit, lines) if it is not None), name)
+    listed = collect_units((unit for unit in map(_read_scontrol_unit, lines) if unit is not None), name)
     if not listed:
         raise UserError(f"{name}: no switch or block; expected what `scontrol show topology` prints")
     kind = _SCONTROL_GRAMMAR.kinds[lines[0].first]
     nodes = [node for unit in listed.values() for node in unit.nodes]
     if kind == "slurm_block":
         _check_sizes(lines)
-        listed = {unit.name: unit for unit in _nested_blocks(listed)}
-    direct = _direct(listed, name)
+        listed = {unit.name: unit for unit in _nest_blocks(listed)}
+    direct = _keep_direct_nodes(listed, name)
     if kind != "slurm_tree":
         check_disjoint(direct, name)
     return build_cluster(kind, direct, name, nodes)
 
 
 def _check_sizes(lines: Sequence[KeyValueRecord]) -> None:
-    """Slurm ends every line of a block with its size, or (before 24.05) none."""
-    if any("blocksize" in it.values for it in lines):
-        for it in lines:
-            it.number("blocksize")
+    """Refuse sizes on only some lines: Slurm ends every line of a block with its size, or (before 24.05) none."""
+    if any("blocksize" in line.values for line in lines):
+        for line in lines:
+            line.number("blocksize")
 
 
 def _read_scontrol_unit(record: KeyValueRecord) -> ListedUnit | None:
     nodes = record.list("nodes")
     if record.first == "switchname":
-        return _switch(record, nodes)
+        return _make_switch(record, nodes)
     if record.first == "torusname":
-        return _torus(record, nodes)
+        return _make_torus(record, nodes)
     if record.first == "ringname":
         if record.number("ringsize") != len(nodes):
             raise record.error(f"RingSize={record.values['ringsize']} but {len(nodes)} nodes")
         return ListedUnit(record.name(), record.line, nodes)
-    return _block(record, nodes)
+    return _make_block(record, nodes)
 
 
-def _block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+def _make_block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     for key in {"blockindex", "blocksize"} & record.values.keys():
         record.number(key)
     name, blocks = record.values[record.first], record.list(record.first)
@@ -108,7 +108,7 @@ def _block(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     return ListedUnit(name, record.line, nodes, blocks)
 
 
-def _switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
+def _make_switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     level, switches = record.number("level"), record.list("switches")
     speed = parse_link_speed(record.number("linkspeed"))
     if bool(level) != bool(switches):
@@ -116,7 +116,7 @@ def _switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
     return ListedUnit(record.name(), record.line, nodes, switches, level, speed)
 
 
-def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
+def _make_torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
     if "placementdims" in record.values:
         return None
     if not re.fullmatch("[0-9]{1,5}x[0-9]{1,5}x[0-9]{1,5}", record.values.get("dims", "")):
@@ -124,17 +124,22 @@ def _torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
     return ListedUnit(record.name(), record.line, nodes)
 
 
-def _nested_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
-    """Aggregated blocks with the largest blocks that they are made of, instead of all base blocks."""
+def _nest_blocks(listed: Mapping[str, ListedUnit]) -> Iterator[ListedUnit]:
+    """Give aggregated blocks the largest blocks that they consist of, instead of all base blocks."""
     made_of = {unit.name: frozenset(unit.switches or (unit.name,)) for unit in listed.values()}
     largest_first = sorted(made_of, key=lambda name: -len(made_of[name]))
     for unit in listed.values():
         inside = (name for name in largest_first if made_of[name] < made_of[unit.name])
-        yield replace(unit, switches=_largest(unit.switches, inside, made_of)) if unit.switches else unit
+        yield replace(unit, switches=_cover_blocks(unit.switches, inside, made_of)) if unit.switches else unit
 
 
-def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
-    """As few names as say all `blocks`, in their order: of what is `inside`, largest first, and what no line shows."""
+def _cover_blocks(
+    blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str, frozenset[str]]
+) -> tuple[str, ...]:
+    """Return the fewest names that cover `blocks`, in their order.
+
+    The largest of those `inside` come first, then those that no line shows.
+    """
     chosen = {block: block for block in blocks}
     taken: set[str] = set()
     for name in inside:
@@ -144,23 +149,23 @@ def _largest(blocks: Sequence[str], inside: Iterable[str], made_of: Mapping[str,
     return tuple(dict.fromkeys(chosen.values()))
 
 
-def _direct(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
-    """Each unit with only those nodes that hang on it directly."""
+def _keep_direct_nodes(listed: Mapping[str, ListedUnit], file: str) -> dict[str, ListedUnit]:
+    """Reduce each unit to the nodes that are directly on it."""
     below: dict[str, set[str]] = {}
-    whole: dict[str, bool] = {}
+    listed_fully: dict[str, bool] = {}
     direct = {}
     for name in sort_bottom_up(listed, file):
         unit = listed.get(name)
         under: set[str] = set().union(*(below[child] for child in unit.switches)) if unit else set()
-        whole[name] = unit is not None and all(whole[child] for child in unit.switches)
+        listed_fully[name] = unit is not None and all(listed_fully[child] for child in unit.switches)
         if unit is not None:
-            direct[name] = _without(unit, under, whole[name], file)
+            direct[name] = _remove_nodes(unit, under, listed_fully[name], file)
         below[name] = under.union(unit.nodes if unit else ())
     return {name: direct[name] for name in listed}
 
 
-def _without(unit: ListedUnit, under: set[str], whole: bool, file: str) -> ListedUnit:
-    """The unit without the nodes under its switches; `whole`: all of these are in the text."""
+def _remove_nodes(unit: ListedUnit, under: set[str], listed_fully: bool, file: str) -> ListedUnit:
+    """Return the unit without the nodes under its switches. listed_fully: the text lists all of these switches."""
     if not unit.switches or not unit.nodes:
         return unit
     own = set(unit.nodes)
@@ -168,7 +173,7 @@ def _without(unit: ListedUnit, under: set[str], whole: bool, file: str) -> Liste
     if strange is not None:
         raise UserError(f"{file}:{unit.line}: Nodes= of {unit.name} lacks node {strange}, which hangs below it")
     rest = tuple(node for node in unit.nodes if node not in under)
-    if rest and whole:
+    if rest and listed_fully:
         what = f"{unit.name} lists node {rest[0]}, which nothing below it has"
         raise UserError(f"{file}:{unit.line}: {what} (is the text cut short?)")
     return replace(unit, nodes=rest)
@@ -179,7 +184,7 @@ SCONTROL_TIMEOUT = 10.0
 
 
 def query_topology(command: Sequence[str] = SCONTROL_COMMAND, timeout: float = SCONTROL_TIMEOUT) -> Cluster | None:
-    """The cluster as `scontrol show topology` prints it, asked once; for one process of a job, never for every rank.
+    """Ask scontrol for the topology, once; for one process of a job, never for every rank.
 
     None where Slurm has no topology (topology/flat prints nothing), does not answer within `timeout` seconds, or is
     not there. Raises UserError for an answer that cannot be understood.
@@ -221,14 +226,14 @@ def matches_topology_conf(text: str) -> bool:
 
 
 def read_topology_conf(text: str, name: str) -> Cluster:
-    """The cluster; kind slurm_tree, slurm_block or slurm_ring. Keys in any case, comments, continued lines.
+    """Read the cluster; kind slurm_tree, slurm_block or slurm_ring. Keys in any case, comments, continued lines.
 
     As Slurm does, refuses a switch with both nodes and switches, one below another that no line defines, a name that
     is defined twice and a circle. Several roots are legal, and so is a node (or switch) on several switches. A node in
     two blocks or rings is refused. BlockSizes= says how Slurm plans, not what hangs where: no switch comes of it.
     """
     lines = list(parse_records(text, name, _CONF_GRAMMAR))
-    units = collect_units((_read_conf_unit(it) for it in lines if it.first != "blocksizes"), name)
+    units = collect_units((_read_conf_unit(line) for line in lines if line.first != "blocksizes"), name)
     if not units:
         raise UserError(f"{name}: no switch or block; expected lines such as SwitchName=leaf1 Nodes=n[1-16]")
     check_defined(units, name)

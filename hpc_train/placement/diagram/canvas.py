@@ -1,6 +1,6 @@
-"""Canvas: a sheet whose unit is the typographic point, so that a text's size is known where it is placed.
+"""Canvas: collect boxes, lines and texts in typographic points, and save them with matplotlib.
 
-With it the colours of groups and of loads. matplotlib is imported when a picture is drawn.
+In points the size of a text is known where it is placed. The colours of groups and loads are here too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _MIDDLE = (252, 78, 42)
 
 
 def choose_group_colour(number: int, groups: int) -> str:
-    """Distinct colours for a few groups; of many, neighbours are alike, so that order looks smooth."""
+    """Return the colour of a group.
+
+    A few groups have distinct colours; of many, neighbours are alike, so that order looks smooth.
+    """
     if groups <= len(_FEW):
         return _FEW[number % len(_FEW)]
     at = number / groups
@@ -40,13 +43,13 @@ def choose_group_colour(number: int, groups: int) -> str:
 
 
 def choose_ink(colour: str) -> str:
-    """Black or white, whichever is read better on it."""
+    """Return black or white, whichever is more legible on the colour."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#1f2328" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "white"
 
 
 def choose_load_colour(load: float | None, heaviest: float) -> str:
-    """Yellow to dark red by the share of the heaviest load."""
+    """Return a colour from yellow to dark red, by the share of the heaviest load."""
     if not load or not heaviest:
         return IDLE_COLOUR
     share = min(load / heaviest, 1.0)
@@ -55,7 +58,7 @@ def choose_load_colour(load: float | None, heaviest: float) -> str:
 
 
 def choose_load_width(load: float | None, heaviest: float) -> float:
-    """Points."""
+    """Return the width of a link, points."""
     return 1.2 if not load or not heaviest else 1.2 + 5.8 * min(load / heaviest, 1.0)
 
 
@@ -69,7 +72,7 @@ _DPI = 160
 
 @dataclass
 class Canvas:
-    """Things to draw; the origin is the top left corner, y grows downwards."""
+    """A sheet to draw on; the origin is the top left corner, y grows downwards."""
 
     width: float
     height: float
@@ -79,27 +82,27 @@ class Canvas:
     images: list[tuple[float, float, float, float, NDArray[np.uint8]]] = field(default_factory=list)
 
     def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        """style: of matplotlib's Rectangle; gid names it in an SVG."""
+        """Draw a rectangle. style: of matplotlib's Rectangle; gid becomes its id in an SVG."""
         self.rectangles.append((x, y, width, height, {"linewidth": 0.5, "edgecolor": "white", **style}))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
-        """style: of matplotlib's Line2D."""
+        """Draw a line. style: of matplotlib's Line2D."""
         self.lines.append((start, end, {"solid_capstyle": "butt", "zorder": 1, **style}))
 
     def text(self, x: float, y: float, text: str, size: float, room: float | None = None, **style: Any) -> None:
-        """Centred on y; room: points that it may take, beyond which it is cut in the middle."""
+        """Write a text centred on y. room: points that it may take, beyond which its middle is cut."""
         shown = one_line(text)
         if room is not None:
             shown = shorten_text(shown, size, room, style.get("fontweight") == "bold")
         self.texts.append((x, y, shown, {"fontsize": size, "va": "center", "color": INK_COLOUR, "zorder": 4, **style}))
 
     def image(self, x: float, y: float, width: float, height: float, pixels: NDArray[np.uint8], gid: str) -> None:
-        """pixels: [rows, columns, 3]; what would be thousands of rectangles."""
+        """Draw pixels [rows, columns, 3] in place of thousands of rectangles."""
         self.images.append((x, y, width, height, pixels))
         self.box(x, y, width, height, facecolor="none", linewidth=0, gid=gid)  # images have no id in an SVG
 
     def save(self, path: Path) -> None:
-        """Raises UserError for another suffix, a folder that is not there, and without matplotlib."""
+        """Write the picture. Raises UserError for another suffix, a missing folder, and without matplotlib."""
         check_picture_path(path)
         import matplotlib
         from matplotlib.figure import Figure
@@ -132,7 +135,7 @@ class Canvas:
 
 
 def check_picture_path(path: Path) -> None:
-    """Raises UserError, one line, where a picture cannot be written, before anything is computed for it."""
+    """Raise UserError, one line, if no picture can be written there; called before anything is computed for it."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(
             f"--picture {path}: the name must end in {', '.join(PICTURE_SUFFIXES[:-1])} or {PICTURE_SUFFIXES[-1]}"
@@ -147,7 +150,7 @@ def check_picture_path(path: Path) -> None:
 
 @lru_cache(maxsize=1 << 16)
 def measure_text(text: str, size: float, bold: bool = False) -> float:
-    """Points."""
+    """Return the width of a text, points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -156,9 +159,9 @@ def measure_text(text: str, size: float, bold: bool = False) -> float:
 
 
 def shorten_text(text: str, size: float, room: float, bold: bool = False) -> str:
-    """The text, or its beginning and end, so that it takes no more than `room` points."""
+    """Cut the middle of a text so that it takes no more than `room` points."""
     if measure_text(text, size, bold) <= room:
         return text
-    cuts = [f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}" for kept in range(len(text))]
+    cuts = [f"{text[: length - length // 2]}…{text[len(text) - length // 2 :]}" for length in range(len(text))]
     fitting = bisect_right(cuts, room, key=lambda cut: measure_text(cut, size, bold))
     return cuts[fitting - 1] if fitting else ""

@@ -1,4 +1,4 @@
-"""The layout for a few nodes: switches above, under each leaf (or NVLink domain) a column of nodes with their GPUs."""
+"""Lay out a few nodes: switches above, under each leaf (or NVLink domain) a column of nodes with their GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpc_train.placement.diagram.canvas import (
     choose_load_width,
     measure_text,
 )
-from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
 from hpc_train.units import format_seconds
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
@@ -31,7 +31,7 @@ _MOST_NUMBERS = 100
 
 @dataclass(frozen=True)
 class ColumnSizes:
-    """Of one column, in points."""
+    """Sizes in one column, points."""
 
     cell: float
     cells_a_row: int
@@ -47,8 +47,8 @@ class ColumnSizes:
         return max(_BUS + self.name + self.cells_a_row * self.cell + self.ranks, _LEAST_COLUMN)
 
 
-def size_of(panel: Panel) -> tuple[float, float]:
-    """(width, height) of the panel."""
+def _measure(panel: Panel) -> tuple[float, float]:
+    """Return (width, height) of the panel, points."""
     drawn, sizes = select_drawn_levels(panel), _choose_sizes(panel)
     columns = len(drawn[0].level.labels) if drawn else 1
     width = columns * (sizes.column + _GAP) - _GAP
@@ -57,13 +57,13 @@ def size_of(panel: Panel) -> tuple[float, float]:
     ) + _HEAD + 8 + sizes.nodes * sizes.node
 
 
-def shows_rank_numbers(panel: Panel) -> bool:
-    """Whether cells say which of its group's ranks a rank is."""
+def _has_rank_numbers(panel: Panel) -> bool:
+    """Whether each cell shows the number that its rank has in its group."""
     return panel.place is not None and int(panel.place.max()) < _MOST_NUMBERS
 
 
-def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
-    """The panel with its top left corner there."""
+def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
+    """Draw the panel with its top left corner at (x, y)."""
     drawn, sizes = select_drawn_levels(panel), _choose_sizes(panel)
     canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
     centres = _draw_columns(canvas, panel, drawn, sizes, (x, y + _measure_top(drawn)), heaviest)
@@ -76,7 +76,7 @@ def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> N
 
 
 def _measure_top(drawn: list[DrawnLevel]) -> float:
-    """From the panel's top to its leaves: a row for every level above, and one for the network itself."""
+    """Return the distance from the panel's top to its leaves: a row for every level above, and one for the network."""
     rows = max(len(drawn) - 1, 0) + (1 if drawn and len(drawn[-1].level.labels) > 1 else 0)
     return _TITLE - 6 + rows * (_HEAD + _RISE)
 
@@ -102,7 +102,7 @@ def _draw_columns(
     corner: tuple[float, float],
     heaviest: float,
 ) -> dict[int, tuple[float, float]]:
-    """group of the lowest level -> the middle of its box's upper edge."""
+    """Draw the lowest level; maps each of its groups to the middle of its box's upper edge."""
     members = panel.members(drawn[0].level) if drawn else [panel.order]
     by_place = sorted(range(len(members)), key=lambda group: panel.order.index(members[group][0]))
     centres = {}
@@ -133,7 +133,7 @@ def _draw_head(
 def _draw_box(
     canvas: Canvas, label: str, load: float | None, gid: str, place: tuple[float, float, float], heaviest: float
 ) -> None:
-    """A switch: its name on the left, how long its uplink is busy on the right."""
+    """Draw a switch: its name on the left, how long its uplink is busy on the right."""
     x, y, width = place
     colour = choose_load_colour(load, heaviest)
     canvas.box(x, y, width, _HEAD, facecolor="#f3f6f9", edgecolor=colour, linewidth=1.2, gid=gid)
@@ -158,7 +158,7 @@ def _draw_nodes(
 def _draw_node(
     canvas: Canvas, panel: Panel, node: int, corner: tuple[float, float], sizes: ColumnSizes, heaviest: float
 ) -> None:
-    """Its link to the bus, its name, its GPUs and its ranks."""
+    """Draw a node: its link to the bus, its name, its GPUs and its ranks."""
     x, y = corner
     middle = y + (sizes.node - 4) / 2
     load = panel.load_of(panel.levels[0], node)
@@ -182,7 +182,7 @@ def _draw_gpu(canvas: Canvas, panel: Panel, slot: tuple[int, int], corner: tuple
     )
     gid = f"{panel.key}-gpu-{slot[0]}-{slot[1]}"
     canvas.box(corner[0], corner[1], cell - 1, cell - 1, facecolor=colour, linewidth=0, gid=gid)
-    if panel.place is not None and shows_rank_numbers(panel):
+    if panel.place is not None and _has_rank_numbers(panel):
         size = 6.0 if cell > 10 else 5.0
         middle = corner[0] + (cell - 1) / 2, corner[1] + (cell - 1) / 2
         canvas.text(*middle, str(panel.place[slot]), size, ha="center", color=choose_ink(colour))
@@ -203,14 +203,14 @@ def _draw_row(
     y: float,
     heaviest: float,
 ) -> dict[int, tuple[float, float]]:
-    """One level of boxes above the last one, with the links between them."""
+    """Draw one level of boxes above the last one, with the links between them."""
     inner, outer = drawn[number - 1], drawn[number]
-    held: dict[int, list[int]] = {}
+    children_of: dict[int, list[int]] = {}
     for child in below:
         node = int((inner.level.group == child).argmax())
-        held.setdefault(int(outer.level.group[node]), []).append(child)
+        children_of.setdefault(int(outer.level.group[node]), []).append(child)
     centres = {}
-    for group, children in held.items():
+    for group, children in children_of.items():
         left, right = (pick(below[child][0] for child in children) for pick in (min, max))
         width = max(right - left + _OVERHANG, 110.0)
         middle = (left + right) / 2
@@ -224,7 +224,7 @@ def _draw_row(
 def _draw_root(
     canvas: Canvas, panel: Panel, drawn: DrawnLevel, below: dict[int, tuple[float, float]], y: float, heaviest: float
 ) -> None:
-    """What joins the outermost groups, which no source names."""
+    """Draw the network that joins the outermost groups; no source names it."""
     left, right = min(x for x, _ in below.values()), max(x for x, _ in below.values())
     width = max(right - left + 40, 90.0)
     middle = (left + right) / 2
@@ -248,3 +248,6 @@ def _draw_link(
         "linewidth": choose_load_width(load, heaviest),
     }
     canvas.line(start, end, gid=f"{panel.key}-link-{drawn.level.name}-{group}", **style)
+
+
+COLUMN_LAYOUT = Layout(_measure, _draw, _has_rank_numbers)

@@ -1,18 +1,19 @@
-"""Panel: everything that one side of a picture shows, without saying where on the paper.
+"""Panel: the content of one side of a picture, without positions on paper.
 
-Which levels are worth a row of boxes, and which of the two layouts a panel gets, is decided here too.
+Also decided here: which levels are worth a row of boxes, and whether each node is drawn.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.cluster.hostlist import natural_key
+from hpc_train.placement.diagram.canvas import Canvas
 from hpc_train.placement.fabric import NamedLevel
 
 
@@ -42,9 +43,14 @@ class Panel:
 
     @cached_property
     def order(self) -> list[int]:
-        """Nodes so that those of one group stand together at every level, and groups by name: no lines cross."""
+        """Nodes in drawing order.
+
+        Nodes of one group are together at every level, and groups are sorted by name, so that no lines cross.
+        """
         names = [
-            [_natural_key(label, number) for number, label in enumerate(it.labels)] for it in reversed(self.levels)
+            # The number tells two groups of one name apart.
+            [(natural_key(label), number) for number, label in enumerate(level.labels)]
+            for level in reversed(self.levels)
         ]
         groups = [level.group.tolist() for level in reversed(self.levels)]
         keys = [
@@ -62,22 +68,28 @@ class Panel:
         return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
 
     def load_of(self, level: NamedLevel, group: int) -> float | None:
-        """None where it is not known, as on a picture of a machine without a run."""
+        """Return the seconds that a group's link is busy; None if unknown, as in a picture without a run."""
         load = self.load.get(level.name)
         return None if load is None else float(load[group])
 
     def members(self, level: NamedLevel) -> list[list[int]]:
-        """[groups]: its nodes, in drawing order."""
-        held: list[list[int]] = [[] for _ in level.labels]
+        """Return [groups]: the nodes of each group, in drawing order."""
+        members: list[list[int]] = [[] for _ in level.labels]
         for node in self.order:
-            held[int(level.group[node])].append(node)
-        return held
+            members[int(level.group[node])].append(node)
+        return members
 
 
-def _natural_key(label: str, number: int) -> tuple[list[tuple[str, int]], int]:
-    """leaf2 before leaf10; number tells groups of one name apart."""
-    pieces = re.findall(r"(\D*)(\d{0,18})", label)
-    return [(text, int(digits or -1)) for text, digits in pieces], number
+@dataclass(frozen=True)
+class Layout:
+    """A way to put a panel on paper: COLUMN_LAYOUT or ROW_LAYOUT."""
+
+    measure: Callable[[Panel], tuple[float, float]]
+    """Returns the panel's width and height, points."""
+    draw: Callable[[Canvas, Panel, float, float, float], None]
+    """Draws the panel; takes its left and top edge, and the seconds of the busiest link of the whole picture."""
+    has_rank_numbers: Callable[[Panel], bool]
+    """Whether GPUs are labelled with the place of their rank in its group."""
 
 
 MAX_DRAWN_NODES = 64
@@ -99,7 +111,10 @@ class DrawnLevel:
 
 
 def select_drawn_levels(panel: Panel) -> list[DrawnLevel]:
-    """Those above the nodes, innermost first; of levels that have the same groups one, with the heavier load."""
+    """List the levels above the nodes, innermost first.
+
+    Levels with the same groups are drawn as one, with the heavier load.
+    """
     drawn: list[DrawnLevel] = []
     for level in panel.levels[1:]:
         load = panel.load.get(level.name)
@@ -117,7 +132,7 @@ def draws_each_node(panel: Panel, drawn: list[DrawnLevel]) -> bool:
 
 
 def _join_names(inner: NamedLevel, outer: NamedLevel) -> NamedLevel:
-    """Both names of every group, unless they are one name; of a group that has no leaves of its own, the group."""
+    """Name the groups of two levels that are the same: by both names, unless one contains the other."""
     if inner.labels == outer.labels:
         return outer
     pairs = zip(inner.labels, outer.labels, strict=True)

@@ -1,4 +1,4 @@
-"""Pictures: one panel of a machine, or two of a run's ranks: in the launcher's order, and in the one that was found."""
+"""Draw pictures: one panel of a machine, or two of a run's ranks, in the launcher's order and in the placed one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import CostModel
-from hpc_train.placement.diagram import column_layout, row_layout
 from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, measure_text
+from hpc_train.placement.diagram.column_layout import COLUMN_LAYOUT
 from hpc_train.placement.diagram.panel import Panel, draws_each_node, select_drawn_levels
+from hpc_train.placement.diagram.row_layout import ROW_LAYOUT
 from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.placement_result import Placement
@@ -25,7 +26,7 @@ from hpc_train.units import format_seconds
 
 @dataclass(frozen=True)
 class PlacementPanels:
-    """What both panels are drawn from."""
+    """Makes the panels of a run before and after placement."""
 
     model: CostModel
     sizes: Mapping[str, int]
@@ -35,20 +36,20 @@ class PlacementPanels:
     """Whose groups colour the GPUs."""
 
     def panels(self, placement: Placement) -> list[Panel]:
-        """Before and after; one where both are the same."""
+        """Return both panels; one if the placement changes nothing."""
         identity = tuple(range(len(self.model.fabric.nodes)))
-        before = self._panel("before", "launcher's order", identity, placement.identity.total)
+        before = self._make_panel("before", "launcher's order", identity, placement.identity.total)
         if placement.nodes == identity:
             return [before]
-        return [before, self._panel("after", "placed", placement.nodes, placement.placed.total)]
+        return [before, self._make_panel("after", "placed", placement.nodes, placement.placed.total)]
 
-    def _panel(self, key: str, title: str, order: Sequence[int], total: float) -> Panel:
-        """order[i]: node that holds ranks i * ranks_per_node and following."""
+    def _make_panel(self, key: str, title: str, order: Sequence[int], total: float) -> Panel:
+        """Make one panel. order[i]: node that holds ranks i * ranks_per_node and following."""
         fabric = self.model.fabric
-        colour, place = self._of_ranks()
+        colour, place = self._locate_ranks()
         place_of = np.full(len(fabric.nodes), 0, np.int64)
         place_of[np.asarray(order)] = np.arange(len(order))
-        moved = self.model.link_bytes(order)
+        moved = self.model.compute_link_bytes(order)
         return Panel(
             key=key,
             title=f"{title}: {format_seconds(total)} of communication a step",
@@ -60,8 +61,8 @@ class PlacementPanels:
             load={level.name: moved[level.name] / level.uplink for level in fabric.levels},
         )
 
-    def _of_ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(group, place in it) of every rank: [nodes, ranks a node], nodes in the order of ranks."""
+    def _locate_ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (group, place in it) of every rank, [nodes, ranks a node], nodes in the order of ranks."""
         members = list_groups(self.sizes, self.axes)
         group, place = np.empty(members.size, np.int64), np.empty(members.size, np.int64)
         group[members] = np.arange(len(members))[:, None]
@@ -71,14 +72,14 @@ class PlacementPanels:
 
 
 def choose_axes(
-    wanted: str | None, sizes: Mapping[str, int], flows: Sequence[Flow], placement: Placement
+    requested: str | None, sizes: Mapping[str, int], flows: Sequence[Flow], placement: Placement
 ) -> tuple[str, ...]:
-    """Axes to colour by: those of --axis, such as tp or dp_shard+cp; else those that gain most, or move most.
+    """Choose the axes to colour by: those of --axis, such as tp or dp_shard+cp; else those that gain or move most.
 
-    Raises UserError for an axis that is none, or has one rank.
+    Raises UserError for an unknown axis, or one of a single rank.
     """
-    if wanted is not None:
-        return _parse_axes(wanted, sizes)
+    if requested is not None:
+        return _parse_axes(requested, sizes)
     before, after = placement.identity.per_axis, placement.placed.per_axis
     gained = {axis: before[axis] - after[axis] for axis in before}
     moved: dict[str, float] = {}
@@ -95,13 +96,13 @@ def choose_axes(
     return tuple(best.split("+"))
 
 
-def _parse_axes(wanted: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    axes = tuple(wanted.split("+"))
+def _parse_axes(requested: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    axes = tuple(requested.split("+"))
     large = [axis for axis, size in sizes.items() if size > 1]
     if unknown := [axis for axis in axes if axis not in sizes]:
-        raise UserError(f"--axis {wanted}: {unknown[0]!r} is no mesh axis; choose of {', '.join(sizes)}")
-    if not _split_axes(wanted, sizes):
-        raise UserError(f"--axis {wanted}: has one rank in this mesh; choose of {', '.join(large) or 'none'}")
+        raise UserError(f"--axis {requested}: {unknown[0]!r} is no mesh axis; choose of {', '.join(sizes)}")
+    if not _split_axes(requested, sizes):
+        raise UserError(f"--axis {requested}: has one rank in this mesh; choose of {', '.join(large) or 'none'}")
     return axes
 
 
@@ -114,7 +115,7 @@ _CAPTION, _LINE_HEIGHT = 8.0, 14.0
 
 
 def draw_cluster(cluster: Cluster, path: Path) -> None:
-    """The switches, nodes and GPUs of a cluster. Raises UserError where there is no node, and as `draw` does."""
+    """Draw a cluster's switches, nodes and GPUs. Raises UserError if there is no node, and as `draw_panels` does."""
     paths = {node: path for node, path in find_paths(cluster).items() if path}
     names = list(dict.fromkeys([*(node.name for node in cluster.nodes), *paths]))
     if not names:
@@ -127,18 +128,16 @@ def draw_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def draw_panels(panels: Sequence[Panel], axes: str | None, path: Path) -> None:
-    """The panels side by side, or one above the other where that is too wide, and what they mean below.
+    """Draw panels side by side, or one above the other if that is too wide, with a legend below.
 
     axes: those whose groups colour the GPUs. Raises UserError, one line, where the file cannot be written.
     """
-    layouts = [column_layout if draws_each_node(panel, select_drawn_levels(panel)) else row_layout for panel in panels]
-    sizes = [layout.size_of(panel) for layout, panel in zip(layouts, panels, strict=True)]
+    layouts = [COLUMN_LAYOUT if draws_each_node(panel, select_drawn_levels(panel)) else ROW_LAYOUT for panel in panels]
+    sizes = [layout.measure(panel) for layout, panel in zip(layouts, panels, strict=True)]
     heaviest = max(panel.heaviest for panel in panels)
     beside = sum(width for width, _ in sizes) + _BETWEEN * (len(sizes) - 1) <= _WIDEST
     corners = _place_panels(sizes, beside)
-    numbers = column_layout in layouts and all(
-        it.place is not None and column_layout.shows_rank_numbers(it) for it in panels
-    )
+    numbers = all(layout.has_rank_numbers(panel) for layout, panel in zip(layouts, panels, strict=True))
     caption = _write_caption(axes, numbers)
     width = max(x + size[0] for (x, _), size in zip(corners, sizes, strict=True)) + _MARGIN
     width = max(width, *(measure_text(line, _CAPTION) + 2 * _MARGIN for line in caption), 340.0)
@@ -174,7 +173,7 @@ def _draw_caption(canvas: Canvas, caption: Sequence[str], y: float, heaviest: fl
 
 
 def _draw_scale(canvas: Canvas, y: float, heaviest: float) -> None:
-    """What the colour of a link means."""
+    """Draw the scale of link colours."""
     steps, step = 40, 3.0
     label = "link busy in one step: 0"
     left = _MARGIN + measure_text(label, _CAPTION) + 6

@@ -1,4 +1,4 @@
-"""The layout for many nodes: a row a leaf with its nodes as thin cells, and a bar of how long its uplink is busy."""
+"""Lay out many nodes: a row a leaf with its nodes as thin cells, and a bar of how long its uplink is busy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_train.placement.diagram.canvas import (
     choose_load_colour,
     measure_text,
 )
-from hpc_train.placement.diagram.panel import DrawnLevel, Panel, select_drawn_levels
+from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
 from hpc_train.units import format_seconds
 
 MAX_ROWS = 64
@@ -50,16 +50,16 @@ class RowBlock:
         return _HEAD + self.row * len(self.groups) + _BLOCK
 
 
-def size_of(panel: Panel) -> tuple[float, float]:
-    """(width, height) of the panel."""
+def _measure(panel: Panel) -> tuple[float, float]:
+    """Return (width, height) of the panel, points."""
     blocks = _make_blocks(panel)
     height = sum(block.height for block in blocks)
     width = _measure_names(blocks) + _GAP + _measure_strip(panel) + _measure_bars(panel)
     return max(width, measure_text(panel.title, 10, bold=True)), _TITLE + height
 
 
-def draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
-    """The panel with its top left corner there."""
+def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
+    """Draw the panel with its top left corner at (x, y)."""
     canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
     blocks = _make_blocks(panel)
     name, top = _measure_names(blocks), y + _TITLE
@@ -73,14 +73,16 @@ def _make_blocks(panel: Panel) -> list[RowBlock]:
     if not drawn:
         everything = type(panel.levels[0])("all", np.zeros(len(panel.names), np.int64), ("all nodes",))
         drawn = [DrawnLevel(everything, None)]
-    few = [it for it in drawn if len(it.level.labels) <= MAX_ROWS] or drawn[-1:]
+    few = [row for row in drawn if len(row.level.labels) <= MAX_ROWS] or drawn[-1:]
     blocks = []
-    for it in few:
-        if it is few[0] or len(it.level.labels) > 1:
-            order = list(dict.fromkeys(int(it.level.group[node]) for node in panel.order))
+    for drawn_level in few:
+        if drawn_level is few[0] or len(drawn_level.level.labels) > 1:
+            order = list(dict.fromkeys(int(drawn_level.level.group[node]) for node in panel.order))
             shown = order[:MAX_ROWS]
-            row = next(height for most, height in _ROWS if len(shown) <= most) if it is few[0] else _ROWS[-1][1]
-            blocks.append(RowBlock(it, shown, len(order) - len(shown), row))
+            # Only the first block shows nodes, so only its rows may be high.
+            rows = len(shown) if drawn_level is few[0] else MAX_ROWS
+            height = next(height for limit, height in _ROWS if rows <= limit)
+            blocks.append(RowBlock(drawn_level, shown, len(order) - len(shown), height))
     return blocks
 
 
@@ -106,13 +108,13 @@ def _draw_block(
     heaviest: float,
     cells: bool,
 ) -> None:
-    """name: width of the labels' column; cells: whether nodes are drawn or counted."""
+    """Draw the rows of one level. name: width of the labels' column; cells: whether nodes are drawn or counted."""
     level = block.drawn.level
     members = panel.members(level)
-    most = max(len(members[group]) for group in block.groups)
+    most_nodes = max(len(members[group]) for group in block.groups)
     strip = corner[0] + name + _GAP
     bars = strip + _measure_strip(panel) + _GAP
-    _draw_header(canvas, panel, block, most, corner, bars)
+    _draw_header(canvas, panel, block, most_nodes, corner, bars)
     for number, group in enumerate(block.groups):
         top = corner[1] + _HEAD + number * block.row
         height = block.row - 1
@@ -120,18 +122,18 @@ def _draw_block(
         canvas.box(corner[0], top, name, height, facecolor="white", linewidth=0, gid=gid)
         canvas.text(corner[0], top + height / 2, level.labels[group], _SIZE, name - 2)
         if cells:
-            _draw_cells(canvas, panel, members[group], (strip, top), (_measure_strip(panel) / most, height))
+            _draw_cells(canvas, panel, members[group], (strip, top), (_measure_strip(panel) / most_nodes, height))
         else:
             canvas.text(strip, top + height / 2, f"{len(members[group])} nodes", _SIZE, color=FAINT_COLOUR)
         _draw_bar(canvas, panel, block.drawn, group, (bars, top + height / 2), heaviest)
 
 
 def _draw_header(
-    canvas: Canvas, panel: Panel, block: RowBlock, most: int, corner: tuple[float, float], bars: float
+    canvas: Canvas, panel: Panel, block: RowBlock, most_nodes: int, corner: tuple[float, float], bars: float
 ) -> None:
     name = block.drawn.level.name
     rest = f", the first {len(block.groups)} of {len(block.drawn.level.labels)}" if block.left_out else ""
-    canvas.text(corner[0], corner[1] + 5, f"{pluralise_level(name)}, up to {most} nodes each{rest}", _SIZE)
+    canvas.text(corner[0], corner[1] + 5, f"{pluralise_level(name)}, up to {most_nodes} nodes each{rest}", _SIZE)
     if panel.load:
         canvas.text(bars, corner[1] + 5, "uplink busy a step", _SIZE)
 
@@ -151,24 +153,24 @@ def _draw_cells(
 
 
 def _make_pixels(colours: NDArray[np.int64], panel: Panel) -> NDArray[np.uint8]:
-    """[GPUs, nodes, 3] of the colours [nodes, GPUs]."""
+    """Convert colours [nodes, GPUs] to pixels [GPUs, nodes, 3]."""
     groups = 0 if panel.colour is None else int(panel.colour.max()) + 1
     palette = [choose_group_colour(number, groups) for number in range(groups)] + [PLAIN_COLOUR]
-    known = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in palette], np.uint8)
-    pixels: NDArray[np.uint8] = known[colours.T]
+    rgb = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in palette], np.uint8)
+    pixels: NDArray[np.uint8] = rgb[colours.T]
     return pixels
 
 
 def _draw_node(canvas: Canvas, panel: Panel, node: int, corner: tuple[float, float], size: tuple[float, float]) -> None:
-    """The colours of its GPUs one above the other."""
+    """Draw the colours of a node's GPUs one above the other."""
     gid = f"{panel.key}-node-{node}"
     if panel.colour is None:
         canvas.box(*corner, *size, facecolor=PLAIN_COLOUR, linewidth=0, gid=gid)
         return
     groups = int(panel.colour.max()) + 1
-    found = list(dict.fromkeys(panel.colour[node].tolist()))
-    height = size[1] / len(found)
-    for number, group in enumerate(found):
+    groups_on_node = list(dict.fromkeys(panel.colour[node].tolist()))
+    height = size[1] / len(groups_on_node)
+    for number, group in enumerate(groups_on_node):
         style = {"facecolor": choose_group_colour(group, groups), "gid": f"{gid}-{number}" if number else gid}
         canvas.box(corner[0], corner[1] + number * height, size[0], height, linewidth=0, **style)
 
@@ -176,7 +178,7 @@ def _draw_node(canvas: Canvas, panel: Panel, node: int, corner: tuple[float, flo
 def _draw_bar(
     canvas: Canvas, panel: Panel, drawn: DrawnLevel, group: int, left: tuple[float, float], heaviest: float
 ) -> None:
-    """left: the middle of its left edge."""
+    """Draw how long a link is busy. left: the middle of the bar's left edge."""
     load = drawn.load_of(group)
     if load is None:
         return
@@ -186,3 +188,6 @@ def _draw_bar(
     gid = f"{panel.key}-link-{drawn.level.name}-{group}"
     canvas.box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
     canvas.text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
+
+
+ROW_LAYOUT = Layout(_measure, _draw, has_rank_numbers=lambda panel: False)

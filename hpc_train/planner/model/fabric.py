@@ -58,7 +58,7 @@ def switch_sizes(cluster: ClusterConfig, figures: FabricFigures) -> tuple[Switch
 
 def _reached(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
     """Return the taper from measured bandwidths, else the stated one; 1 if neither is known."""
-    node, told = (figures.measured.of(name) if figures.measured else None for name in ("node", level))
+    node, told = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
     if told is None or not math.isfinite(nodes):
         return stated or 1.0
     return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)

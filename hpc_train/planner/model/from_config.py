@@ -154,7 +154,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
     leaf, group = switch_sizes(cluster, figures)
     known = find_accelerator(cluster.gpu.name or "")
     speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
-    measured = figures.measured.of("node") if figures.measured else None
+    measured = figures.measured.get_level("node") if figures.measured else None
     uplink = measured.bandwidth if measured else figures.nic_uplink
     return {
         "gpus_per_node": ranks,

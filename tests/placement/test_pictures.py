@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,12 +11,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.image import imread
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
 from small_clusters import rails, two_leaves
 
 from hpc_train.cli.main import main
 from hpc_train.cluster.spec import Cluster, Node
 from hpc_train.errors import UserError
-from hpc_train.placement.diagram import column_layout, row_layout
 from hpc_train.placement.diagram.canvas import (
     Canvas,
     choose_group_colour,
@@ -25,8 +28,10 @@ from hpc_train.placement.diagram.canvas import (
     measure_text,
     shorten_text,
 )
+from hpc_train.placement.diagram.column_layout import COLUMN_LAYOUT
 from hpc_train.placement.diagram.panel import Panel
 from hpc_train.placement.diagram.picture import draw_cluster
+from hpc_train.placement.diagram.row_layout import ROW_LAYOUT
 from hpc_train.placement.fabric import build_levels
 
 PLACE = (
@@ -154,12 +159,12 @@ def loaded(nodes: int, leaves: int, gpus: int, name: str = "node") -> Panel:
 @pytest.mark.parametrize(("nodes", "leaves"), [(1, 1), (4, 2), (8, 2), (64, 2), (64, 8), (30, 5), (128, 4), (512, 64)])
 def test_texts_do_not_overlap_and_stay_on_the_sheet(nodes: int, leaves: int, gpus: int, name: str) -> None:
     panel = loaded(nodes, leaves, gpus, name)
-    layout = column_layout if nodes <= 64 and leaves <= 8 else row_layout
-    width, height = layout.size_of(panel)
+    layout = COLUMN_LAYOUT if nodes <= 64 and leaves <= 8 else ROW_LAYOUT
+    width, height = layout.measure(panel)
     canvas = Canvas(width, height)
     layout.draw(canvas, panel, 0.0, 0.0, panel.heaviest)
     boxes = np.array([extent(it) for it in canvas.texts if it[2]])
-    assert len(boxes) > nodes * (layout is column_layout)
+    assert len(boxes) > nodes * (layout is COLUMN_LAYOUT)
     assert boxes.min() >= -0.5
     assert boxes[:, 2].max() <= width + 0.5
     assert boxes[:, 3].max() <= height + 0.5

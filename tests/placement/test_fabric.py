@@ -18,10 +18,13 @@ from hpc_train.placement.fabric import Fabric, FabricLevel, build_levels
 from hpc_train.placement.fabric_from_config import (
     DEFAULT_INSIDE,
     DEFAULT_UPLINK,
-    build_described_fabric,
     build_fabric,
+    build_located_fabric,
+    count_nodes,
     count_ranks_per_node,
     list_assumptions,
+    locate_described_cluster,
+    name_described_nodes,
 )
 
 FIGURES = (
@@ -51,6 +54,12 @@ def level(fabric: Fabric, name: str) -> FabricLevel:
 
 def names(fabric: Fabric) -> list[str]:
     return [it.name for it in fabric.levels]
+
+
+def build_described_fabric(config: RunConfig) -> Fabric:
+    """The fabric that cluster=<name> describes, for a job of its first nodes: node0001, node0002, ..."""
+    nodes = locate_described_cluster(config, name_described_nodes(count_nodes(config)))
+    return build_located_fabric(config, nodes, count_ranks_per_node(config))
 
 
 @pytest.fixture
