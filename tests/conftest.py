@@ -1,10 +1,13 @@
 """Shared by all tests: one thread a process, so that forked ranks neither deadlock nor fight over two cores."""
 
+import gc
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
+import leftovers
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -21,6 +24,8 @@ settings.load_profile("patient")
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
 
@@ -41,7 +46,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(SLURM))
 
 
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of garbage collection: looking through torch again and again takes its time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """What a failed test left running would keep pytest itself from ever ending."""
     for process in multiprocessing.active_children():
         process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a thread, a process, a file in the checkout or an environment variable behind."""
+    before = leftovers.record_surroundings()
+    yield
+    may_fork = request.node.get_closest_marker("forks_beside_threads") is not None
+    if found := leftovers.list_leftovers(before, may_fork):
+        pytest.fail("left behind: " + "; ".join(found), pytrace=False)
