@@ -28,6 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
+ROOMS = ("planner", "checkpoint", "bench", "parallel", "launch", "runtime", "training", "hydra_launchers")
+FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
+"""Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
+cores come when that row has ended."""
 
 
 class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -42,8 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slurm's first: they are the longest row, and mostly wait."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SLURM))
+    """Begin with the rooms of FIRST; what is left for the end are short files, so that no worker idles there."""
+    items.sort(key=lambda item: next((at for at, room in enumerate(FIRST) if item.nodeid.startswith(room)), len(FIRST)))
 
 
 def pytest_collection_finish() -> None:

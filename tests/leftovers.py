@@ -84,7 +84,11 @@ def list_leftovers(before: Surroundings, may_fork: bool = False) -> list[str]:
     found = [
         *running,
         *(f"forked beside the threads {names}" for names in sorted(set(_threads_at_forks)) if not may_fork),
-        *(f"environment variable {name}={variables[name]}" for name in sorted(changed) if name not in ALLOWED_VARIABLES),
+        *(
+            f"environment variable {name}={variables[name]}"
+            for name in sorted(changed)
+            if name not in ALLOWED_VARIABLES
+        ),
         *(f"file {path}, of this test or of one in another worker" for path in _new_files(before)),
     ]
     if _working_directory() != before.folder:

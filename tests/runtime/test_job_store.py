@@ -354,9 +354,7 @@ def requests_for_groups(rank: int, address: tuple[str, int]) -> list[int]:
     return counts
 
 
-def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(
-    group: ProcessPoolExecutor, server: StoreServer
-) -> None:
+def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(group: ProcessPoolExecutor, server: StoreServer) -> None:
     found = list(group.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE))
     assert found == [[2, 8]] * GROUP_SIZE
 
