@@ -29,6 +29,7 @@ ALLOWED_PROCESSES = {
 }
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest's own; it names the phase of the test",
+    "CUBLAS_WORKSPACE_CONFIG": "set by a deterministic run, as torch demands it before the first product on a GPU",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch when it first compiles",
     "TRITON_CACHE_DIR": "set by torch when it first compiles",
 }
@@ -55,6 +56,8 @@ class Surroundings:
 
 
 _threads_at_forks: list[str] = []
+_reported: set[threading.Thread] = set()
+"""Left by a test that has failed of it; those after it do not fail of it again."""
 
 
 def note_fork() -> None:
@@ -62,7 +65,7 @@ def note_fork() -> None:
 
     execnet's receiver, which each pytest-xdist worker has, is no `threading.Thread` and takes no lock of ours.
     """
-    if others := _other_threads():
+    if others := _other_threads() - _reported:
         _threads_at_forks.append(", ".join(sorted(it.name for it in others)))
 
 
@@ -79,16 +82,13 @@ def list_leftovers(before: Surroundings, may_fork: bool = False) -> list[str]:
     deadline = time.monotonic() + GRACE_SECONDS
     while (running := _running(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    _reported.update(_other_threads() - before.threads)
     variables = {name: os.environ.get(name) for name in before.variables.keys() | os.environ.keys()}
-    changed = [name for name, value in variables.items() if value != before.variables.get(name)]
+    changed = {name for name, value in variables.items() if value != before.variables.get(name)}
     found = [
         *running,
         *(f"forked beside the threads {names}" for names in sorted(set(_threads_at_forks)) if not may_fork),
-        *(
-            f"environment variable {name}={variables[name]}"
-            for name in sorted(changed)
-            if name not in ALLOWED_VARIABLES
-        ),
+        *(f"environment variable {name}={variables[name]}" for name in sorted(changed - ALLOWED_VARIABLES.keys())),
         *(f"file {path}, of this test or of one in another worker" for path in _new_files(before)),
     ]
     if _working_directory() != before.folder:
@@ -155,10 +155,10 @@ _names: dict[str, frozenset[str]] = {}
 
 def _folder_times() -> dict[str, int]:
     """Whoever adds or removes a file changes the time of its folder: much quicker than listing all folders."""
-    times = {folder: os.stat(folder).st_mtime_ns for folder in _folders() if Path(folder).is_dir()}
+    times = {folder: Path(folder).stat().st_mtime_ns for folder in _folders() if Path(folder).is_dir()}
     for folder in times:
         if folder not in _names:
-            _names[folder] = frozenset(os.listdir(folder))
+            _names[folder] = _list_names(folder)
     return times
 
 
@@ -167,14 +167,18 @@ def _new_files(before: Surroundings) -> list[str]:
     for folder, changed in _folder_times().items():
         if changed == before.files.get(folder):
             continue
-        names = frozenset(os.listdir(folder))
+        names = _list_names(folder)
         found += [str(Path(folder, name)) for name in sorted(names - _names[folder]) if name not in ALLOWED_FILES]
         _names[folder] = names
     return found
 
 
+def _list_names(folder: str) -> frozenset[str]:
+    return frozenset(entry.name for entry in Path(folder).iterdir())
+
+
 def _working_directory() -> str:
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except FileNotFoundError:
         return "(removed)"
