@@ -67,7 +67,6 @@ def test_a_new_file_is_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     before = leftovers.record_surroundings()
     (tmp_path / "slurm-18.out").touch()
     (tmp_path / "__pycache__").mkdir()
-    assert leftovers.list_leftovers(before) == [
-        f"file {tmp_path}/slurm-18.out, of this test or of one in another worker"
-    ]
+    said = f"file {tmp_path}/slurm-18.out, of this test or of one in another worker"
+    assert leftovers.list_leftovers(before) == [said]
     assert leftovers.list_leftovers(before) == []
