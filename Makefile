@@ -2,6 +2,7 @@
 #
 #   make train       train the default model on this machine
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
+#   make test-quick  what one process can show, in a few minutes: no Slurm, and ranks only as a smoke test
 #   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (about an hour)
 #   make docs        the pages of docs/ as HTML and man pages, in build/docs
 #   make lint        linters and types only
@@ -23,11 +24,25 @@ SHELL_FILES := .ci/run hpc_train/launch/slurm/batch.sh $(addprefix slurm/,health
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 
-# The Slurm tests mostly wait: the others run beside them (tests/conftest.py).
-SIDE_BY_SIDE := -n 2 --no-loadscope-reorder
+# One more worker than cores, because the Slurm tests mostly wait while the others run beside them (tests/conftest.py).
+SIDE_BY_SIDE := -n 3 --no-loadscope-reorder
+
+# By path, so that the rest is not even collected, which takes longer than many of these.
+QUICK := $(addprefix tests/,cluster data models placement schedules topology traffic \
+	$(addprefix checkpoint/test_,$(addsuffix .py,checkpoint_bad_input checkpoint_verify consumers crew fault_table \
+		filling format_document hostile_entries layouts_strips older_formats round_trip sequence small_tensors streaming)) \
+	$(addprefix config/test_,$(addsuffix .py,compose degrees hybrid plan_settings run_file secrets)) \
+	$(addprefix launch/test_,$(addsuffix .py,dependencies ended_for_memory job_environment job_spec partitions \
+		slurm_answers state_of_a_run sweep_ledger sweep_points sweep_results)) \
+	$(addprefix parallel/test_,$(addsuffix .py,pieces pipeline_rules refusals support_table)) \
+	$(addprefix planner/test_,$(addsuffix .py,batch_laws bill discrepancy failure_logs goodput memory_model reliability \
+		run_tables sharding_rule space step_model switches)) \
+	$(addprefix runtime/test_,$(addsuffix .py,identity network plan views)) \
+	$(addprefix training/test_,$(addsuffix .py,mfu noise_scale progress records schedule)) \
+	test_messages.py test_terminal.py test_testing.py)
 
 .NOTPARALLEL:
-.PHONY: train test test-long test-packages lint slurm-up slurm-down docs wheel clean
+.PHONY: train test test-quick test-long test-packages lint slurm-up slurm-down docs wheel clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/hpc-train train
@@ -44,6 +59,9 @@ test: test-packages lint
 		slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
 	fi; \
 	$(BIN)/pytest $(SIDE_BY_SIDE)
+
+test-quick: $(VENV)/test.stamp
+	$(BIN)/pytest -n 2 --no-loadscope-reorder --timeout 120 $(QUICK)
 
 test-long: $(VENV)/test.stamp
 	$(BIN)/pytest -n 2 -m long

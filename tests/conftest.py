@@ -1,10 +1,13 @@
 """Shared by all tests: one thread a process, so that forked ranks neither deadlock nor fight over two cores."""
 
+import gc
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
+import leftovers
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -22,7 +25,13 @@ settings.load_profile("patient")
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.register_at_fork(before=leftovers.note_fork)
+
 SLURM = "tests/slurm/"
+ROOMS = ("planner", "checkpoint", "bench", "parallel", "launch", "runtime", "training", "hydra_launchers")
+FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
+"""Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
+cores come when that row has ended."""
 
 
 class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -37,11 +46,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slurm's first: they are the longest row, and mostly wait."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SLURM))
+    """Begin with the rooms of FIRST; what is left for the end are short files, so that no worker idles there."""
+    items.sort(key=lambda item: next((at for at, room in enumerate(FIRST) if item.nodeid.startswith(room)), len(FIRST)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of garbage collection: looking through torch again and again takes its time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
     """What a failed test left running would keep pytest itself from ever ending."""
     for process in multiprocessing.active_children():
         process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a thread, a process, a file in the checkout or an environment variable behind."""
+    before = leftovers.record_surroundings()
+    yield
+    may_fork = request.node.get_closest_marker("forks_beside_threads") is not None
+    if found := leftovers.list_leftovers(before, may_fork):
+        pytest.fail("left behind: " + "; ".join(found), pytrace=False)

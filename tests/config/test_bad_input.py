@@ -1,4 +1,7 @@
-"""Bad input, and the one line that answers it: exit code 2, no traceback, nothing written."""
+"""Bad input, and the one line that answers it: exit code 2, no traceback, nothing written.
+
+Takes up to a minute where the machine is busy: Hydra composes most of the 270 lines, and some of them twice.
+"""
 
 from __future__ import annotations
 

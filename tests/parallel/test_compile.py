@@ -1,4 +1,7 @@
-"""torch.compile of blocks: the numbers of one process, one graph a block, in every row of the table of techniques."""
+"""torch.compile of blocks: the numbers of one process, one graph a block, in every row of the table of techniques.
+
+Takes minutes on a busy machine: a C++ compiler runs for each graph of the two cases that test generated code.
+"""
 
 from __future__ import annotations
 

@@ -105,8 +105,10 @@ def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [it for it in MATRIX if it not in DRAWN and _legal(it)])
+@pytest.mark.parametrize("layout", [it for it in MATRIX if it not in DRAWN])
 def test_every_way_to_shard_is_planned(layout: str) -> None:
+    if not _legal(layout):  # asked here, as composing them all would make every collection of tests wait 20 s
+        pytest.skip("the rules refuse it")
     for rank, (planned, counted) in _compare(layout).items():
         print(f"| {layout} | {rank} | {counted / 2**20:.0f} | {planned / 2**20:.0f} | {planned / counted - 1:+.1%} |")
         assert planned == pytest.approx(counted, rel=TOLERANCE)

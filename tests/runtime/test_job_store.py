@@ -49,6 +49,14 @@ SECRET = bytes(range(32))
 
 
 @pytest.fixture
+def group() -> Iterator[ProcessPoolExecutor]:
+    """Processes of a group. Asked for before `server`, they are forked before it has its thread."""
+    with ProcessPoolExecutor(GROUP_SIZE, multiprocessing.get_context("fork")) as pool:
+        pool.submit(os.getpid).result()  # the first task forks all
+        yield pool
+
+
+@pytest.fixture
 def server() -> Iterator[StoreServer]:
     served = StoreServer("127.0.0.1", SECRET, 8)
     yield served
@@ -143,8 +151,11 @@ def test_another_user_can_neither_read_nor_write_the_store_of_a_job(tmp_path: Pa
     assert all(said.startswith("refused: Dist") for said in found.values()), found
 
 
-def test_another_user_can_neither_read_nor_replace_the_secret(public_folder: Path) -> None:
+def test_another_user_can_neither_read_nor_replace_the_secret(
+    public_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_root()
+    monkeypatch.setenv("GLOO_ENABLE_STORE_V2_API", "1")  # opening a store sets it for good
     path = public_folder / ".rendezvous-job-1.json"
     before = os.umask(0)
     with ThreadPoolExecutor(1) as threads:
@@ -343,9 +354,8 @@ def requests_for_groups(rank: int, address: tuple[str, int]) -> list[int]:
     return counts
 
 
-def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(server: StoreServer) -> None:
-    with ProcessPoolExecutor(GROUP_SIZE, multiprocessing.get_context("fork")) as pool:
-        found = list(pool.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE))
+def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(group: ProcessPoolExecutor, server: StoreServer) -> None:
+    found = list(group.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE))
     assert found == [[2, 8]] * GROUP_SIZE
 
 
@@ -525,13 +535,13 @@ def many_clients(address: tuple[str, int], first: int, count: int) -> int:
     return sum(value == b"%d" % index * 60 for index, value in enumerate(found))
 
 
-def test_hundreds_of_clients_are_served(server: StoreServer) -> None:
-    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
-        firsts = range(0, CLIENTS, CLIENTS // 4)
-        found = list(pool.map(many_clients, [server.address] * 4, firsts, [CLIENTS // 4] * 4))
+def test_hundreds_of_clients_are_served(group: ProcessPoolExecutor, server: StoreServer) -> None:
+    firsts = range(0, CLIENTS, CLIENTS // 4)
+    found = list(group.map(many_clients, [server.address] * 4, firsts, [CLIENTS // 4] * 4))
     assert found == [CLIENTS] * 4
 
 
+@pytest.mark.forks_beside_threads("the server's thread takes no lock of a client, and the child does not use it")
 def test_a_forked_process_has_connections_of_its_own(store: JobStore) -> None:
     assert store.add("counter", 1) == 1
     children = []

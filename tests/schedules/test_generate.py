@@ -40,7 +40,7 @@ def test_a_schedule_that_splits_backward_says_so(name: str) -> None:
 
 
 def test_nothing_of_it_needs_torch() -> None:
-    modules = ", ".join(f"hpc_train.schedules.{name}" for name in ("generate", "validate", "table", "simulate"))
+    modules = ", ".join(f"hpc_train.schedules.{name}" for name in ("generate", "validate", "order", "simulate"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 

@@ -1,4 +1,7 @@
-"""The drill: a sweep over two resource shapes in which one point raises, one loses its node and one is preempted."""
+"""The drill: a sweep over two resource shapes in which one point raises, one loses its node and one is preempted.
+
+Takes over a minute, of waiting for Slurm: a node is lost and given up, and what it held is requeued and trained again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The truth about runs on a real Slurm: they end in every way there is, and `status` is right about each."""
+"""The truth about runs on a real Slurm: they end in every way there is, and `status` is right about each.
+
+Takes over a minute, of waiting: Slurm's shortest time limit is one minute, and most ways to end are had beside it.
+"""
 
 from __future__ import annotations
 

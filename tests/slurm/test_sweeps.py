@@ -1,4 +1,7 @@
-"""Sweeps on a real Slurm: arrays by resource shape, points side by side in one job, resumed, cancelled, refused."""
+"""Sweeps on a real Slurm: arrays by resource shape, points side by side in one job, resumed, cancelled, refused.
+
+Takes about a minute: each array starts ranks that import torch, and two sweeps run to their ends.
+"""
 
 from __future__ import annotations
 

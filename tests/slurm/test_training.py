@@ -1,4 +1,8 @@
-"""The road on a real Slurm: submit, train on several nodes, stop, requeue, lose a rank, lose a node."""
+"""The road on a real Slurm: submit, train on several nodes, stop, requeue, lose a rank, lose a node.
+
+Takes minutes, of waiting: Slurm's shortest time limit is one minute, a lost node is noticed after its timeouts, and
+each job imports torch on four ranks.
+"""
 
 from __future__ import annotations
 

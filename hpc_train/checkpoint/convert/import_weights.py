@@ -14,7 +14,7 @@ from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, l
 from hpc_train.checkpoint.convert.rewrite import (
     Progress,
     StateDictTensors,
-    StepFacts,
+    StepMetadata,
     TensorSource,
     cut_rows,
     write_step,
@@ -81,7 +81,7 @@ def import_weights(source: Path, run: Path, options: ImportOptions, progress: Pr
         check_tensors_fit_model(tensors, model, str(source))
     total = sum(it.rectangle.volume * it.itemsize for it in tensors)
     run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    facts = StepFacts(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
+    facts = StepMetadata(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
     with progress("import", total) as on_bytes:
         path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), facts, on_bytes)
     overrides = [f"run_dir={run}", *(_model_overrides(weights.model) if weights.model is not None else [])]

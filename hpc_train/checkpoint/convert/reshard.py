@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.checkpoint.convert.rewrite import Progress, SavedStepTensors, StepFacts, cut_rows, write_step
+from hpc_train.checkpoint.convert.rewrite import Progress, SavedStepTensors, StepMetadata, cut_rows, write_step
 from hpc_train.checkpoint.storage.step_directory import mark_bad, read_bad_mark
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
 from hpc_train.errors import UserError
@@ -35,7 +35,7 @@ def reshard_step(step: OpenStep, directory: Path, ranks: int, dim: int, progress
     _check_output(directory, step.path.resolve().parent)
     tensors = manifest.holdings.tensors
     total = sum(it.rectangle.volume * it.itemsize for it in tensors)
-    facts = StepFacts(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
+    facts = StepMetadata(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
     with (
         SavedStepTensors(step.path, manifest, step.where) as source,
         progress(f"step {manifest.step}", total) as on_bytes,
