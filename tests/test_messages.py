@@ -198,7 +198,7 @@ def test_collectives_of_values() -> None:
 
 
 ALLOWED = {
-    "launch/functions/files.py": "functions that Hydra's launchers hand over, in files of the user alone",
+    "launch/callables/calls.py": "functions that Hydra's launchers hand over, in files of the user alone",
     "bench/checkpoint/sides.py": "what is measured against, with weights_only, on its own files",
 }
 FORBIDDEN = re.compile(

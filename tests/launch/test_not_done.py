@@ -29,7 +29,8 @@ def state(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def assert_failed(ended: Ended, run: Path, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.code == EXIT_FAILED
-    (line,) = ended.err.splitlines()
+    *warnings, line = ended.err.splitlines()
+    assert all(text.startswith(("hpc-train: warning: ", "hpc-train: error: ")) for text in warnings)
     assert why in line
     assert "done:" not in ended.out
     assert not (run / "logs/0/done").exists()

@@ -72,7 +72,7 @@ def test_a_table_without_a_column_points_to_the_page(
 
 
 def test_the_example_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = re.search(r"```csv\n(.*?)```", PAGE, re.DOTALL)
+    example = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert example
     (tmp_path / "runs.csv").write_text(example[1])
     runs = read_runs(tmp_path / "runs.csv")

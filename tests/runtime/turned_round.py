@@ -20,7 +20,7 @@ def search(
     return backwards(config, nodes)
 
 
-vars(rank)["search"] = search
+vars(rank)["search_placement"] = search
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
