@@ -84,7 +84,9 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
         if not chosen:
             raise UserError(f"--format {format}: choose one of {', '.join(candidate.name for candidate in formats)}")
     elif not (chosen := [candidate for candidate in formats if candidate.matches(text)]):
-        raise UserError(f"{name}: unknown topology format; known: {', '.join(candidate.name for candidate in formats)}")
+        raise UserError(
+            f"{name}: not a topology in a known format; known: {', '.join(candidate.name for candidate in formats)}"
+        )
     if len(text) > chosen[0].largest:
         limit = chosen[0].largest >> 20
         raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
