@@ -148,8 +148,8 @@ def test_recomputation_saves_memory_and_takes_time(jobs: Jobs) -> None:
 def test_a_higher_stage_of_zero_needs_no_more_memory(jobs: Jobs) -> None:
     sharded = replace_columns(jobs, dp_shard=np.maximum(jobs.dp_shard, 2), offload=0)
     one, two, three = (held(replace_columns(sharded, zero=stage)) for stage in (1, 2, 3))
-    # In hpc_train's own, the buffers that each backward reduces may cost more than the halves of so few ranks spare: most
-    # where embedding and head, which are reduced whole, outweigh the blocks.
+    # In hpc_train's own, the buffers that each backward reduces may cost more than the halves of so few ranks spare,
+    # above all where embedding and head, which are reduced whole, outweigh the blocks.
     tables, blocks = 2 * sharded.vocab * sharded.hidden, 12 * sharded.layers * sharded.hidden**2
     own = np.where(tables > 0.5 * blocks, 1.25, 1.1)
     assert (two <= one * np.where(sharded.stack == STACKS.index("hpc_train"), own, SURE)).all()
