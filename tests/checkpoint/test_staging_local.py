@@ -53,7 +53,7 @@ def image(size: int, seed: int = 0) -> memoryview:
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_goes_through_comes_out(disk: LocalStage, tmp_path: Path, size: int, direct: bool) -> None:
     memory = image(size)
-    copy = disk.put(memory, size)
+    copy = disk.copy_from(memory, size)
     assert copy is not None
     assert names(disk.directory) == [], "it has no name there"
     digests = copy.copy_to(tmp_path / "file", replace(DEFAULT_POLICY, direct=direct))
@@ -65,7 +65,7 @@ def test_what_goes_through_comes_out(disk: LocalStage, tmp_path: Path, size: int
 @pytest.mark.parametrize("at", [0, 70_000, (16 << 20) + 5])
 def test_damage_on_the_disk_of_the_node_shows(disk: LocalStage, tmp_path: Path, at: int) -> None:
     size = (16 << 20) + 10_000
-    copy = disk.put(image(size), size)
+    copy = disk.copy_from(image(size), size)
     assert copy is not None
     with Path(f"/proc/self/fd/{copy.descriptor}").open("r+b", buffering=0) as file:
         file.seek(at)
@@ -82,7 +82,7 @@ def test_a_disk_that_has_no_files_without_names(
     disk: LocalStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "O_TMPFILE", 0)  # an old kernel opens the directory then, which is an error
-    copy = disk.put(image(5000), 5000)
+    copy = disk.copy_from(image(5000), 5000)
     assert copy is not None
     assert names(disk.directory) == []
     assert copy.copy_to(tmp_path / "file", DEFAULT_POLICY) == copy.digests
@@ -174,7 +174,7 @@ def test_a_disk_that_is_of_no_use_is_told_of_once(
     monkeypatch.setattr(file_writer, "detect_file_system", lambda path: replace(system, **facts))
     disk = LocalStage(tmp_path)
     for _ in range(2):
-        assert disk.put(image(5000), 5000) is None
+        assert disk.copy_from(image(5000), 5000) is None
     (warning,) = (it.getMessage() for it in caplog.records if it.levelno == logging.WARNING)
     assert why in warning
 
