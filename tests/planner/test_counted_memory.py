@@ -50,6 +50,7 @@ STRATEGIES = {
     "zero2": ("parallel.strategy=zero2",),
     "zero3": ("parallel.strategy=zero3",),
     "zero3, kept": ("parallel.strategy=zero3", "parallel.reshard_after_forward=false"),
+    "hsdp": ("parallel.strategy=zero3", "parallel.dp_replicate=2"),
 }
 PIPELINES = {
     "no pp": (),
@@ -73,7 +74,7 @@ MATRIX = {
 """Everything together that the rules let be; recomputation does not go with split backwards."""
 DRAWN = (
     "zero1, 1f1b", "zero2, interleaved_1f1b", "zero3, no pp, full", "zero3, 1f1b", "zero3, zbv",
-    "zero3, kept, interleaved_zero_bubble", "zero2, dualpipev",
+    "zero3, kept, interleaved_zero_bubble", "zero2, dualpipev", "hsdp, 1f1b, offload parameters",
 )  # fmt: skip
 TOLERANCE = 0.05
 

@@ -217,7 +217,7 @@ class _PeakSearch:
         rest = ends + pending + working
         return PeakMemory(
             self.weights * jobs.weight_bytes / self.shards * (jobs.offload < 2),
-            self._gradients(moment) * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0),
+            np.where((jobs.offload > 1) & (jobs.zero >= 2), self._unsent_sums(), self._gradients(moment)),
             self.weights * jobs.optimizer_bytes / self.shards * (jobs.offload == 0),
             np.where(self.moved, rest, kept + rest),
             logits + 0 * rest,
@@ -231,6 +231,17 @@ class _PeakSearch:
         whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
         shards = self.weights * jobs.gradient_bytes / self.shards
         return np.where(self.keeps_gradients, np.maximum(whole, shards), shards)
+
+    def _unsent_sums(self) -> Column:
+        """Gradients of offloaded parameters that stay on the device between micro-batches.
+
+        HSDP reduces over dp_shard in every micro-batch and over dp_replicate only in the last; until then FSDP keeps
+        the sums on the device.
+        """
+        jobs = self.jobs
+        waits = (jobs.dp_replicate > 1) & (jobs.micro_batches > 1)
+        sums: Column = self.weights * jobs.reduce_bytes / self.shards * waits
+        return sums
 
     def _whole(self, gathered: Column) -> Column:
         """Gathered parameters: always those of the ends, and of blocks as given."""
