@@ -17,7 +17,7 @@ from hpc_train._torch import shard_offset
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.parallel.loss import sum_split_cross_entropy
-from hpc_train.parallel.tensor.local_parameters import ParameterHolding, distribute_parameters
+from hpc_train.parallel.tensor.local_parameters import ParameterLayout, distribute_parameters
 from hpc_train.testing import run_ranks
 from hpc_train.traffic.axes import assign_kv_heads
 
@@ -84,7 +84,7 @@ ROWS = 17
 def _rows_held(world: World) -> list[Held]:
     table = nn.Embedding(ROWS, 2)
     table.weight.data = torch.arange(2.0 * ROWS).view(ROWS, 2)
-    distribute_parameters(table, world.mesh["tp"], {(table, "weight"): ParameterHolding(Shard(0))})
+    distribute_parameters(table, world.mesh["tp"], {(table, "weight"): ParameterLayout(Shard(0))})
     fully_shard(table, mesh=world.mesh["dp_shard"])
     parameter = next(table.parameters())
     assert isinstance(parameter, DTensor)

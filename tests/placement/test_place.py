@@ -184,7 +184,7 @@ def test_ranks_that_alternate_between_leaves_are_brought_together():
     found = search_placement(fabric, {"pp": 2, "dp_shard": 4, "tp": 2}, [DATA])
     leaf = fabric.levels[1].group
     assert {tuple(leaf[list(found.nodes[i : i + 4])]) for i in (0, 4)} == {(0, 0, 0, 0), (1, 1, 1, 1)}
-    assert found.reason.startswith("communication of a step 1.44e+03 s -> 18 s, 80.00x faster")
+    assert found.reason.startswith("communication of a step 1,440 s -> 18 s, 80.00x faster")
     assert found.straddling == {"dp_shard": {"leaf": {"groups": 4, "identity": 4, "placed": 0}}}
     assert sum(a == b for a, b in enumerate(found.nodes)) == 4, "half of the nodes can stay where they are"
 
