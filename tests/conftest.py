@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
-ROOMS = ("planner", "checkpoint", "bench", "parallel", "launch", "runtime", "training", "hydra_launchers")
+ROOMS = ("planner", "hydra_launchers", "checkpoint", "bench", "parallel", "launch", "runtime", "training")
 FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
 """Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
 cores come when that row has ended."""
