@@ -175,7 +175,7 @@ def bound_process(cpu: int) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("cpu", sorted(os.sched_getaffinity(0)))
 def test_a_process_is_held_to_its_processor_with_all_its_threads(cpu: int) -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(bound_process, (cpu,)) == ({str(cpu)}, {str(cpu)})
 
 
@@ -189,7 +189,7 @@ def memory_policy() -> tuple[str | None, int, int]:
 
 
 def test_memory_is_preferred_where_the_kernel_lets_it() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         problem, mode, mask = pool.apply(memory_policy)
     if problem is None:
         assert (mode, mask) == (1, 1)
