@@ -68,7 +68,10 @@ class Run:
         """One dictionary for each step: step, loss, grad_norm, lr, tokens_per_second, ... (docs/run_directory.md)."""
         from hpc_train.training.run_records import read_metrics
 
-        return read_metrics(self.path / "metrics.jsonl")
+        try:
+            return read_metrics(self.path / "metrics.jsonl")
+        except OSError as error:
+            raise UserError(f"{self.path / 'metrics.jsonl'}: cannot be read ({error.strerror})") from error
 
     def events(self) -> list[dict[str, Any]]:
         """Starts, resumes, checkpoints, signals and failures over all attempts, the oldest first."""

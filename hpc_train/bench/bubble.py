@@ -62,7 +62,7 @@ class ScheduleResult:
 
 @dataclass(frozen=True)
 class BubbleResult:
-    """What `bench bubble --json` prints."""
+    """The result that `bench bubble --json` prints."""
 
     options: BubbleOptions
     schedules: list[ScheduleResult]
@@ -70,7 +70,7 @@ class BubbleResult:
     """Schedules that are impossible with these numbers, and why."""
     cpus: int
     load_average: float
-    """Of the last minute, at the end; the ranks themselves sleep."""
+    """Load average of the last minute, at the end; the ranks themselves sleep."""
     woke_first: bool
     """The ranks had real-time priority; without it, a load above `cpus` was in their way."""
 

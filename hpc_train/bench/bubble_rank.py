@@ -71,7 +71,7 @@ class _RunningSchedule:
         self.timeline.step += 1
 
     def events(self) -> Steps:
-        """Of all steps and ranks; every rank calls it."""
+        """Gather the events of all steps from all ranks; every rank calls this."""
         ranks = all_gather_values(self.timeline.events, codec=Codec((TimelineEvent,)))
         return [[[e for e in events if e.step == step] for events in ranks] for step in range(self.timeline.step)]
 
@@ -124,7 +124,7 @@ def _summarize_schedule(name: str, order: Order, times: ActionTimes, steps: Step
 
 
 def _check_done(name: str, order: Order, ranks: list[list[TimelineEvent]]) -> None:
-    """What was measured is what is simulated."""
+    """Check that the measured order is the simulated one."""
     for rank, events in enumerate(ranks):
         done = [(event.stage, event.kind, event.micro) for event in events]
         said = [(action.stage, str(action.kind), action.micro_batch) for action in order.actions(rank)]

@@ -83,7 +83,7 @@ class OverlapKind:
 
 @dataclass(frozen=True)
 class OverlapResult:
-    """What `bench overlap --json` prints."""
+    """The result that `bench overlap --json` prints."""
 
     options: OverlapOptions
     mbit_per_second: float

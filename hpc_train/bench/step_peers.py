@@ -57,7 +57,7 @@ class PeerPair:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """What `bench step --peers --json` prints."""
+    """The result that `bench step --peers --json` prints."""
 
     model: str
     device: str

@@ -209,7 +209,7 @@ class TimeRatio:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `bench step --json` prints."""
+    """The result that `bench step --json` prints."""
 
     model: str
     precision: str

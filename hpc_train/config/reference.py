@@ -7,6 +7,7 @@ prints one key, and the reference page of the documentation lists all of them.
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 import textwrap
@@ -57,12 +58,20 @@ def describe_key(key: str) -> list[KeyReference]:
     known = list_keys()
     found = [item for item in known if item.key == key] or [item for item in known if item.key.startswith(f"{key}.")]
     if not found:
-        short = [item.key for item in known if item.key.rpartition(".")[2] == key.rpartition(".")[2]]
-        names = dict.fromkeys(short or [item.key for item in known])
-        raise UserError(
-            f"{key}: no such key; {suggest_names(key, names) if len(names) > 1 else f'did you mean {short[0]!r}?'}"
-        )
+        raise UserError(f"{key}: no such key; {_suggest_keys(key, known)}")
     return found
+
+
+def _suggest_keys(key: str, known: list[KeyReference]) -> str:
+    """Suggest keys of the same last name, then similar ones; without any, the parts of the configuration."""
+    same_name = list(dict.fromkeys(item.key for item in known if item.key.rpartition(".")[2] == key.rpartition(".")[2]))
+    if len(same_name) == 1:
+        return f"did you mean {same_name[0]!r}?"
+    names = same_name or list(dict.fromkeys(item.key for item in known))
+    if same_name or difflib.get_close_matches(key, names, n=1, cutoff=0.5):
+        return suggest_names(key, names)
+    parts = dict.fromkeys(item.key.partition(".")[0] for item in known)
+    return f"`hpc-train explain PART` lists those of {', '.join(parts)}"
 
 
 def related_keys(item: KeyReference) -> list[str]:

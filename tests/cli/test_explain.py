@@ -33,6 +33,12 @@ def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_typo_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "xyz.qqq"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("hpc-train: xyz.qqq: no such key; `hpc-train explain PART` lists those of cluster, model, ")
+    assert len(line) < 250
+    assert main(["explain", "layer"]) == 2
+    assert capsys.readouterr().err == "hpc-train: layer: no such key; did you mean 'model.layers'?\n"
     assert main(["explain", "train.stesp"]) == 2
     assert capsys.readouterr().err == "hpc-train: train.stesp: no such key; did you mean 'train.steps'?\n"
 

@@ -87,7 +87,7 @@ def _check_options(options: CheckpointBenchOptions, plot: Path | None) -> None:
 
 
 def _run_ranks(options: CheckpointBenchOptions, directory: Path, ranks: int) -> SettingResult | int:
-    """What the ranks found; their exit code if they failed. Nothing of it stays in the directory."""
+    """Run the ranks and return their result, or their exit code if they failed; clean the directory up."""
     with (
         tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting,
         tempfile.TemporaryDirectory(prefix="hpc_train-bench-", dir=directory) as place,
@@ -122,7 +122,7 @@ BASE_SIDES = (RAW_DIRECT, RAW_BUFFERED, DCP)
 SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY = "save", "stall", "load_cold", "load_warm", "verify"
 RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS = "reshard_1_to_n", "reshard_n_to_1", "reshard_columns"
 RESHARDINGS = (RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS)
-"""Of several ranks: a load by all of what one saved, by one of what all saved by rows, and by columns of that."""
+"""Loads in another layout: by all ranks of what one saved, by one of what all saved by rows, by columns of that."""
 OPERATIONS = (SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY, *RESHARDINGS)
 SIDES = (OUR_SIDE, RAW_DIRECT, RAW_BUFFERED, "torch_save", "safetensors", DCP, "dcp_async", "dcp_async_cached")
 
@@ -137,7 +137,7 @@ class CheckpointBenchOptions:
     """Options of `bench checkpoint`."""
 
     gib: float
-    """Of state, over all ranks."""
+    """GiB of state over all ranks."""
     ranks: tuple[int, ...]
     tensors: int | None
     """That many equal ones, over all ranks; None: those of a transformer with its AdamW state."""
@@ -167,11 +167,11 @@ class OperationResult:
     quartiles: tuple[float, float]
     gib_per_second: float
     cpu_seconds_per_gib: float
-    """Of all ranks and threads."""
+    """Sum over all ranks and threads."""
     over: dict[str, SpeedRatio]
     """By base: raw_direct, raw_buffered, dcp."""
     read: float | None = None
-    """Of resharding, bytes that all ranks read over bytes that they want."""
+    """For resharding: bytes that all ranks read over bytes that they want."""
 
 
 @dataclass(frozen=True)
@@ -182,18 +182,18 @@ class SettingResult:
     file_system: str
     ranks: int
     tensors: int
-    """Of all ranks."""
+    """Number over all ranks."""
     gib: float
     lines: list[OperationResult]
     missing: dict[str, str]
     """Sides that cannot be measured here, and why."""
     load_average: tuple[float, float]
-    """Of the last minute, before and after."""
+    """Load average of the last minute, before and after."""
 
 
 @dataclass(frozen=True)
 class CheckpointBenchResult:
-    """What `bench checkpoint --json` prints."""
+    """The result that `bench checkpoint --json` prints."""
 
     options: CheckpointBenchOptions
     settings: list[SettingResult]
@@ -226,5 +226,5 @@ def _ratio(samples: Samples) -> SpeedRatio:
 
 
 def read_load_average() -> float:
-    """Of the last minute; above the number of CPUs, others had a part of the machine."""
+    """Load average of the last minute; above the number of CPUs, others used the machine too."""
     return os.getloadavg()[0]

@@ -220,7 +220,7 @@ def make_dcp_async(folder: Path, world: World, state: Tensors, cached: bool) -> 
 
 Tensors = dict[str, Tensor]
 TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Of tensors, and their types, by name."""
+"""Shape and type of each tensor, by name."""
 _LAYERS = 3
 _PARAMETERS = 36.25
 """Of the transformer below, in units of its hidden size squared."""

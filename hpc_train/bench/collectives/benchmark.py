@@ -167,7 +167,7 @@ class LevelFit:
 
 @dataclass(frozen=True)
 class CollectivesResult:
-    """What `bench collectives --json` prints."""
+    """The result that `bench collectives --json` prints."""
 
     cluster: str
     device: str
@@ -184,7 +184,7 @@ class CollectivesResult:
     wrong: int
     """Of all measurements and probes."""
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """Cases that were left out, and why."""
 
     def to_json(self) -> str:
         return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)
