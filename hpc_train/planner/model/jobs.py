@@ -48,6 +48,9 @@ class Jobs:
     Komatsuzaki 2021, GPT-J)."""
     tied: Column
     """1: embedding and head are one table."""
+    dropout: Column
+    """1: hpc_train's own layers drop activations and attention weights, with masks of their own; 0 for published runs,
+    whose layers' masks are counted anyway."""
     sequence: Column
     """Tokens of a sequence."""
     # Batch, in sequences.

@@ -14,10 +14,15 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, job_columns
 from hpc_train.planner.model.layer import (
+    asynchronous_working,
+    dropout_attention_working,
+    embedding_mask_bytes,
+    feed_forward_activations,
     full_layer_activations,
     last_norm_bytes,
     layer_activations,
     pending_gradient_bytes,
+    recomputed_activations,
 )
 from hpc_train.planner.model.pipeline import (
     SPLITS_BACKWARD,
@@ -117,6 +122,11 @@ class _PeakSearch:
         self.moved = jobs.offload_activations > 0
         self.layer, self.working = layer_activations(jobs, constants, tokens)
         self.unmoved = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0) * self.moved
+        again = recomputed_activations(jobs, constants, tokens) + self.unmoved
+        self.attention = dropout_attention_working(jobs, tokens)
+        self.before_attention = again - feed_forward_activations(jobs, tokens)
+        self.embedding_mask = embedding_mask_bytes(jobs, tokens)
+        self.asynchronous = asynchronous_working(jobs, tokens)
         self.pending = pending_gradient_bytes(jobs, tokens)
         width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
         self.hidden = tokens * jobs.hidden * jobs.activation_bytes / width
@@ -134,7 +144,9 @@ class _PeakSearch:
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         between = moment.kept + moment.kept_last > 0
-        working = np.where(between, 0.0, self.working + self.unmoved + widest)
+        behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
+        working = np.where(between, 0.0, self.working + self.unmoved + widest + self.asynchronous)
+        working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
         # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
@@ -189,9 +201,14 @@ class _PeakSearch:
     @property
     def _embedding(self) -> Column:
         """Return [3, 1...]: parameters of the embedding, on the first rank."""
-        first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
-        embedding: Column = first * self.table
+        embedding: Column = self._on_first * self.table
         return embedding
+
+    @property
+    def _on_first(self) -> Column:
+        """Return [3, 1...]: 1 on the first rank of a pipeline, else 0."""
+        first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
+        return first
 
     @property
     def _loss_kept(self) -> Column:
@@ -212,6 +229,9 @@ class _PeakSearch:
         # A stage keeps its output for every micro-batch, and the gradients it receives and sends for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
+        stages_of_first = np.maximum(jobs.virtual_stages - self.stages.has_last * (jobs.pp > 1), 1)
+        in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
+        ends = ends + self._on_first * in_flight * self.embedding_mask
         pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
         pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
