@@ -58,6 +58,7 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "gated": model.activation == "swiglu",
             "parallel_block": 0,
             "tied": model.tied_embeddings,
+            "learned_positions": model.max_positions if model.positions == "learned" else 0,
             "dropout": model.dropout > 0,
             "sequence": sequence,
         }
@@ -65,7 +66,7 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
         width = model.hidden // model.heads
         shape = {"heads": model.heads, "kv_heads": model.heads, "head_dim": width, "vocab": model.classes}
         plain = {"gated": 0, "parallel_block": 0, "tied": 0, "sequence": count_vit_tokens(model)}
-        plain |= {"dropout": model.dropout > 0}
+        plain |= {"learned_positions": count_vit_tokens(model), "dropout": model.dropout > 0}
         sizes = {"layers": model.layers, "hidden": model.hidden, "feed_forward": model.feed_forward}
         return {**sizes, **shape, **plain}
     raise UserError(

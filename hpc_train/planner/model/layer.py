@@ -272,7 +272,7 @@ def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
     norms = 2 * np.where(eager, _WIDE, item) * hidden / width
-    heads = (jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp
+    heads = (jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim
     return tokens * (norms + item * (heads + 2 * hidden / width + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
 
 
@@ -293,7 +293,8 @@ def _dropout_bytes(jobs: Jobs) -> Column:
     Over cp, attention with dropout gathers the keys and values of the whole sequence (parallel.context).
     """
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    more_keys = 2 * (jobs.heads * _key_share(jobs) - jobs.kv_heads) * jobs.head_dim / jobs.tp * jobs.activation_bytes
+    more_heads = jobs.heads / jobs.tp * _key_share(jobs) - jobs.rank_key_heads
+    more_keys = 2 * more_heads * jobs.head_dim * jobs.activation_bytes
     return jobs.dropout * (2 * _MASK * jobs.hidden / width + more_keys)
 
 
@@ -378,7 +379,7 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)
     eager = jobs.fused_elementwise == 0
-    heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
+    heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
     widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
     everything = 2 * between + norms + 2 * item * hidden + heads + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item

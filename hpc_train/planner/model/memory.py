@@ -114,8 +114,9 @@ class _PeakSearch:
         tokens = jobs.micro_batch * jobs.sequence / jobs.cp
         self.stages = split_stages(jobs)
         self.table = jobs.vocab * jobs.hidden / jobs.tp
-        self.block = jobs.layer_parameters / jobs.tp
-        self.weights = self.stages.layers * self.block + self.stages.tables * self.table
+        self.block = jobs.rank_layer_parameters
+        self.ends = self.stages.tables * self.table + self._on_first * jobs.learned_positions * jobs.hidden
+        self.weights = self.stages.layers * self.block + self.ends
         self.shards = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
         self.keeps_parameters = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
         self.keeps_gradients = keeps_gradients(jobs.zero)
@@ -192,7 +193,7 @@ class _PeakSearch:
         """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
+        whole = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
         kept = moment.losses * self._loss_kept + moment.loss * self._last_logits
@@ -206,9 +207,9 @@ class _PeakSearch:
 
     @property
     def _on_first(self) -> Column:
-        """Return [3, 1...]: 1 on the first rank of a pipeline, else 0."""
-        first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
-        return first
+        """Return [3, n]: 1 on the first rank of a pipeline, else 0."""
+        alone = self.jobs.pp == 1
+        return _stack_stages(1.0, alone, alone)
 
     @property
     def _loss_kept(self) -> Column:
@@ -266,8 +267,7 @@ class _PeakSearch:
     def _whole(self, gathered: Column) -> Column:
         """Gathered parameters: always those of the ends, and of blocks as given."""
         jobs = self.jobs
-        ends = self.stages.tables * self.table
-        found = np.where(self.keeps_parameters, self.weights, ends + gathered) * jobs.activation_bytes
+        found = np.where(self.keeps_parameters, self.weights, self.ends + gathered) * jobs.activation_bytes
         cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
         return np.where(jobs.zero >= 1, found, cast)
 
@@ -435,7 +435,7 @@ def _accumulated(jobs: Jobs, weights: Column) -> Column:
 def _weights(jobs: Jobs) -> Column:
     """[3, n]: parameters of a rank before any sharding over data-parallel axes."""
     layers = split_layers(jobs)
-    table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.layer_parameters / jobs.tp
+    table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.rank_layer_parameters
     whole = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
     return _stack_stages(*(np.where(jobs.pp == 1, whole, it) for it in stages))
