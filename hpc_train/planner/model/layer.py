@@ -266,14 +266,15 @@ def last_norm_bytes(jobs: Jobs, tokens: Column) -> Column:
 def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
     """Return the bytes kept per layer and micro-batch between a split backward's two parts, for hpc_train's own models.
 
-    These are gradients of the results of products and norms, from which weight gradients will be computed.
+    These are gradients of the results of products and norms, from which weight gradients will be computed; those of
+    row-parallel layers gathered over tp.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
     norms = 2 * np.where(eager, _WIDE, item) * hidden / width
     heads = (jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim
-    return tokens * (norms + item * (heads + 2 * hidden / width + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
+    return tokens * (norms + item * (heads + 2 * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
 
 
 def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:

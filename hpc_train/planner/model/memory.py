@@ -146,7 +146,11 @@ class _PeakSearch:
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         between = moment.kept + moment.kept_last > 0
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
-        working = np.where(between, 0.0, self.working + self.unmoved + widest + self.asynchronous)
+        # When all weight gradients of the block are there, its activations but its input are gone.
+        freed = np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
+        complete = self.block * jobs.activation_bytes + 2 * self.hidden - freed
+        working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
+        working = np.where(between, 0.0, working)
         working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
         # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
@@ -186,6 +190,7 @@ class _PeakSearch:
             last=moment.last - has_last,
             kept=np.maximum(moment.kept - 1, 0),
             kept_last=np.maximum(moment.kept_last - has_last, 0),
+            reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
         return self._peak(later, np.zeros(()), losses * self._loss_kept, whole + tables * reduced)
 
@@ -247,11 +252,15 @@ class _PeakSearch:
         )
 
     def _gradients(self, moment: PipelineMoment) -> Column:
-        """Whole or sharded gradients of the stages that have had a backward, plus those of the current block."""
-        jobs = self.jobs
-        whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
-        shards = self.weights * jobs.gradient_bytes / self.shards
-        return np.where(self.keeps_gradients, np.maximum(whole, shards), shards)
+        """Whole or sharded gradients of the stages that have had a backward.
+
+        ddp's buckets are there from the first step on. Sharded gradients of a stage come with its first backward.
+        """
+        gradients = self.weights * self.jobs.gradient_bytes
+        shards = gradients / self.shards
+        whole = np.where(self.keeps_gradients, gradients, shards)
+        found: Column = np.where(self.jobs.zero >= 1, moment.accumulated * whole + moment.reduced * shards, gradients)
+        return found
 
     def _unsent_sums(self) -> Column:
         """Gradients of offloaded parameters that stay on the device between micro-batches.

@@ -158,7 +158,9 @@ class PipelineMoment:
     kept_last: Column
     """Members of `last` whose input gradients are computed."""
     accumulated: Column
-    """Share of the rank's stages that have gradients from an earlier micro-batch."""
+    """Share of the rank's stages that have gradients from an earlier micro-batch, and wait for more."""
+    reduced: Column
+    """Share of the rank's stages whose gradients are complete."""
     loss: Column
     """1 if the backward of a loss begins, else 0."""
 
@@ -187,12 +189,12 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     # If more micro-batches follow, every stage of the rank has had a backward before the most are in flight.
     before = np.where(m * v > counts, 1.0, 0.0) * (rank >= 0)
     nothing = np.zeros(shape)
-    first = PipelineMoment(counts - together, together, together, nothing, nothing, before, has_loss)
+    first = PipelineMoment(counts - together, together, together, nothing, nothing, before, nothing, has_loss)
     fewer = np.minimum(counts, 1)
     later_last = np.maximum(together - has_loss, np.where(counts > 1, 0.0, has_loss) * (m > 1))
     second = PipelineMoment(
         np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
-        (m > 1) * np.ones(shape), has_loss,
+        (m > 1) * np.ones(shape), nothing, has_loss,
     )  # fmt: skip
     return [first, second]
 
@@ -219,20 +221,20 @@ def _moments_of(
 ) -> tuple[tuple[_Counts, ...], ...]:
     """Return the moments of the first rank, the next one and the last; each rank's worst moments separately."""
     if not split:
-        return (((0.0,) * 7,) * 3,)
+        return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
         micro_batches = _ENOUGH * pp
     order = generate_order(SCHEDULES[schedule], pp, micro_batches, virtual)
-    ranks = [_worst(set(_walk(order, rank))) for rank in (0, min(1, pp - 1), pp - 1)]
+    ranks = [_worst(set(_walk(order, rank, micro_batches))) for rank in (0, min(1, pp - 1), pp - 1)]
     most = max(map(len, ranks))
     return tuple(tuple(found[min(at, len(found) - 1)] for found in ranks) for at in range(most))
 
 
-def _walk(order: Order, rank: int) -> Iterator[_Counts]:
+def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
     """Yield the counts at the start of every backward of a rank."""
     end, virtual = order.stages - 1, order.placement.count(rank)
-    live, kept, losses = [0, 0], [0, 0], 0
-    accumulated: set[int] = set()
+    live, kept, losses, reduced = [0, 0], [0, 0], 0, 0
+    accumulated: dict[int, int] = {}  # micro-batches added up, by stage; the last one reduces them
     for action in _actions(order, rank):
         last = action.stage == end
         if action.kind is Kind.F:
@@ -242,15 +244,18 @@ def _walk(order: Order, rank: int) -> Iterator[_Counts]:
         if action.kind is Kind.I and action.stage == 0:
             continue  # nothing to compute
         begins = last and action.kind is not Kind.W
-        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, float(begins))
+        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, float(begins))
         losses -= begins
         if action.kind is Kind.I:
             kept[last] += 1
-            yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, 0.0)
+            yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, 0.0)
             continue
         kept[last] -= action.kind is Kind.W and action.stage > 0
         live[last] -= 1
-        accumulated.add(action.stage)
+        accumulated[action.stage] = accumulated.get(action.stage, 0) + 1
+        if accumulated[action.stage] == micro_batches:
+            del accumulated[action.stage]
+            reduced += 1
 
 
 def _actions(order: Order, rank: int) -> Iterator[Action]:
@@ -273,15 +278,15 @@ def _less(one: _Counts, other: _Counts) -> bool:
 
 
 def _held_of(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1], one[3] + one[4], one[2], one[5]
+    return one[0] + one[1], one[3] + one[4], one[2], one[5], one[6]
 
 
 def _of_last(one: _Counts) -> tuple[float, ...]:
-    return one[4], one[2], one[1], one[0] + one[3], one[5]
+    return one[4], one[2], one[1], one[0] + one[3], one[5], one[6]
 
 
 def _of_gradients(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5]
+    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5], one[6]
 
 
 _SPLITS = _SCHEDULE_CODE["interleaved_zero_bubble"]
