@@ -268,7 +268,7 @@ def _worst(found: set[_Counts]) -> list[_Counts]:
     chosen = set()
     for with_loss in (False, True):
         among = [one for one in found if bool(one[-1]) == with_loss]
-        for most in (_held_of, _of_last, _of_gradients) if among else ():
+        for most in (_held_of, _of_last, _of_gradients, _of_accumulated) if among else ():
             chosen.add(max(among, key=most))
     return sorted(one for one in chosen if not any(_less(one, other) for other in chosen))
 
@@ -287,6 +287,10 @@ def _of_last(one: _Counts) -> tuple[float, ...]:
 
 def _of_gradients(one: _Counts) -> tuple[float, ...]:
     return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5], one[6]
+
+
+def _of_accumulated(one: _Counts) -> tuple[float, ...]:
+    return one[5], one[0] + one[1] + one[3] + one[4], one[6]
 
 
 _SPLITS = _SCHEDULE_CODE["interleaved_zero_bubble"]
