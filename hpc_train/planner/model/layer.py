@@ -382,6 +382,8 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     eager = jobs.fused_elementwise == 0
     heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
     widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
-    everything = 2 * between + norms + 2 * item * hidden + heads + widened + _dropout_bytes(jobs)
+    # ulysses keeps attention's result as its kernel returns it, and again as the output layer reads it.
+    exchanged = (jobs.ulysses > 0) * (jobs.cp > 1) * jobs.heads * jobs.head_dim / jobs.tp * item
+    everything = 2 * between + norms + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
     return everything, some, between

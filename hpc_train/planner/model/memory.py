@@ -140,7 +140,9 @@ class _PeakSearch:
         jobs = self.jobs
         # zero 1 reduces in place of the whole gradients it has accumulated.
         reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
-        # The second block is already freed when the gradients of the first are reduced.
+        # When the gradients of the first block are reduced, its activations are freed, and new shards stay.
+        new = np.where(self.keeps_gradients, 0.0, 1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
+        reduced = reduced + new * self.block * jobs.gradient_bytes / self.shards
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
