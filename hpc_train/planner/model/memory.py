@@ -94,7 +94,7 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     held = _PeakSearch(jobs, constants)
     worst: PeakMemory | None = None
     for moment in peak_moments(jobs):
-        for found in (held.in_block(moment), held.at_loss(moment), held.at_end(moment)):
+        for found in (held.in_block(moment), held.at_reduction(moment), held.at_loss(moment), held.at_end(moment)):
             worst = found if worst is None else _elementwise_worse(worst, found)
     assert worst is not None
     return worst
@@ -138,39 +138,72 @@ class _PeakSearch:
     def in_block(self, moment: PipelineMoment) -> PeakMemory:
         """Peak in the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
-        # zero 1 reduces in place of the whole gradients it has accumulated.
-        reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
-        # When the gradients of the first block are reduced, its activations are freed, and new shards stay.
-        new = np.where(self.keeps_gradients, 0.0, 1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
-        reduced = reduced + new * self.block * jobs.gradient_bytes / self.shards
-        behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
+        # When the gradients of the first block are reduced, its activations are freed.
+        behind = np.maximum(self._reduction(moment) - np.where(self.moved, 0.0, self.layer), 0)
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
-        between = moment.kept + moment.kept_last > 0
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
-        # When all weight gradients of the block are there, its activations but its input are gone.
-        freed = np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
-        complete = self.block * jobs.activation_bytes + 2 * self.hidden - freed
+        between = moment.kept + moment.kept_last > 0
+        complete = self.block * jobs.activation_bytes + 2 * self.hidden - self._freed
         working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
         working = np.where(between, 0.0, working)
         working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
         # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
-        # The gradient of the head lives from the beginning of the backward to its end.
-        head = moment.loss * self.table * jobs.activation_bytes
-        losses = np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
-        buffers = self._largest_buffers(behind, copied) + head
-        return self._peak(moment, working, losses, buffers)
+        return self._peak(moment, working, self._losses(moment), self._buffers(behind, copied) + self._head(moment))
 
-    def _largest_buffers(self, behind: Column, copied: Column) -> Column:
+    def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
+        """Peak when the backward of the first group of blocks of a stage ends: its gradients are put together."""
+        jobs = self.jobs
+        group = self._group()
+        between = moment.kept + moment.kept_last > 0
+        # Gradients in 16 bits until they are copied, then the shards that come out.
+        beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
+        working = np.where(self.keeps_gradients | between, 0.0, self._reduction(moment) + beside - self._freed)
+        whole = self._whole(np.where(self._frees, np.minimum(self._stage_layers, 2), self.stages.layers) * self.block)
+        return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
+
+    def _reduction(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of gradients that are being reduced, and of the first shards that come out of it.
+
+        zero 1 reduces in place of the whole gradients it has accumulated.
+        """
+        group = np.where(self.keeps_gradients, 0.0, self._group())
+        new = 1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0)
+        return group * self.jobs.reduce_bytes + new * group * self.jobs.gradient_bytes / self.shards
+
+    def _losses(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of logits and of what losses keep, in the backward of blocks."""
+        return np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
+
+    def _head(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of the gradient of the head, which lives from the beginning of the backward to its end."""
+        head: Column = moment.loss * self.table * self.jobs.activation_bytes
+        return head
+
+    @property
+    def _freed(self) -> Column:
+        """Bytes of a layer's activations that are freed when all its weight gradients are there: all but its input."""
+        return np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
+
+    @property
+    def _frees(self) -> Column:
+        """Whether a block's parameters are freed after each use."""
+        frees: Column = ~self.keeps_parameters & (self.jobs.reshard > 0)
+        return frees
+
+    @property
+    def _stage_layers(self) -> Column:
+        """Layers of the rank's largest stage."""
+        return np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
+
+    def _buffers(self, behind: Column, copied: Column) -> Column:
         """Gathered blocks, and beside them either gradients being reduced (behind) or a copied embedding (copied).
 
         With two blocks in a stage, none is left to gather when the gradients of the second are reduced.
         """
-        jobs = self.jobs
-        layers = np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
-        freed = ~self.keeps_parameters & (jobs.reshard > 0)
+        layers, freed = self._stage_layers, self._frees
         most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
         several = layers * self.block > self._group() * (1 + 1e-9)
