@@ -7,7 +7,7 @@ schedules that split their backward; bubble_seconds is the waiting of the slowes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -139,6 +139,7 @@ V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() i
 SPLITS_BACKWARD = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
 """Codes of the schedules that split backwards."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
+_INTERLEAVED = tuple(SCHEDULES.index(name) for name in ("interleaved_1f1b", "looped_bfs"))
 _ENOUGH = 4
 """Micro-batches simulated per pipeline rank; more would not change the peak."""
 
@@ -168,7 +169,7 @@ class PipelineMoment:
 def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     """Return enough moments to include the peak."""
     plain = _whole_backward_moments(jobs)
-    split = (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
+    split = (jobs.pp > 1) & (np.isin(jobs.schedule, SPLITS_BACKWARD) | _has_no_steady_state(jobs))
     if not np.any(split):
         return plain
     walked = _split_backward_moments(jobs, split)
@@ -178,8 +179,17 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     return [PipelineMoment(*(np.where(split, getattr(b, it), getattr(a, it)) for it in names)) for a, b in padded]
 
 
+def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether so few micro-batches are in a step that some stages have no gradients when most is in flight."""
+    few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
+    return few & np.isin(jobs.schedule, _INTERLEAVED)
+
+
 def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one."""
+    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one.
+
+    In interleaved_1f1b, also a backward of another stage than the last one when nothing of the last is in flight.
+    """
     v, m = jobs.virtual_stages, jobs.micro_batches
     counts = np.stack(np.broadcast_arrays(*map(np.atleast_1d, micro_batches_in_flight(jobs)))) * v
     shape = (3, *[1] * (counts.ndim - 1))
@@ -196,7 +206,11 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
         np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
         (m > 1) * np.ones(shape), nothing, has_loss,
     )  # fmt: skip
-    return [first, second]
+    without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
+    others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
+    names = [it.name for it in fields(PipelineMoment)]
+    third = PipelineMoment(*(np.where(without_last, getattr(others, it), getattr(first, it)) for it in names))
+    return [first, second, third]
 
 
 def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[PipelineMoment]:
