@@ -139,7 +139,8 @@ class _PeakSearch:
         """Peak in the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
         # When the gradients of the first block are reduced, its activations are freed.
-        behind = np.maximum(self._reduction(moment) - np.where(self.moved, 0.0, self.layer), 0)
+        reduced = self._reduced + self._first_shards(moment)
+        behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
@@ -160,18 +161,20 @@ class _PeakSearch:
         between = moment.kept + moment.kept_last > 0
         # Gradients in 16 bits until they are copied, then the shards that come out.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
-        working = np.where(self.keeps_gradients | between, 0.0, self._reduction(moment) + beside - self._freed)
+        working = np.where(self.keeps_gradients | between, 0.0, self._reduced + beside - self._freed)
         whole = self._whole(np.where(self._frees, np.minimum(self._stage_layers, 2), self.stages.layers) * self.block)
         return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
 
-    def _reduction(self, moment: PipelineMoment) -> Column:
-        """Return the bytes of gradients that are being reduced, and of the first shards that come out of it.
+    @property
+    def _reduced(self) -> Column:
+        """Bytes of gradients while they are reduced. zero 1 does so in place of the whole ones it has accumulated."""
+        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group() * self.jobs.reduce_bytes)
+        return reduced
 
-        zero 1 reduces in place of the whole gradients it has accumulated.
-        """
-        group = np.where(self.keeps_gradients, 0.0, self._group())
-        new = 1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0)
-        return group * self.jobs.reduce_bytes + new * group * self.jobs.gradient_bytes / self.shards
+    def _first_shards(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of the shards of the first group's gradients, if no micro-batch before has made them."""
+        new = (self.jobs.offload < 2) * (1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
+        return np.where(self.keeps_gradients, 0.0, new * self._group() * self.jobs.gradient_bytes / self.shards)
 
     def _losses(self, moment: PipelineMoment) -> Column:
         """Return the bytes of logits and of what losses keep, in the backward of blocks."""
