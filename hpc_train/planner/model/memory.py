@@ -158,11 +158,13 @@ class _PeakSearch:
         """Peak when the backward of the first group of blocks of a stage ends: its gradients are put together."""
         jobs = self.jobs
         group = self._group()
-        between = moment.kept + moment.kept_last > 0
-        # Gradients in 16 bits until they are copied, then the shards that come out.
+        # Gradients in 16 bits until they are copied, then the shards that come out. The group's parameters are freed.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
-        working = np.where(self.keeps_gradients | between, 0.0, self._reduced + beside - self._freed)
-        whole = self._whole(np.where(self._frees, np.minimum(self._stage_layers, 2), self.stages.layers) * self.block)
+        between = moment.kept + moment.kept_last > 0
+        working = self._reduced + beside - self._freed - between * self.pending
+        working = np.where(self.keeps_gradients, 0.0, working)
+        ahead = np.clip(self._stage_layers - 1, 0, 1)
+        whole = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
         return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
 
     @property

@@ -202,9 +202,11 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     first = PipelineMoment(counts - together, together, together, nothing, nothing, before, nothing, has_loss)
     fewer = np.minimum(counts, 1)
     later_last = np.maximum(together - has_loss, np.where(counts > 1, 0.0, has_loss) * (m > 1))
+    # looped_bfs goes back through one stage with all micro-batches before it begins with the next.
+    one_stage = jobs.schedule == _SCHEDULE_CODE["looped_bfs"]
     second = PipelineMoment(
         np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
-        (m > 1) * np.ones(shape), nothing, has_loss,
+        (m > 1) * np.where(one_stage, 1 / v, np.ones(shape)), nothing, has_loss,
     )  # fmt: skip
     without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
     others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
