@@ -201,9 +201,16 @@ def _attend(
     """
     out = torch.empty_like(q)
     for block in _split_queries(q, k):
-        weights, dropped = _block_weights(q[:, :, block], k, queries[block], keys, rows, causal, p)
-        out[:, :, block] = _apply_mask(weights, dropped, p).to(v.dtype) @ v
+        out[:, :, block] = _attend_block(q[:, :, block], k, v, queries[block], keys, rows, causal, p)
     return out
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, causal: bool, p: float
+) -> Tensor:
+    """Attend with a block of queries. A function, so that no scores of one block wait beside those of the next."""
+    weights, dropped = _block_weights(q, k, queries, keys, rows, causal, p)
+    return _apply_mask(weights, dropped, p).to(v.dtype) @ v
 
 
 @_attend.register_fake
@@ -218,19 +225,27 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, queries, keys, rows, out = ctx.saved_tensors
-    scale, p = q.shape[-1] ** -0.5, ctx.p
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for block in _split_queries(q, k):
-        weights, dropped = _block_weights(q[:, :, block], k, queries[block], keys, rows, ctx.causal, p)
-        above = grad[:, :, block]
-        dv += _apply_mask(weights, dropped, p).to(v.dtype).mT @ above
-        into_weights = _apply_mask((above @ v.mT).to(wide), dropped, p)
-        along = (above.to(wide) * out[:, :, block].to(wide)).sum(-1, keepdim=True)
-        into_scores = (into_weights.sub_(along).mul_(weights)).to(q.dtype)
-        dq[:, :, block] = into_scores @ k * scale
-        dk += into_scores.mT @ q[:, :, block] * scale
+        given = q[:, :, block], k, v, queries[block], keys, rows
+        dq[:, :, block] = _differentiate_block(grad[:, :, block], out[:, :, block], given, ctx.causal, ctx.p, dk, dv)
     return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+
+
+def _differentiate_block(
+    above: Tensor, out: Tensor, given: tuple[Tensor, ...], causal: bool, p: float, dk: Tensor, dv: Tensor
+) -> Tensor:
+    """Return the gradient of a block of queries, and add to those of keys and values; see _attend_block."""
+    q, k, v, queries, keys, rows = given
+    scale, wide = q.shape[-1] ** -0.5, dk.dtype
+    weights, dropped = _block_weights(q, k, queries, keys, rows, causal, p)
+    dv += _apply_mask(weights, dropped, p).to(v.dtype).mT @ above
+    into_weights = _apply_mask((above @ v.mT).to(wide), dropped, p)
+    along = (above.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    into_scores = into_weights.sub_(along).mul_(weights).to(q.dtype)
+    dk += into_scores.mT @ q * scale
+    return into_scores @ k * scale
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)
