@@ -179,7 +179,7 @@ class Jobs:
 
     @property
     def rank_layer_parameters(self) -> Column:
-        """Return the weights of one layer that a rank of tp has: hpc_train splits keys and values if tp divides them."""
+        """Return the weights of one layer on a rank of tp; hpc_train splits keys and values if tp divides them."""
         keys = 2 * self.hidden * self.head_dim * self.kv_heads
         whole = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
         return (self.layer_parameters - keys) / self.tp + keys / np.where(whole, 1.0, self.tp)
