@@ -317,14 +317,14 @@ def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
     fp32.
     """
     wide = np.maximum(jobs.activation_bytes, _WIDE)
-    heads = jobs.heads / jobs.tp
-    queries, keys = jobs.sequence / jobs.cp, jobs.sequence
-    heads, queries = np.where(jobs.ulysses > 0, (heads / jobs.cp, queries * jobs.cp), (heads, queries))
-    rows = jobs.micro_batch * heads * keys
+    heads = jobs.heads / jobs.tp / np.where(jobs.ulysses > 0, jobs.cp, 1.0)
+    queries = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    rows = jobs.micro_batch * heads * jobs.sequence
     scores = rows * np.minimum(queries, np.maximum(MIN_QUERIES, np.floor(MAX_SCORES / rows)))
     made = tokens * jobs.heads * jobs.head_dim / jobs.tp
     gradients = made * (2 * jobs.activation_bytes + 2 * wide * _key_share(jobs))
-    return jobs.dropout * (scores * (4 * wide + _MASK) + gradients)
+    found: Column = jobs.dropout * (scores * (4 * wide + _MASK) + gradients)
+    return found
 
 
 def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:

@@ -182,7 +182,8 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
 def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
     """Whether so few micro-batches are in a step that some stages have no gradients when most is in flight."""
     few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
-    return few & np.isin(jobs.schedule, _INTERLEAVED)
+    found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
+    return found
 
 
 def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
@@ -206,7 +207,7 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     one_stage = jobs.schedule == _SCHEDULE_CODE["looped_bfs"]
     second = PipelineMoment(
         np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
-        (m > 1) * np.where(one_stage, 1 / v, np.ones(shape)), nothing, has_loss,
+        np.where(m > 1, np.where(one_stage, 1 / v, np.ones(shape)), 0.0), nothing, has_loss,
     )  # fmt: skip
     without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
     others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
