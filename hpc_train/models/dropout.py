@@ -245,7 +245,8 @@ def _differentiate_block(
     along = (above.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     into_scores = into_weights.sub_(along).mul_(weights).to(q.dtype)
     dk += into_scores.mT @ q * scale
-    return into_scores @ k * scale
+    into_queries: Tensor = into_scores @ k * scale
+    return into_queries
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)

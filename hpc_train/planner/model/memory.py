@@ -218,7 +218,10 @@ class _PeakSearch:
         """Peak at the end of the backward of a stage with the embedding or the head."""
         jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
         tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
-        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes, 0.0) + jobs.activation_bytes
+        # Gradients that are reduced, and the shards that come out, before they are added to those that are there.
+        added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
+        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
+        reduced = reduced + jobs.activation_bytes
         whole = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
         whole = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, whole)
