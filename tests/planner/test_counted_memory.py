@@ -54,8 +54,46 @@ DROPOUT = {
         "model=gpt3_1_3b", "model.layers=4", "model.hidden=1024", "model.heads=8", "model.feed_forward=4096",
         "model.vocab_size=16384", "parallel.strategy=zero3", "train.micro_batch=4",
     ),
+    "scores in several blocks": (
+        "model.layers=4", "train.micro_batch=4", "train.sequence_length=2048", "parallel.strategy=zero3",
+        "parallel.tp=2",
+    ),
 }  # fmt: skip
 """Overrides of MATRIX_MODEL, with dropout."""
+_GPT = (
+    "model=gpt3_1_3b", "model.layers=8", "model.hidden=1024", "model.heads=8", "model.feed_forward=4096",
+    "model.vocab_size=16384",
+)  # fmt: skip
+SPECIAL = {
+    "tp8 over 4 heads of keys": ("parallel.strategy=ddp", "parallel.tp=8"),
+    "tp8, learned positions": (*_GPT, "parallel.strategy=ddp", "parallel.tp=8"),
+    "asynchronous tp2": (
+        *_GPT, "parallel.strategy=zero3", "parallel.tp=2", "parallel.tensor.asynchronous=true", "train.micro_batch=4",
+    ),
+    "heads exchanged": ("parallel.strategy=zero3", "parallel.cp=2", "parallel.context.method=ulysses"),
+    "one micro-batch": ("parallel.strategy=zero2", "parallel.recompute.mode=full", "train.global_batch=8"),
+    "more weights than activations": (
+        "model.layers=4", "model.hidden=2048", "model.feed_forward=8192", "model.vocab_size=2048",
+        "parallel.strategy=zero3", "parallel.recompute.mode=full", "train.sequence_length=256",
+    ),
+    "one block a stage": (
+        "model.layers=4", "model.vocab_size=2048", "parallel.strategy=zero3", "parallel.pp=2",
+        "parallel.pipeline.schedule=interleaved_1f1b",
+    ),
+    "few micro-batches": (
+        "parallel.strategy=zero1", "parallel.pp=2", "parallel.pipeline.schedule=interleaved_zero_bubble",
+        "train.global_batch=8",
+    ),
+    "tied, a table larger than the blocks": (
+        "model.layers=6", "model.vocab_size=32768", "model.tied_embeddings=true", "parallel.strategy=zero3",
+        "parallel.pp=2", "parallel.cp=2",
+    ),
+    "hsdp with parameters on the host": (
+        "parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.recompute.mode=full",
+        "parallel.offload.parameters=cpu",
+    ),
+}  # fmt: skip
+"""Overrides of MATRIX_MODEL in which something else is the peak."""
 MATRIX_MODEL = (
     "cluster=dgx_h100", "precision=bf16", "cluster.nodes=1", "train.sequence_length=1024", "train.micro_batch=1",
     "train.global_batch=32", "model=llama_1b", "model.layers=8", "model.hidden=1024", "model.heads=8",
@@ -127,6 +165,12 @@ def _compare_run(overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize("layout", DRAWN)
 def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
     for planned, counted in _compare(layout).values():
+        assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", SPECIAL)
+def test_what_is_most_in_other_layouts_is_planned(layout: str) -> None:
+    for planned, counted in _compare_run(_with_model(SPECIAL[layout])).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
