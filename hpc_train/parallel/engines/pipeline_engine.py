@@ -221,8 +221,10 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], world: World) -> None:
     """
     for tie in ties:
         gradients = _exchange_gradients(tie, world)
-        # Stacked in the order of stages on every rank: another order could round differently.
-        total = torch.stack([gradients[stage] for stage in tie.stages]).sum(0)
+        # In the order of stages on every rank: another order could round differently. In place: a table is large.
+        total, *others = (gradients[stage] for stage in tie.stages)
+        for other in others:
+            total.add_(other)
         for parameter in tie.copies.values():
             _get_local_gradient(parameter).copy_(total)
 
