@@ -257,5 +257,5 @@ def test_impossible_numbers_are_one_line(words: tuple[str, ...], said: str, caps
 def test_dropout_needs_memory_and_time() -> None:
     given = ("model=llama_1b", "cluster=dgx_h100", "cluster.nodes=1", "train.global_batch=8", "parallel=zero3")
     without, dropped = (plan_overrides((*given, f"model.dropout={p}")).candidates[0] for p in (0, 0.1))
-    assert dropped.stages[0] > 1.02 * without.stages[0]
+    assert dropped.stages[0] > without.stages[0]
     assert dropped.step.p50 > without.step.p50

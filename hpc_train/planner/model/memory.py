@@ -59,7 +59,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on the device, [3, n], all at the same moment."""
+    """Bytes on the device, [3, n], all at the same moment; those on the host are the most of any moment."""
 
     parameters: Column
     gradients: Column
@@ -102,8 +102,9 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
 
 def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     more = other.total > one.total
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "waiting")
-    return PeakMemory(*(np.where(more, getattr(other, it), getattr(one, it)) for it in names))
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    parts = (np.where(more, getattr(other, it), getattr(one, it)) for it in names)
+    return PeakMemory(*parts, np.maximum(one.waiting, other.waiting))
 
 
 class _PeakSearch:
