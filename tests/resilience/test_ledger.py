@@ -103,11 +103,12 @@ class SimulatedRun:
         self.pass_time("drain", self.draw.uniform(0, 5), self.nodes)
         return noticed
 
-    def stop(self) -> None:
+    def stop(self) -> float | None:
         self.spend("save", 1.0)
         self.saved = self.step
         self.spend("drain", self.draw.uniform(0, 2))
         self.note(ended=True)
+        return None
 
 
 @pytest.mark.parametrize("seed", range(60))
