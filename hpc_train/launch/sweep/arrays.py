@@ -22,7 +22,7 @@ from hpc_train.launch.snapshot.code_snapshot import Snapshot
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.training.run_directory import RunDirectory
 
-_RESOURCE_SECTIONS = ("cluster", "launch", "parallel", "checkpoint", "container", "data", "plan")
+_RESOURCE_SECTIONS = ("cluster", "launch", "parallel", "checkpoint", "container", "resilience", "data", "plan")
 """The parts of a config that what is asked of Slurm depends on."""
 
 
