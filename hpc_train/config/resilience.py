@@ -38,5 +38,5 @@ class ResilienceConfig:
     """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
     hang: HangConfig = setting(default=HangConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
-    """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones. quick:
-    about a second; full: more repetitions, and memory too."""
+    """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
+    quick: about a second; full: more repetitions, and memory too."""

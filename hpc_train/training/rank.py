@@ -35,6 +35,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
@@ -53,17 +54,26 @@ log = logging.getLogger(__name__)
 _USER_ERRORS = Consensus(shared=())
 
 
-def run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def run_rank(
+    config: RunConfig,
+    task: Task,
+    directory: RunDirectory,
+    attempt: int,
+    stop: StopRequest,
+    heartbeat: Heartbeat | None = None,
+) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError on all ranks for mistakes that only show here: data that the model cannot take, a checkpoint of
     another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
     """
     with recording_warnings(directory.logs(attempt), task.process):
-        return _run_rank(config, task, directory, attempt, stop)
+        return _run_rank(config, task, directory, attempt, stop, heartbeat or Heartbeat())
 
 
-def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def _run_rank(
+    config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest, heartbeat: Heartbeat
+) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -86,7 +96,9 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
+            heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
+            run.heartbeat = heartbeat
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
@@ -96,6 +108,7 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
                 code = run_training(run)
                 raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, world)
                 _log_end(run, data)
+                heartbeat.enter(Phase.END, run.step)
                 if code == EXIT_DONE:
                     run.reporter.mark_done()
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0

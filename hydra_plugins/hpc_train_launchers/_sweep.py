@@ -204,6 +204,7 @@ def _join_points(numbers: list[str]) -> str:
 
 def _output_directory(returned: JobReturn) -> Path:
     """Return the output directory of a point, which is not in the configuration of one that left no result."""
+    assert returned.hydra_cfg is not None
     hydra = returned.hydra_cfg.hydra
     if OmegaConf.is_missing(hydra.runtime, "output_dir"):
         return Path(str(hydra.sweep.dir)) / str(hydra.sweep.subdir)

@@ -1,0 +1,50 @@
+"""Decide after an attempt that failed whether its ranks are started again, from what they left in the run directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_USER_ERROR
+from hpc_train.launch.failures import find_first_error
+from hpc_train.resilience.incident import read_hang
+from hpc_train.resilience.restart import Budget, Cause, Decision, decide_restart
+from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_records import append_event, read_first_failure
+
+_MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
+_KILLED = re.compile(r"was killed by SIG|was ended from outside|the process that held the ranks was killed")
+
+
+def decide_after_failure(config: RunConfig, folder: RunDirectory, attempt: int, code: int, budget: Budget) -> Decision:
+    """Decide whether to start the ranks again, and record that in events.jsonl. code: of the attempt that failed."""
+    cause = find_cause(folder.logs(attempt), code)
+    decision = decide_restart(cause, find_newest_step(folder), budget, config.checkpoint.every > 0)
+    settings = config.resilience
+    if decision.restart:
+        action = "restarted" if settings.act else "left: resilience.act=false"
+        append_event(folder.events, "restart", attempt, cause=cause.value, why=decision.why, action=action)
+    return decision
+
+
+def find_newest_step(folder: RunDirectory) -> int | None:
+    """Return the newest committed checkpoint step; None if there is none."""
+    return max(folder.steps(), default=None)
+
+
+def find_cause(logs: Path, code: int) -> Cause:
+    """Return why the attempt with these logs failed. code: its exit code."""
+    if read_hang(logs) is not None:
+        return Cause.HANG
+    if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
+        return Cause.USER
+    error = find_first_error(logs)
+    if error is None:
+        return Cause.UNKNOWN
+    if _MEMORY.search(error.line):
+        return Cause.MEMORY
+    if _KILLED.search(error.text):
+        return Cause.KILLED
+    failure = read_first_failure(logs)
+    return Cause.EXCEPTION if failure is not None else Cause.UNKNOWN
