@@ -36,6 +36,8 @@ class ResilienceConfig:
     done."""
     restarts: int = setting(default=3, ge=0, le=1000)
     """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
+    node_silent_seconds: float = setting(default=10.0, ge=2)
+    """slurm: a node of which nothing is heard for so long is lost, and the ranks are ended."""
     hang: HangConfig = setting(default=HangConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
     """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
