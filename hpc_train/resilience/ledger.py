@@ -48,6 +48,8 @@ CLASSES = {
 }
 """Classes of the ledger, and what they mean."""
 _SECONDS_BETWEEN_LINES = 5.0
+GOODPUT = "goodput.jsonl"
+"""File in a run directory."""
 
 
 # --- write

@@ -38,6 +38,7 @@ from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
+from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
 from hpc_train.training.reporter import Reporter
@@ -190,6 +191,8 @@ class TrainingRun:
     stop: StopRequest
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Says where this rank is, to those who watch it."""
+    ledger: LedgerFile | None = None
+    """Of rank 0: what its time went into."""
     step: int = 0
     """Updates done so far."""
     steps_here: int = 0
@@ -308,7 +311,9 @@ def _run_steps(run: TrainingRun) -> int:
         validation = _evaluate_if_due(run, step.stop)
         report_step(run, step, validation)
         stopping = step.stop or run.owes_validation
-        _save_if_due(run, stopping)
+        saved = _save_if_due(run, stopping)
+        if run.ledger is not None:
+            run.ledger.write(run.heartbeat, run.step, due=saved)
         _report_saves(run, run.take_ended_saves())
         owed = run.owes_validation and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
@@ -425,7 +430,8 @@ def evaluate_owed(run: TrainingRun) -> None:
         run.reporter.validated(run.step, loss)
 
 
-def _save_if_due(run: TrainingRun, stopping: bool) -> None:
+def _save_if_due(run: TrainingRun, stopping: bool) -> bool:
+    """Begin the saves that are due after this step; returns whether there are any."""
     every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
     full = every and (stopping or run.step % every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
@@ -436,6 +442,7 @@ def _save_if_due(run: TrainingRun, stopping: bool) -> None:
         save_checkpoint(run, pieces)
     if weights:
         save_weights(run, pieces)
+    return bool(full or weights)
 
 
 def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
