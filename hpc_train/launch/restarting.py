@@ -24,12 +24,13 @@ from hpc_train.training.run_records import append_event, read_first_failure
 RESTARTED = "restarted"
 """In a `restart` event: it was not only said."""
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
-_KILLED = re.compile(r"was killed by SIG|was ended from outside|the process that held the ranks was killed")
+_KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
 
 def decide_after_failure(config: RunConfig, folder: RunDirectory, attempt: int, code: int, budget: Budget) -> Decision:
     """Decide whether to start the ranks again, and record that in events.jsonl. code: of the attempt that failed."""
-    cause = find_cause(folder.logs(attempt), code)
+    cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in read_events(folder.path))
+    cause = Cause.CANCELLED if cancelled else find_cause(folder.logs(attempt), code)
     decision = decide_restart(cause, find_newest_step(folder), budget, config.checkpoint.every > 0)
     settings = config.resilience
     if decision.restart:
@@ -57,7 +58,9 @@ def find_cause(logs: Path, code: int) -> Cause:
     if _KILLED.search(error.text):
         return Cause.KILLED
     failure = read_first_failure(logs)
-    return Cause.EXCEPTION if failure is not None else Cause.UNKNOWN
+    if failure is None:
+        return Cause.UNKNOWN
+    return Cause.USER if failure.user_error else Cause.EXCEPTION
 
 
 def read_budget(events: Iterable[Mapping[str, Any]], attempt: int, limit: int) -> Budget:

@@ -63,7 +63,7 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
 
     After a fault that may not come again the ranks are started again, as an attempt of their own.
     """
-    from hpc_train.launch.failures import explain_failure
+    from hpc_train.launch.failures import EXIT_CODES, explain_failure
     from hpc_train.launch.local.rank_pool import (
         EXIT_KILLED,
         WarningPrinter,
@@ -94,6 +94,8 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
             return code
         why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
+        if not (folder.logs(attempt) / EXIT_CODES).exists():
+            return code  # the controller was killed: its ranks may still be saving
         decision = decide_after_failure(config, folder, attempt, code, budget)
         if stop.requested or not decision.restart or not config.resilience.act:
             return code

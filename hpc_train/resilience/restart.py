@@ -16,6 +16,7 @@ class Cause(Enum):
     """Why an attempt ended before its time."""
 
     USER = "a mistake in the input"
+    CANCELLED = "it was cancelled"
     EXCEPTION = "an exception"
     MEMORY = "no memory left"
     KILLED = "a rank was killed"
@@ -55,8 +56,8 @@ def decide_restart(cause: Cause, saved: int | None, budget: Budget, saves: bool)
     advanced = saved is not None and (budget.saved is None or saved > budget.saved)
     used = 0 if advanced else budget.used
     again = Budget(budget.limit, used + 1, saved)
-    if cause is Cause.USER:
-        return Decision(False, "it has to be mended first", budget)
+    if cause in (Cause.USER, Cause.CANCELLED):
+        return Decision(False, f"not started again: {cause.value}", budget)
     if not saves:
         return Decision(False, "nothing is saved that it could go on from (checkpoint.every=0)", budget)
     if used >= budget.limit:

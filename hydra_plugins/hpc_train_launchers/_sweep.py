@@ -76,6 +76,9 @@ class Backend(Protocol):
     def source(self) -> JobSource:
         """Return what tells how the jobs end."""
 
+    def close(self) -> None:
+        """Leave nothing behind, after all jobs have ended."""
+
     def cancel(self) -> None:
         """End the jobs that have not ended."""
 
@@ -133,6 +136,7 @@ def _run_points(backend: Backend, points: Points, config: DictConfig) -> list[Jo
         with _exit_on_stop_signals():
             jobs = backend.start(points, config)
             ends = wait_for_jobs(jobs, points.folder, backend.source(), is_failure)
+            backend.close()
     except UserError:
         backend.cancel()
         points.file.unlink(missing_ok=True)

@@ -216,7 +216,7 @@ def test_dead_rank_ends_the_job_at_once_and_is_named(
     slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(run, *tiny, "train.steps=100000")
+    job = submit(run, *tiny, "train.steps=100000", "resilience=off")
     wait_until("step 20", lambda: steps_done(run) >= 20)
     os.kill(pid_of_task(run, 3), signal.SIGKILL)
     slurm_cluster.wait_for_state(job, "FAILED", timeout=30)
