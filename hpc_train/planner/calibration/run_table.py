@@ -387,6 +387,8 @@ def _shape(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "vocab": row.number("vocab", _USUAL_VOCAB),
         "gated": gated,
         "parallel_block": software.parallel_block,
+        "learned_positions": 0,
+        "dropout": 0,
         "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
         "sequence": row.number("seq"),
     }
