@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -295,6 +296,23 @@ def release_received(received: Sequence[Any]) -> None:
     for one in received:
         if one.buffer is not None:
             one.buffer = torch.empty_like(one.buffer, device="meta", requires_grad=False)
+
+
+def drop_last_output(stage: PipelineStage, micro_batch: int) -> None:
+    """Let the last stage forget the output of a micro-batch, whose loss alone its backward starts from.
+
+    Private because torch's stages keep the logits of every micro-batch until its backward. torch 2.15 keeps them in
+    another attribute.
+    """
+    if hasattr(stage, "fwd_cache"):
+        _, inputs = stage.fwd_cache.pop(micro_batch)
+        if stage.has_backward:
+            stage.fwd_cache[micro_batch] = (), inputs
+        return
+    states: dict[int, Any] = stage._forward_chunk_states
+    state = states.pop(micro_batch)
+    if stage.has_backward:
+        states[micro_batch] = replace(state, output_grad_edges=(), live_outputs=[], releasable=(), send_pending=[])
 
 
 def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:

@@ -184,7 +184,9 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
         if not wanted or value.startswith("^"):
             continue
         exact = name.startswith("GLOO") or value.startswith("=")
-        matches = [known for known in have if any(known == it if exact else known.startswith(it) for it in wanted)]
+        matches = [
+            known for known in have if any(known == name if exact else known.startswith(name) for name in wanted)
+        ]
         if not matches:
             text = f"{name}={value}: this host has {', '.join(sorted(have))}"
             yield fail_check("environment", text, f"unset {name}, or name the network with cluster.fabric.interface")
@@ -193,8 +195,8 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
 def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Finding]:
     """Check for variables left over from an old script or another machine."""
     found = find_harmful_variables(env, local)
-    for it in found:
-        yield warn_check("environment", f"{it.name}={it.value} is set", it.why)
+    for variable in found:
+        yield warn_check("environment", f"{variable.name}={variable.value} is set", variable.why)
     if not found:
         yield pass_check("environment", "no variable that is known to do harm")
 

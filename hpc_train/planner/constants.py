@@ -116,12 +116,12 @@ MEMORY_CONSTANTS = ("activations", "fragmentation", "context")
 
 def constant_bounds() -> dict[str, tuple[float, float]]:
     """Return the bounds of each constant that may be fitted."""
-    return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
+    return {field.name: field.metadata["bounds"] for field in fields(Constants) if field.metadata}
 
 
 def constant_values(constants: Constants) -> dict[str, float]:
     """Name -> value of all that are numbers."""
-    return {it.name: getattr(constants, it.name) for it in fields(Constants) if it.name != "residuals"}
+    return {field.name: getattr(constants, field.name) for field in fields(Constants) if field.name != "residuals"}
 
 
 def replace_values(constants: Constants, values: Mapping[str, float]) -> Constants:
@@ -157,8 +157,8 @@ def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
     known = constant_values(constants)
-    found |= {name: it for name, it in measured.planner.items() if name in known}
-    if any(set(it.settings) != set(RESIDUAL_SETTINGS) for it in measured.residuals):
+    found |= {name: value for name, value in measured.planner.items() if name in known}
+    if any(set(residual.settings) != set(RESIDUAL_SETTINGS) for residual in measured.residuals):
         raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
     return replace(replace_values(constants, found), residuals=measured.residuals)
 
@@ -210,7 +210,8 @@ def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
     settings = [np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]
     return tuple(
         StepResidual(
-            {name: float(it[row]) for name, it in zip(RESIDUAL_SETTINGS, settings, strict=True)}, float(weights[row])
+            {name: float(column[row]) for name, column in zip(RESIDUAL_SETTINGS, settings, strict=True)},
+            float(weights[row]),
         )
         for row in range(jobs.n)
     )
@@ -219,7 +220,9 @@ def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
 def residual_factor(jobs: Jobs, known: Sequence[StepResidual]) -> Column:
     """Return the factor on the time of each job that measured runs like it imply."""
     found = np.zeros(())
-    for it in known:
-        apart = sum((np.log2(getattr(jobs, name) / it.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(()))
-        found = found + it.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
+    for residual in known:
+        apart = sum(
+            (np.log2(getattr(jobs, name) / residual.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(())
+        )
+        found = found + residual.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
     return np.exp(found)

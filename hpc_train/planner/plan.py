@@ -161,7 +161,11 @@ def make_plan(
     found = _find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
     if not found.searched:
         raise UserError(_explain_no_layout(request))
-    allowed = found.candidates if request.complete else [it for it in found.candidates if is_within_limits(it)]
+    allowed = (
+        found.candidates
+        if request.complete
+        else [candidate for candidate in found.candidates if is_within_limits(candidate)]
+    )
     ranked = rank_candidates(allowed, objective)
     best = ranked[0] if ranked else None
     outside = explain_no_candidate(config.plan, found.candidates) if found.candidates and not allowed else None
@@ -297,14 +301,14 @@ def _search_fewest_nodes(
     found = _FoundCandidates()
     for ranks in request.growing:
         world = _search_world(request, basis, ranks, fixed, keep)
-        sure = [it for it in world.candidates if it.fits == "yes"]
+        sure = [candidate for candidate in world.candidates if candidate.fits == "yes"]
         slower = (
             sure
             and found.candidates
             and quickest_seconds_per_token(sure) > _WORTH_MORE_NODES * quickest_seconds_per_token(found.candidates)
         )
         found = replace(found + world, candidates=world.candidates or found.candidates)
-        if any(is_within_deadline(it) for it in sure) or slower:
+        if any(is_within_deadline(candidate) for candidate in sure) or slower:
             break
     return found
 

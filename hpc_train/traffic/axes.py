@@ -126,14 +126,14 @@ def fsdp_flows(
     compute, reduce: bytes of a gathered parameter and of a reduced gradient. Over copies a shard is reduced once.
     """
     flows = []
-    for it in groups:
-        if shard and it.numbers:
-            gathered, scattered = it.groups * it.uses.gathers, it.groups * it.uses.reductions
-            flows.append(Flow(shard, "all_gather", it.numbers * compute, gathered, f"parameters of {it.what}"))
-            flows.append(Flow(shard, "reduce_scatter", it.numbers * reduce, scattered, f"gradients of {it.what}"))
-        if replicate and it.numbers:
-            size = it.numbers * reduce / shards
-            flows.append(Flow(replicate, "all_reduce", size, it.groups, f"gradients of {it.what}"))
+    for group in groups:
+        if shard and group.numbers:
+            gathered, scattered = group.groups * group.uses.gathers, group.groups * group.uses.reductions
+            flows.append(Flow(shard, "all_gather", group.numbers * compute, gathered, f"parameters of {group.what}"))
+            flows.append(Flow(shard, "reduce_scatter", group.numbers * reduce, scattered, f"gradients of {group.what}"))
+        if replicate and group.numbers:
+            size = group.numbers * reduce / shards
+            flows.append(Flow(replicate, "all_reduce", size, group.groups, f"gradients of {group.what}"))
     return flows
 
 

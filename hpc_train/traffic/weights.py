@@ -88,7 +88,9 @@ def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, seque
     """
     if tp == 1:
         return []
-    return [it.count for it in weights if (it.summed and sequence) or (it.split == "heads" and heads % tp)]
+    return [
+        weight.count for weight in weights if (weight.summed and sequence) or (weight.split == "heads" and heads % tp)
+    ]
 
 
 def _linear(inputs: int, outputs: int, bias: bool, split: Split) -> list[Weight]:

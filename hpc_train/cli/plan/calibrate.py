@@ -79,10 +79,10 @@ def suggest_command(overrides: Sequence[str], as_json: bool) -> int:
     """Print the suggested runs as commands to submit."""
     found = suggest_runs(overrides)
     if as_json:
-        print(json.dumps([{"overrides": list(it.overrides), "told": it.description} for it in found], indent=1))
+        print(json.dumps([{"overrides": list(run.overrides), "told": run.description} for run in found], indent=1))
         return EXIT_DONE
-    for it in found:
-        print(f"# {it.description}\nhpc-train submit {shlex.join(it.overrides)}")
+    for run in found:
+        print(f"# {run.description}\nhpc-train submit {shlex.join(run.overrides)}")
     folders = " ".join(f"runs/calibrate-{number}" for number in range(1, len(found) + 1))
     print(f"# when they are done\nhpc-train plan calibrate --runs {folders} --out calibration.json")
     return EXIT_DONE

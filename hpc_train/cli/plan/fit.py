@@ -60,9 +60,10 @@ def _print_fit(found: FitReport) -> None:
     for title, table in tables.items():
         if table:
             print(f"{title}:")
-        for name, it in table.items():
-            print(f"  {name:12s} {_format_errors(it)}")
+        for name, statistics in table.items():
+            print(f"  {name:12s} {_format_errors(statistics)}")
 
 
-def _format_errors(it: ErrorStatistics) -> str:
-    return f"{it.n:4d} runs, MAPE {it.mape:6.1%}, median {it.median:6.1%}, bias {it.bias:+6.1%}"
+def _format_errors(statistics: ErrorStatistics) -> str:
+    mape, median, bias = statistics.mape, statistics.median, statistics.bias
+    return f"{statistics.n:4d} runs, MAPE {mape:6.1%}, median {median:6.1%}, bias {bias:+6.1%}"

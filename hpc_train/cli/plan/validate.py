@@ -49,10 +49,10 @@ def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
         "overall": _rounded(asdict(found.overall)),
-        "families": {name: _rounded(asdict(it)) for name, it in found.families.items()},
+        "families": {name: _rounded(asdict(errors)) for name, errors in found.families.items()},
         "memory": _rounded(asdict(found.memory)),
         "regret": _rounded(asdict(found.regret)),
-        "refused": [asdict(it) for it in found.refused],
+        "refused": [asdict(run) for run in found.refused],
     }
     if rows:
         answer["rows"] = [_row_json(row) for row in found.rows]
@@ -101,8 +101,8 @@ def _error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
 
 def _print_refused(console: Console, found: Validation) -> None:
     reasons: dict[str, list[str]] = {}
-    for it in found.refused:
-        reasons.setdefault(it.why, []).append(it.id)
+    for run in found.refused:
+        reasons.setdefault(run.why, []).append(run.id)
     for why, ids in reasons.items():
         shown = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
         console.print(f"Refused {len(ids)}: {why} ({shown})", markup=False)
@@ -111,7 +111,7 @@ def _print_refused(console: Console, found: Validation) -> None:
 def _print_rows(console: Console, found: Validation) -> None:
     table = Table("run", "measured s", "predicted s", "off", "fits", box=None)
     timed = [row for row in found.rows if np.isfinite(row.ratio)]
-    for row in sorted(timed, key=lambda it: -abs(np.log(it.ratio))):
+    for row in sorted(timed, key=lambda row: -abs(np.log(row.ratio))):
         off = f"{row.ratio - 1:+.1%}"
         table.add_row(row.run.id, f"{row.run.seconds:.4g}", f"{row.seconds:.4g}", off, row.fits)
     console.print(table)

@@ -157,7 +157,7 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
     timed = [run for run in runs if np.isfinite(run.seconds)]
     if not timed:
         return constants
-    limits = {name: it for name, it in constant_bounds().items() if name not in MEMORY_CONSTANTS}
+    limits = {name: bounds for name, bounds in constant_bounds().items() if name not in MEMORY_CONSTANTS}
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 

@@ -107,7 +107,7 @@ def error_spread(rows: Sequence[PredictedRun]) -> float:
     errors_of: dict[str, list[float]] = {}
     for row in rows:
         errors_of.setdefault(row.run.family, []).append(abs(math.log(row.ratio)))
-    within = [float(np.quantile(it, 0.8)) for it in errors_of.values()]
+    within = [float(np.quantile(errors, 0.8)) for errors in errors_of.values()]
     return round(float(np.mean(within)) / NormalDist().inv_cdf(0.9), 4)
 
 
@@ -138,7 +138,9 @@ def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, Erro
     found = {}
     for name in tables[0]:
         same = [table[name] for table in tables if name in table]
-        means = (float(np.mean([getattr(it, field) for it in same])) for field in ("mape", "median", "bias"))
+        means = (
+            float(np.mean([getattr(statistics, field) for statistics in same])) for field in ("mape", "median", "bias")
+        )
         found[name] = ErrorStatistics(same[0].n, *means)
     return found
 

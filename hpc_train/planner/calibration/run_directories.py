@@ -35,7 +35,7 @@ def read_run_directory(folder: Path, calibration: Path | None = None) -> Measure
     cluster = replace(config.cluster, calibration=str(calibration) if calibration else None)
     config = seal_config(replace(config, cluster=cluster))
     ranks = _ranks(folder, config)
-    columns = {name: float(it) for name, it in job_columns(jobs_from_config(config, ranks)).items()}
+    columns = {name: float(value) for name, value in job_columns(jobs_from_config(config, ranks)).items()}
     return MeasuredRun(
         id=str(folder),
         family="own",

@@ -160,7 +160,7 @@ _QUOTED = re.compile(r"\balso in [^|)]*")
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
     """Name the software from a run's source and notes; if they name none, the usual one of that year."""
     text = _QUOTED.sub("", f"{source} | {notes}".lower())
-    found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
+    found = next((settings for pattern, settings in _KNOWN if re.search(pattern, text)), None)
     found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
     if re.search(r"compile", text):
         found = replace(found, fused_elementwise=True)
@@ -261,8 +261,8 @@ def read_runs(path: Path) -> RunTable:
         )
     found = [parse_run(row) for row in rows]
     return RunTable(
-        tuple(it for it in found if isinstance(it, MeasuredRun)),
-        tuple(it for it in found if isinstance(it, RefusedRun)),
+        tuple(run for run in found if isinstance(run, MeasuredRun)),
+        tuple(run for run in found if isinstance(run, RefusedRun)),
     )
 
 

@@ -190,7 +190,7 @@ def measure_regret(rows: Iterable[PredictedRun]) -> Regret:
     for row in rows:
         if np.isfinite(row.ratio):
             contests[row.run.contest][tuple(row.run.columns.values())].append(row)
-    found = [_regret(list(it.values())) for it in contests.values() if len(it) >= _LEAST_CONTEST]
+    found = [_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
     return Regret(len(found), float(np.mean(found)) if found else 0.0, max(found, default=0.0))
 
 

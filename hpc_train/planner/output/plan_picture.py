@@ -33,17 +33,17 @@ class PipelineTimeline:
     """Those of a step."""
 
 
-def simulate_timeline(it: Candidate) -> PipelineTimeline | None:
+def simulate_timeline(candidate: Candidate) -> PipelineTimeline | None:
     """None without a pipeline, and where no time is known.
 
     Forward, backward for inputs and for weights take a third each of what a rank does for a micro-batch, evenly over
     its stages.
     """
-    degrees = resolve_degrees(it.config.parallel, it.ranks)
-    if degrees.pp == 1 or it.parts is None:
+    degrees = resolve_degrees(candidate.config.parallel, candidate.ranks)
+    if degrees.pp == 1 or candidate.parts is None:
         return None
-    pipeline, count = it.config.parallel.pipeline, count_micro_batches(it.config, degrees)
-    seconds = sum(it.parts[name] for name in _WORK_PARTS) / count
+    pipeline, count = candidate.config.parallel.pipeline, count_micro_batches(candidate.config, degrees)
+    seconds = sum(candidate.parts[name] for name in _WORK_PARTS) / count
     if is_schedule_file(pipeline):
         order = read_schedule_file(pipeline)
         return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), count, count)

@@ -65,7 +65,7 @@ def _sections(plan: Plan, show_all: bool) -> list[Section]:
         top.append(Section(_projection_lines(best.projection)))
     if show_all:
         return [*top, *_table_sections(plan, len(plan.candidates), show_all), *_remark_sections(plan, None)]
-    left = MAX_LINES - sum(len(it.lines) for it in top)
+    left = MAX_LINES - sum(len(section.lines) for section in top)
     remarks = _remark_sections(plan, 7)
     rows = len(plan.candidates)
     tables = _table_sections(plan, rows, show_all)
@@ -89,7 +89,7 @@ def _limit_lines(sections: list[Section]) -> list[Section]:
 
 
 def _count_lines(sections: Sequence[Section]) -> int:
-    return sum(len(it.lines) for it in sections)
+    return sum(len(section.lines) for section in sections)
 
 
 def _explain_nothing(plan: Plan) -> Iterator[Section]:
@@ -219,7 +219,7 @@ def _memory_lines(best: Candidate, show_all: bool) -> list[str]:
     one = best.stages[0] == best.stages[1] == best.stages[2]
     shown = range(1) if one else range(len(STAGES))
     head = ["GiB"] if one else [f"{STAGES[number]}" for number in shown]
-    lines = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{it:>8}" for it in head)]
+    lines = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{name:>8}" for name in head)]
     for name, part in _shown_memory(best, show_all).items():
         lines.append(f"{name:<17}" + "".join(f"{part[number] / GIB:>8.2f}" for number in shown))
     total = f"{'total':<17}" + "".join(f"{best.stages[number] / GIB:>8.2f}" for number in shown)
