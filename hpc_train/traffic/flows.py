@@ -121,7 +121,7 @@ class _Job:
         if parallel.strategy == "zero3":
             count = part.blocks
         else:
-            count = fsdp_groups(block * work.kept, part.blocks, ends * work.kept, parallel.bucket_mib)
+            count = fsdp_groups(block * work.stored, part.blocks, ends * work.stored, parallel.bucket_mib)
         if count == 0:
             return [compression.ShardGroup("all", block * part.blocks + ends, 1, rest)]
         mean = block * part.blocks / count
@@ -188,7 +188,7 @@ class _Job:
         found = compression.stage_flows(where, hidden, self.work.micro_batches)
         if self.weights.tied and where[0] != where[-1]:
             shards = self.degrees.dp_shard * self.degrees.cp
-            found += compression.tied_embedding_flows(self._held([self.weights.tied]) * self.work.kept / shards)
+            found += compression.tied_embedding_flows(self._held([self.weights.tied]) * self.work.stored / shards)
         return found
 
 
@@ -212,16 +212,16 @@ def _replicated(config: RunConfig, degrees: Degrees, work: StepWork, ready: Sequ
     axes = _present(degrees, ("dp_replicate", "cp"))
     if parallel.server.mode != "none":
         return compression.server_flows(
-            axes, parallel.server.mode, sum(sizes) * work.kept, parallel.server.servers, degrees.world
+            axes, parallel.server.mode, sum(sizes) * work.stored, parallel.server.servers, degrees.world
         )
-    found = ddp_buckets([size * work.kept for size in sizes], parallel.bucket_mib)
+    found = ddp_buckets([size * work.stored for size in sizes], parallel.bucket_mib)
     how, calls = parallel.compression, len(found)
     if not axes or how.method == "none":
         return compression.ddp_flows(axes, found)
     if how.method == "powersgd":
-        return compression.powersgd_flows(axes, ready, how.rank, calls, work.kept)
+        return compression.powersgd_flows(axes, ready, how.rank, calls, work.stored)
     if how.method == "topk":
-        return compression.topk_flows(axes, sum(sizes), how.ratio, degrees.world, calls, work.kept)
+        return compression.topk_flows(axes, sum(sizes), how.ratio, degrees.world, calls, work.stored)
     return compression.cast_flows(axes, sum(sizes), calls, how.method == "fp16")
 
 
@@ -246,7 +246,7 @@ def _custom(config: RunConfig, degrees: Degrees, parameters: int | None) -> list
         )
     work, parallel = step_work(config, degrees), config.parallel
     if not is_sharded(config, degrees):
-        each = MIB // work.kept  # of tensors that are small beside a bucket
+        each = MIB // work.stored  # of tensors that are small beside a bucket
         ready = [(each,)] * (parameters // each) + [(parameters % each,)]
         return [*_replicated(config, degrees, work, ready), *_sums(config, degrees)]
     uses = compression.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)

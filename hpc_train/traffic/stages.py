@@ -154,7 +154,7 @@ class StepWork:
     """Bytes of an activation, and of a gathered parameter."""
     reduce: int
     """Bytes of a gradient that fully_shard reduces."""
-    kept: int
+    stored: int
     """Bytes of a parameter at rest, and of a gradient that DistributedDataParallel reduces."""
 
 
@@ -184,7 +184,7 @@ def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
         positions=tokens / degrees.cp,
         compute=ELEMENT_BYTES[precision.name],
         reduce=ELEMENT_BYTES[precision.reduce],
-        kept=8 if precision.name == "fp64" else 4,
+        stored=8 if precision.name == "fp64" else 4,
     )
 
 
