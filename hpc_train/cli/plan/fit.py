@@ -39,7 +39,7 @@ def fit_command(options: FitOptions) -> int:
 def _provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
     return {
         "data": [Path(path).name for path in options.runs],
-        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is no multiple of {FOLDS}",
+        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is not a multiple of {FOLDS}",
         "trained": asdict(found.trained),
         "held_out": asdict(found.held_out),
     }
@@ -54,7 +54,7 @@ def _print_fit(found: FitReport) -> None:
     tables = {
         "cross-validation over groups": found.folds,
         "each cluster left out once": found.clusters,
-        f"the same, calibrated with {CALIBRATION_RUNS} runs (mean over "
+        f"each cluster left out, then calibrated with {CALIBRATION_RUNS} runs (mean over "
         f"{CALIBRATION_CHOICES} choices)": found.calibrated,
     }
     for title, table in tables.items():
