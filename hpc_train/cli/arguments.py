@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeAlias
 
-CommandGroup = argparse._SubParsersAction[argparse.ArgumentParser]
+CommandGroup: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What ArgumentParser.add_subparsers returns."""
 _OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
 
