@@ -309,7 +309,8 @@ def drop_last_output(stage: PipelineStage, micro_batch: int) -> None:
         if stage.has_backward:
             stage.fwd_cache[micro_batch] = (), inputs
         return
-    states: dict[int, Any] = stage._forward_chunk_states
+    newer: Any = stage
+    states: dict[int, Any] = newer._forward_chunk_states
     state = states.pop(micro_batch)
     if stage.has_backward:
         states[micro_batch] = replace(state, output_grad_edges=(), live_outputs=[], releasable=(), send_pending=[])

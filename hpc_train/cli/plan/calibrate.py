@@ -67,9 +67,7 @@ def _print_calibration(measured: Calibration, report: CalibrationReport, options
     for name, (before, after) in report.moved.items():
         print(f"  {name:18s} {before:10.4g} -> {after:.4g}")
     for name, run in report.runs.items():
-        times = (
-            f"measured {run['measured']:.4g} s, predicted {run['blind']:.4g}, calibrated {run['calibrated']:.4g}"
-        )
+        times = f"measured {run['measured']:.4g} s, predicted {run['blind']:.4g}, calibrated {run['calibrated']:.4g}"
         print(f"{name}: {times}{'' if name in options.runs else ' (check only)'}")
     if report.runs:
         kind = "check runs" if options.against else "runs, all used for the calibration"

@@ -157,7 +157,7 @@ def _heading_section(best: Candidate) -> Section:
     assert best.tokens_per_second is not None
     rates = (
         f"{format_amount(best.tokens_per_second)} tokens/s per GPU, "
-        f"{format_amount(best.tokens_per_second * best.ranks)} in total"
+        f"{format_amount(best.tokens_per_second * best.ranks)} total"
     )
     percentiles = f"p10 - p90: {format_seconds(best.step.p10)} - {format_seconds(best.step.p90)}"
     lines += _wrap(

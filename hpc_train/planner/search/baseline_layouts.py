@@ -134,7 +134,7 @@ def explain_why_not_best(best: Candidate | None, candidate: Candidate, equals_be
     if candidate.fits in ("no", "maybe"):
         part = max(candidate.memory, key=lambda name: max(candidate.memory[name]))
         verdict = "may not fit" if candidate.fits == "maybe" else "does not fit"
-        return f"{verdict}: {max(candidate.memory[part]) / GIB:,.1f} GiB are {part}"
+        return f"{verdict}: {part} {max(candidate.memory[part]) / GIB:,.1f} GiB"
     if candidate.step is None or candidate.parts is None or best is None or best.step is None or best.parts is None:
         return ""
     if equals_best:
