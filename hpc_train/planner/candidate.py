@@ -35,7 +35,7 @@ TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a model. Figures are of one rank and one step; None: the accelerator's figures are not known."""
+    """One way to run a model. Figures are per rank and step; None: the accelerator's speed or memory is unknown."""
 
     config: RunConfig
     settings: Settings

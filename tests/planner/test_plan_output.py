@@ -257,5 +257,5 @@ def test_impossible_numbers_are_one_line(words: tuple[str, ...], said: str, caps
 def test_dropout_is_said_not_to_be_counted() -> None:
     given = ("model=llama_tiny", "launch.ranks=1", "parallel=ddp")
     dropped = plan_overrides((*given, "model.dropout=0.1"))
-    assert dropped.notes[0].startswith("model.dropout=0.1: what it keeps for the backward is not counted")
+    assert dropped.notes[0].startswith("model.dropout=0.1: what dropout stores for backward is not counted")
     assert not any("dropout" in note for note in plan_overrides(given).notes)

@@ -58,17 +58,17 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class FitReport:
-    """How well a fit predicts runs that it has not seen."""
+    """Errors of a fit on the runs it was fitted to and on held-out ones."""
 
     constants: Constants
     trained: ErrorStatistics
-    """On the groups that it was fitted to."""
+    """Errors on the groups it was fitted to."""
     held_out: ErrorStatistics
-    """On the groups that it has not seen."""
+    """Errors on the held-out groups."""
     folds: dict[str, ErrorStatistics]
-    """Family -> its errors by cross-validation over groups, and `overall`; empty: not asked for."""
+    """Errors by family and `overall`, by cross-validation over groups; empty: not requested."""
     clusters: dict[str, ErrorStatistics]
-    """The same with each cluster left out once."""
+    """Errors by family with each cluster left out once."""
     calibrated: dict[str, ErrorStatistics]
     """The same, then calibrated with three of its runs by one software, which are left out of the errors: the mean of
     several choices of the three."""
