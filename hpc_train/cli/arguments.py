@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeAlias
 
+CommandGroup: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What ArgumentParser.add_subparsers returns."""
 _OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
 
 
@@ -18,6 +21,11 @@ def add_examples(command: argparse.ArgumentParser, *lines: str) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     examples = "\n".join(["examples:", *(f"  {line}" for line in lines)])
     command.epilog = f"{command.epilog}\n\n{examples}" if command.epilog else examples
+
+
+def add_command(commands: CommandGroup, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command whose help and description are its one-line summary, and return its parser."""
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def add_run(command: argparse.ArgumentParser) -> None:

@@ -239,7 +239,11 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
     figure = _figure(path, (6.4, 4.4))
     axes, drawn = figure.subplots(), 0
     for wanted in (metric,) if metric is not None else _CURVES:
-        found = [(it["step"], it[wanted]) for it in steps if _is_number(it.get(wanted)) and _is_number(it["step"])]
+        found = [
+            (record["step"], record[wanted])
+            for record in steps
+            if _is_number(record.get(wanted)) and _is_number(record["step"])
+        ]
         if found:
             style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
             axes.plot(*zip(*found, strict=True), label=wanted, **style)

@@ -172,8 +172,8 @@ def check_same(name: str, values: Mapping[str, str]) -> Finding:
 def check_network(reports: Sequence[RankReport]) -> Finding:
     """Check that all nodes use the same interface, and one that others can reach."""
     hosts = {report.host: report for report in reports}
-    lost = [host for host, it in hosts.items() if not it.address or _is_loopback(it.address)]
-    names = Counter(it.interface for it in hosts.values())
+    lost = [host for host, host_facts in hosts.items() if not host_facts.address or _is_loopback(host_facts.address)]
+    names = Counter(host_facts.interface for host_facts in hosts.values())
     text = ", ".join(f"{name or 'none'} on {count} nodes" for name, count in names.most_common(4))
     advice = "name the network of the job with cluster.fabric.interface, such as ib0 or hsn0"
     if len(hosts) > 1 and lost:

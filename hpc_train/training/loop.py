@@ -492,7 +492,7 @@ def _stop(run: TrainingRun) -> int:
     run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
-        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to go on")
+        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to continue")
         return EXIT_REQUEUE
     run.reporter.say(
         f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True

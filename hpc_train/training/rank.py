@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpc_train._torch import describe_untested_torch
 from hpc_train.checkpoint import resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig
@@ -89,6 +90,8 @@ def _run_rank(
             _warn_of_slow_nodes(config, world, task, directory.logs(attempt))
         data = open_data(config, world)
         (model, values), notes = make_deferred_model(config, world), list[str]()
+        if world.rank == 0 and (untested := describe_untested_torch(torch.__version__)):
+            log.warning("%s", untested)
         # Counted now: the engine splits the model over ranks in place.
         parameter_count = sum(parameter.numel() for parameter in model.parameters())
         frozen = (

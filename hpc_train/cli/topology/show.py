@@ -90,7 +90,7 @@ def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
 def _switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
     """Return the switches above these nodes, restricted to these nodes."""
     kept: dict[str, Switch] = {}
-    for switch in sorted(switches, key=lambda it: it.level):
+    for switch in sorted(switches, key=lambda switch: switch.level):
         held = tuple(node for node in switch.nodes if node in nodes)
         below = tuple(name for name in switch.switches if name in kept)
         if held or below:

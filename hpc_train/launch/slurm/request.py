@@ -297,8 +297,9 @@ def _largest(fitting: Sequence[PartitionNodes]) -> int:
 def _too_many(request: JobRequest, name: str, nodes: int) -> str:
     per_node = request.ranks_per_node
     return (
-        f"cluster.nodes={request.nodes}: partition {name} has {nodes} such nodes, at most {nodes * per_node} ranks "
-        f"of {per_node} a node, and this run needs {request.ranks}; use cluster.nodes={nodes} with smaller degrees"
+        f"cluster.nodes={request.nodes}: partition {name} has {nodes} suitable nodes, for at most "
+        f"{nodes * per_node} ranks at {per_node} a node; this run needs {request.ranks} ranks; "
+        f"use cluster.nodes={nodes} with smaller degrees"
     )
 
 
