@@ -24,8 +24,8 @@ SHELL_FILES := .ci/run hpc_train/launch/slurm/batch.sh $(addprefix slurm/,health
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 
-# The Slurm tests mostly wait: the others run beside them (tests/conftest.py).
-SIDE_BY_SIDE := -n 2 --no-loadscope-reorder
+# The Slurm tests mostly wait: the others run beside them (tests/conftest.py). A process a core, and no less than two.
+SIDE_BY_SIDE := -n $(shell [ "$$(nproc)" -gt 2 ] && nproc || echo 2) --no-loadscope-reorder
 
 # By path, so that the rest is not even collected, which takes longer than many of these.
 QUICK := $(addprefix tests/,cluster data models placement schedules traffic \
@@ -61,7 +61,7 @@ test: test-packages lint
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-quick: $(VENV)/test.stamp
-	$(BIN)/pytest -n 2 --no-loadscope-reorder --timeout 120 $(QUICK)
+	$(BIN)/pytest $(SIDE_BY_SIDE) --timeout 120 $(QUICK)
 
 test-long: $(VENV)/test.stamp
 	$(BIN)/pytest -n 2 -m long

@@ -148,16 +148,24 @@ def add_status(command: argparse.ArgumentParser) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
     shown.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--goodput", action="store_true", help="what the node-hours went into, in place of the table")
     add_examples(
-        command, "hpc-train status runs/first", "hpc-train status sweeps/lr --watch", "hpc-train status 4711 --json"
+        command,
+        "hpc-train status runs/first",
+        "hpc-train status sweeps/lr --watch",
+        "hpc-train status 4711 --json",
+        "hpc-train status runs/first --goodput",
     )
     command.set_defaults(run=_status)
 
 
 def _status(a: argparse.Namespace) -> int:
     from hpc_train.cli.status import status_command
+    from hpc_train.errors import UserError
 
-    return status_command(a.target, a.json, a.watch)
+    if a.goodput and a.watch:
+        raise UserError("status: --goodput is not redrawn; leave out --watch")
+    return status_command(a.target, a.json, a.watch, a.goodput)
 
 
 def add_logs(command: argparse.ArgumentParser) -> None:

@@ -230,10 +230,10 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
     """
     started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
     backoff, ended = Backoff(0.2, 4.0), set[Path]()
-    _print_progress(
-        f"waiting up to {max(limits.values())} s for the end (Ctrl-C stops waiting; the run still saves and ends)"
-    )
     try:
+        _print_progress(
+            f"waiting up to {max(limits.values())} s for the end (Ctrl-C stops waiting; the run still saves and ends)"
+        )
         while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
             waited = time.monotonic() - started
             late = [facts for facts in still if waited >= limits[facts.point.run] and facts.point.run not in ended]

@@ -200,9 +200,6 @@ def _list_notes(config: RunConfig, best: Candidate | None, outside: str | None) 
     """List what the plan does not know or count."""
     missing = [line.partition(" is not known")[0] for line in list_assumptions(config.cluster, config.precision.name)]
     notes = [f"{name} is unknown: nothing that depends on it is estimated" for name in missing]
-    if (dropout := getattr(config.model, "dropout", 0.0)) > 0:
-        what = "what dropout stores for backward is not counted in activations"
-        notes.insert(0, f"model.dropout={dropout:g}: {what}; see `hpc-train plan rehearse`")
     if best and (nodes := first_nodes(best.config, best.ranks)):
         where = f"placed on {nodes[0]} to {nodes[-1]} of {config.cluster.topology}"
         notes.append(f"which nodes the job will get is unknown: {where}")

@@ -385,6 +385,8 @@ def _shape_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "vocab": row.number("vocab", _DEFAULT_VOCAB),
         "gated": gated,
         "parallel_block": software.parallel_block,
+        "learned_positions": 0,
+        "dropout": 0,
         "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
         "sequence": row.number("seq"),
     }
