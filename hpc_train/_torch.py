@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 OLDEST_TESTED: Final = (2, 12)
 """The lower bound in pyproject.toml; the quick tests pass on it."""
 NEWEST_TESTED: Final = (2, 13)
-"""The newest torch that the tests have passed on. A newer one is not refused, because a site's own torch may be the
-only one that drives its GPUs; but a private API below may have changed, so `describe_untested_torch` warns."""
+"""The newest torch that all tests have passed on; docs/testing.md says what newer releases pass.
+
+Newer ones are not refused, because a site's own torch may be the only one that drives its GPUs. But a private API below
+may have changed, so `describe_untested_torch` warns."""
 
 
 def describe_untested_torch(version: str) -> str | None:

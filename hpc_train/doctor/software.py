@@ -185,7 +185,9 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
             continue
         exact = name.startswith("GLOO") or value.startswith("=")
         matches = [
-            known for known in have if any(known == name if exact else known.startswith(name) for name in wanted)
+            interface
+            for interface in have
+            if any(interface == part if exact else interface.startswith(part) for part in wanted)
         ]
         if not matches:
             text = f"{name}={value}: this host has {', '.join(sorted(have))}"

@@ -115,7 +115,7 @@ def test_shares_are_disjoint_near_and_even(sockets: int, cores: int, threads: in
     near = [here.numa[rank % sockets] if gpus else frozenset[int]() for rank in range(ranks)]
     found = assign_cpus([RankSeat(everything, its) for its in near], here)
     if not all(it.cpus for it in found):
-        assert all("ranks on" in it.reason for it in found)
+        assert all("ranks share" in it.reason for it in found)
         return
     used = [cpu for it in found for cpu in it.cpus]
     assert len(used) == len(set(used))

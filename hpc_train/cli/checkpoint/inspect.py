@@ -209,7 +209,7 @@ def _stripes(path: Path) -> str:
 
 _VALUES = "values: hpc-train checkpoint verify, then load or export"
 _SECONDS = ("seconds", "stall", *PROVENANCE_PARTS)
-_TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
+_TIMELINE_EVENTS = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
     if json:
         print_json(facts)
         return 0
-    _print(facts)
+    _print_step(facts)
     return 0
 
 
@@ -269,9 +269,9 @@ def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
 
 def timeline(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the attempts and saves in events.jsonl up to the last save of this step."""
-    told = [event for event in _events(run / "events.jsonl") if event.get("event") in _TOLD]
-    of_step = [at for at, event in enumerate(told) if (event["event"], event.get("step")) == ("checkpoint", step)]
-    return told[: of_step[-1] + 1] if of_step else told
+    events = [event for event in _events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
+    of_step = [at for at, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)]
+    return events[: of_step[-1] + 1] if of_step else events
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -306,7 +306,7 @@ def _write_index(step: OpenStep, quiet: bool) -> None:
         write_index(step.path, step.manifest, tell)
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print_step(facts: dict[str, Any]) -> None:
     storage = facts["storage"]
     print_fields(
         [
@@ -376,8 +376,10 @@ def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _compressed(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    whole, stored = facts["inflated"], facts["bytes"]
-    return [("compressed", f"from {format_bytes(whole)}, which saves {1 - stored / whole:.1%}")] if whole else []
+    inflated, stored = facts["inflated"], facts["bytes"]
+    return (
+        [("compressed", f"from {format_bytes(inflated)}, which saves {1 - stored / inflated:.1%}")] if inflated else []
+    )
 
 
 def _event(event: dict[str, Any]) -> tuple[object, ...]:

@@ -210,14 +210,16 @@ def choose_calibration_runs(
 
 
 def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> list[int]:
-    """`count` of the rows `among` those of jobs, one after the other, each of which leaves least to guess of all jobs
-    (the sum of the variances of the process of `discrepancy`, and of a scale that all share, given the rows before:
-    Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3), A-optimality)."""
+    """Choose `count` rows `among` those of jobs, each time the one that leaves the least uncertainty about all jobs.
+
+    Uncertainty is the sum of the variances of the jobs' errors and of a scale that all share, given the rows chosen
+    before (A-optimality: Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3)).
+    """
     variance = _SCALE_DEVIATION**2 + RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)
     found: list[int] = []
     for _ in range(min(count, len(among))):
-        told = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
-        place = max((row for row in among if row not in found), key=lambda row: (told[row], -row))
+        gain = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
+        place = max((row for row in among if row not in found), key=lambda row: (gain[row], -row))
         found.append(place)
         column = variance[:, place]
         variance = variance - np.outer(column, column) / (column[place] + _ERROR**2)

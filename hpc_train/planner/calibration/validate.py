@@ -168,12 +168,12 @@ def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
 
 
 def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
-    told = error_statistics(row.memory_ratio for row in rows)
+    errors = error_statistics(row.memory_ratio for row in rows)
     ran = [row for row in rows if not row.run.out_of_memory and _on_device(row.run)]
     out = [row for row in rows if row.run.out_of_memory]
     return MemoryErrors(
-        n=told.n,
-        mape=told.mape,
+        n=errors.n,
+        mape=errors.mape,
         oom_missed=sum(row.fits == FITS[YES] for row in out),
         false_oom=sum(row.fits == FITS[NO] for row in ran),
         oom=len(out),
