@@ -1,4 +1,4 @@
-"""The private torch APIs of `plan rehearse`, each with its reason; see compat.py. Checked on torch 2.13."""
+"""The private torch APIs of `plan rehearse`, each with its reason; see _torch.py."""
 
 from __future__ import annotations
 

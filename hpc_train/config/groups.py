@@ -27,6 +27,7 @@ GROUPS = (
     "checkpoint",
     "launch",
     "container",
+    "resilience",
     "experiment",
 )
 """The groups of conf/."""

@@ -8,6 +8,7 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
 from hpc_train.config.model import DataConfig, ModelConfig
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.resilience import ResilienceConfig
 from hpc_train.config.schema import schema, setting
 from hpc_train.config.train import CheckpointConfig, OptimConfig, PrecisionConfig, TrainConfig
 
@@ -108,6 +109,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = setting(default=CheckpointConfig)
     launch: LaunchConfig = setting(default=LaunchConfig)
     container: ContainerConfig = setting(default=ContainerConfig)
+    resilience: ResilienceConfig = setting(default=ResilienceConfig)
     train: TrainConfig = setting(default=TrainConfig)
     plan: PlanConfig = setting(default=PlanConfig)
     run_dir: str | None = None

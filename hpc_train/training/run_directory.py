@@ -18,8 +18,8 @@ from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 
 _MAY_DIFFER = re.compile(
-    r"run_dir$|(cluster|parallel|launch|container|checkpoint|plan)\.|train\.(steps|epochs|micro_batch|eval_\w+|log_every"
-    r"|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
+    r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan)\.|train\.(steps|epochs|micro_batch"
+    r"|eval_\w+|log_every|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
 

@@ -17,14 +17,17 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import make_private_folder, pickle_value
+from hpc_train.launch.callables.training_function import read_point_warnings
 from hpc_train.launch.callables.waiting import JobEnd, JobSource, StartedJob, wait_for_jobs
 from hpc_train.launch.slurm.slurm_cli import handle_signals
 from hydra_plugins.hpc_train_launchers._point import SharedState, cache_composed_points, write_points_file
 
+_MOST_NAMED = 3
+"""Points that are named in a line about several."""
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +76,9 @@ class Backend(Protocol):
     def source(self) -> JobSource:
         """Return what tells how the jobs end."""
 
+    def close(self) -> None:
+        """Leave nothing behind, after all jobs have ended."""
+
     def cancel(self) -> None:
         """End the jobs that have not ended."""
 
@@ -99,6 +105,7 @@ def launch_points(
     finally:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     returns = [_make_return(end, points, index) for index, end in enumerate(ends)]
+    _log_warnings(returns, first)
     _log_failures(returns, first)
     return returns
 
@@ -129,6 +136,7 @@ def _run_points(backend: Backend, points: Points, config: DictConfig) -> list[Jo
         with _exit_on_stop_signals():
             jobs = backend.start(points, config)
             ends = wait_for_jobs(jobs, points.folder, backend.source(), is_failure)
+            backend.close()
     except UserError:
         backend.cancel()
         points.file.unlink(missing_ok=True)
@@ -181,6 +189,30 @@ def _split_config(config: DictConfig) -> tuple[DictConfig, DictConfig]:
             if key != "hydra":
                 del own[key]
     return own, task
+
+
+def _log_warnings(returns: Sequence[JobReturn], first: int) -> None:
+    """Log what the points' ranks warned of: each text once, with the points that it is of."""
+    points: dict[str, list[str]] = {}
+    for index, returned in enumerate(returns):
+        for text in read_point_warnings(_output_directory(returned)):
+            points.setdefault(text, []).append(f"#{first + index}")
+    for text, numbers in points.items():
+        log.warning(f"\t{_join_points(numbers)}: {text}")
+
+
+def _join_points(numbers: list[str]) -> str:
+    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
+    return ", ".join(numbers[:_MOST_NAMED]) + more
+
+
+def _output_directory(returned: JobReturn) -> Path:
+    """Return the output directory of a point, which is not in the configuration of one that left no result."""
+    assert returned.hydra_cfg is not None
+    hydra = returned.hydra_cfg.hydra
+    if OmegaConf.is_missing(hydra.runtime, "output_dir"):
+        return Path(str(hydra.sweep.dir)) / str(hydra.sweep.subdir)
+    return Path(str(hydra.runtime.output_dir))
 
 
 def _log_failures(returns: Sequence[JobReturn], first: int) -> None:

@@ -43,3 +43,35 @@ def test_two_ranks_train_a_point_and_its_loss_comes_back(tmp_path: Path) -> None
     assert len(logs) == 2
     for log in logs.values():
         assert f"loss {steps[-1]['loss']!r}" in log
+
+
+WARNING_MODEL = """
+import logging
+import torch
+from hpc_train.models.registry import register
+
+
+@register("warns")
+class Warns(torch.nn.Module):
+    def __init__(self, config=None, **_):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(300, 8)
+        self.head = torch.nn.Linear(8, 300)
+        logging.getLogger("hpc_train.models").warning("this model has seen something")
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+"""
+
+
+def test_what_ranks_warn_of_is_said_once_for_all_points(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APPLICATION)
+    (tmp_path / "warning_model.py").write_text(WARNING_MODEL)
+    words = ("-m", "hydra/launcher=hpc_local", "hydra.launcher.ranks=1", "hydra.sweep.dir=sweep", "optim.lr=0.01,0.02")
+    model = ("model=custom", "model.module=warning_model", "model.name=warns", *TINY[5:])
+    done = subprocess.run(
+        [sys.executable, "app.py", *words, *model], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "has seen something" in line]
+    assert line.endswith("#0, #1: warning: this model has seen something")

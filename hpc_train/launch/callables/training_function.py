@@ -75,6 +75,15 @@ def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
     return run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, request)
 
 
+def read_point_warnings(output_dir: Path) -> list[str]:
+    """Return what the ranks of the newest attempt of a point warned of; [] if the point is no training of ours."""
+    from hpc_train.training.warning_files import read_warnings
+
+    logs = output_dir / _RUN / "logs"
+    attempts = [int(path.name) for path in logs.glob("*/") if path.name.isdecimal()] if logs.is_dir() else []
+    return [str(warning) for warning in read_warnings(logs / str(max(attempts)))] if attempts else []
+
+
 def _last_loss(run: Path) -> float:
     from hpc_train.launch.state.progress import read_final_values
 

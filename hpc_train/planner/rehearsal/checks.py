@@ -147,7 +147,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     shards = degrees.dp_shard * degrees.cp if uses_fully_shard(config, degrees) else 1
     vocabulary = config.parallel.tensor.vocabulary and isinstance(config.model, TransformerConfig)
     how = Splitting(degrees.tp, heads, vocabulary, shards)
-    kept = step_work(config, degrees).kept
+    kept = step_work(config, degrees).stored
     stages = [
         list(_stage_weights(weights, stage)) for stage in stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]

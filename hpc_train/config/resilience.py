@@ -1,0 +1,59 @@
+"""conf/resilience: how a run is watched, and what is done when a rank dies, hangs, or its numbers go wrong."""
+
+from __future__ import annotations
+
+from hpc_train.config.schema import schema, setting
+
+
+@schema
+class HangConfig:
+    """How long a rank may be silent in each phase before it counts as hung."""
+
+    factor: float = setting(default=5.0, ge=1)
+    """Deadline of a phase once it is known how long it takes: this many times its 99th percentile, and no less than
+    the seconds below."""
+    step_seconds: float = setting(default=10.0, ge=1)
+    """Least deadline of a step, and of a batch of an evaluation."""
+    first_step_seconds: float = setting(default=900.0, ge=1)
+    """Deadline of the first steps of a process, which compile and warm up."""
+    start_seconds: float = setting(default=900.0, ge=1)
+    """Deadline of imports, of the rendezvous and of building the model, each."""
+    load_seconds: float = setting(default=1800.0, ge=1)
+    """Deadline of reading a checkpoint."""
+    save_seconds: float = setting(default=900.0, ge=1)
+    """Deadline of waiting for a save."""
+
+
+@schema
+class NoticeConfig:
+    """How a machine says that it is about to be taken away, as spot machines of a cloud do. Then all ranks save."""
+
+    file: str | None = None
+    """A notice is there when this file of a node is there and not empty."""
+    command: list[str] = setting(default=[])
+    """A notice is there when this command, run on every node without a shell, ends with 0 and prints something."""
+    every_seconds: float = setting(default=5.0, ge=0.1)
+    """Between two runs of the command."""
+    timeout_seconds: float = setting(default=10.0, ge=0.1)
+    """A run of the command that takes longer is killed; that is no notice."""
+
+
+@schema
+class ResilienceConfig:
+    """Watch the ranks, say what is wrong with them, and go on without a person. Every part has a switch."""
+
+    watch: bool = True
+    """Ranks write where they are into memory of their node, and a process beside them notices those that die or hang.
+    The numbers of a run are the same with and without."""
+    act: bool = True
+    """Start ranks again in the same allocation after a fault that may not come again; false: only say what would be
+    done."""
+    restarts: int = setting(default=3, ge=0, le=1000)
+    """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
+    node_silent_seconds: float = setting(default=10.0, ge=2)
+    """slurm: a node of which nothing is heard for so long is lost, and the ranks are ended."""
+    hang: HangConfig = setting(default=HangConfig)
+    notice: NoticeConfig = setting(default=NoticeConfig)
+    preflight: str = setting(default="off", choices=("off", "quick", "full"))
+    """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
+    quick: about a second; full: more repetitions, and memory too."""
