@@ -103,8 +103,8 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
 def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     more = other.total > one.total
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    parts = (np.where(more, getattr(other, it), getattr(one, it)) for it in names)
-    return PeakMemory(*parts, np.maximum(one.waiting, other.waiting))
+    parts = {name: np.where(more, getattr(other, name), getattr(one, name)) for name in names}
+    return PeakMemory(**parts, waiting=np.maximum(one.waiting, other.waiting))
 
 
 class _PeakSearch:
