@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_train.launch.rank_stacks import collect_stacks, describe_stacks
 from hpc_train.regular_files import read_json
@@ -26,13 +27,15 @@ class WatchSettings:
 
     limits: HangLimits
     act: bool
+    notice: Mapping[str, Any] = field(default_factory=dict)
+    """The `resilience.notice` part."""
 
 
 def read_watch_settings(logs: Path) -> WatchSettings | None:
     """Read the settings of the run whose attempt has these logs; None if it is not to be watched, or does not say."""
     try:
         settings = read_json(logs.parents[1] / "job.json")["config"]["resilience"]
-        watch = WatchSettings(limits_from_settings(settings["hang"]), bool(settings["act"]))
+        watch = WatchSettings(limits_from_settings(settings["hang"]), bool(settings["act"]), settings["notice"])
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -83,3 +86,9 @@ class HangResponse:
     def close(self) -> None:
         """Remove the entries of the ranks, which are gone by now."""
         remove_entries(self._logs)
+
+
+def report_notice(logs: Path, host: str, notice: str) -> None:
+    """Write down that a machine is about to be taken away, for which the ranks are asked to save and stop."""
+    text = f"{host} is about to be taken away: {notice}"
+    append_event(logs.parents[1] / "events.jsonl", "notice", int(logs.name), why=text, action="asked to save and stop")

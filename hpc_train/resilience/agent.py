@@ -1,6 +1,6 @@
 """The agent of one node: watches its ranks and reports what it sees, a line of JSON each second on stdout.
 
-`python -m hpc_train.resilience.agent LOGS HANG_SETTINGS`, started by the supervisor as a job step of its own on every
+`python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
 node. It opens no port and reads nothing from shared storage. It ends when its standard input does: then the supervisor
 is gone or has no more need of it. Standard library only.
 """
@@ -14,50 +14,69 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.resilience.deadlines import limits_from_settings
 from hpc_train.resilience.heartbeat import Phase, remove_entries
+from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
 
 REPORT_SECONDS = 1.0
 """Between two lines."""
 
 
-def encode_report(host: str, views: Sequence[RankView]) -> str:
+@dataclass(frozen=True)
+class Report:
+    """What the agent of a node sees."""
+
+    host: str
+    views: list[RankView]
+    notice: str = ""
+    """The machine is about to be taken away: what its cloud says."""
+    blind: str = ""
+    """Why notices cannot be seen."""
+
+
+def encode_report(report: Report) -> str:
     """Return a report as one line."""
     rows = [
         [view.task, int(view.phase), view.step, round(view.silent, 1), round(view.deadline, 1), view.state]
-        for view in views
+        for view in report.views
     ]
-    return json.dumps({"host": host, "ranks": rows}, separators=(",", ":"))
+    fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind}
+    return json.dumps(fields, separators=(",", ":"))
 
 
-def decode_report(line: str) -> tuple[str, list[RankView]] | None:
-    """Return the host and the views of a report; None for any other line."""
+def decode_report(line: str) -> Report | None:
+    """Return the report on a line; None for any other line."""
     try:
         value: dict[str, Any] = json.loads(line)
         host = str(value["host"])
-        return host, [
+        views = [
             RankView(int(task), Phase(phase), int(step), float(silent), float(deadline), str(state), host)
             for task, phase, step, silent, deadline, state in value["ranks"]
         ]
+        return Report(host, views, str(value["notice"]), str(value["blind"]))
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def run_agent(logs: Path, settings: dict[str, float]) -> None:
-    """Report until standard input ends."""
-    host, watch, due = socket.gethostname(), NodeWatch(logs, limits_from_settings(settings)), 0.0
+def run_agent(logs: Path, settings: dict[str, Any]) -> None:
+    """Report until standard input ends. settings: the `resilience` part of a configuration."""
+    host, watch, due = socket.gethostname(), NodeWatch(logs, limits_from_settings(settings["hang"])), 0.0
+    notices, notice = NoticeWatch(**settings["notice"]), ""
     while True:
         views = watch.look()
+        notice = notice or notices.poll() or ""
         if time.monotonic() >= due:
             due = time.monotonic() + REPORT_SECONDS
-            os.write(1, encode_report(host, views).encode() + b"\n")
+            report = Report(host, views, notice, notices.failure or "")
+            os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
         if readable and not os.read(0, 4096):
+            notices.close()
             remove_entries(logs)
             return
 

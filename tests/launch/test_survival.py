@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from jobs import LONG, Workshop, assert_same_run, processes, wait_for
 
+from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.training.run_records import read_metrics
 
 QUICK = ("resilience.hang.step_seconds=2", "resilience.hang.first_step_seconds=4")
@@ -96,3 +97,15 @@ def test_off_ends_a_run_at_its_first_fault_as_does_a_run_that_saves_nothing(work
     again = workshop.train("run2", *LONG, "checkpoint.every=0", faults="1:train:8:kill")
     assert again.code != 0
     assert "starting again" not in again.err
+
+
+def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
+    file = workshop.folder / "notice"
+    job = workshop.start("run", *LONG, f"resilience.notice.file={file}", faults="0:train:7:listen")
+    workshop.wait_for_fault("0:train:7:listen", job)
+    file.write_text("instance i-1 ends at 12:00\n")
+    ended = job.ended()
+    assert ended.code == EXIT_REQUEUE, ended
+    (notice,) = events(workshop, "notice")
+    assert notice["why"].endswith(" is about to be taken away: instance i-1 ends at 12:00")
+    assert re.search(r"stopped at step [78], saved", ended.out)

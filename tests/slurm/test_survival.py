@@ -139,3 +139,19 @@ def processes_with(*words: str) -> list[int]:
         if all(word in command for word in words) and not command.startswith("srun"):
             found.append(int(entry.name))
     return found
+
+
+def test_a_notice_on_one_node_saves_and_requeues(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run, said = tmp_path / "run", tmp_path / "notice"
+    first = '[ "$SLURM_NODEID" = 1 ] && cat ' + str(said)
+    command = f"resilience.notice.command=[bash,-c,'{first}']"
+    job = start(run, settings, command, "resilience.notice.every_seconds=0.5", faults="0:train:30:listen")
+    wait_until("the hold", lambda: (tmp_path / "0:train:30:listen").exists())
+    said.write_text("taken away\n")
+    wait_until("the notice", lambda: "notice" in kinds(run))
+    said.unlink()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    assert [kind for kind in kinds(run) if kind in ("notice", "requeue", "restart")] == ["notice", "requeue"]

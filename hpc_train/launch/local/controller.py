@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE
 from hpc_train.launch.failures import EXIT_CODES
 from hpc_train.launch.rank_stacks import STACK_SIGNAL
 from hpc_train.launch.state.attempts import write_result_marker
-from hpc_train.launch.watching import HangResponse, read_watch_settings
+from hpc_train.launch.watching import HangResponse, read_watch_settings, report_notice
+from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
 
 _GRACE_SECONDS = 2.0
@@ -39,6 +41,7 @@ class RankController(Controller):
         self._exits: list[tuple[int, int]] = []
         settings = read_watch_settings(logs)
         self._watcher = HangResponse(logs, settings, self._request_stacks) if settings else None
+        self._notices = NoticeWatch(**settings.notice) if settings else None
         self._hung = False
         for number in STOP_SIGNALS:
             signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
@@ -53,6 +56,8 @@ class RankController(Controller):
             self.kill_tasks()
             if self._watcher:
                 self._watcher.close()
+            if self._notices:
+                self._notices.close()
         (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
         if self._hung:
             return EXIT_FAILED
@@ -74,10 +79,20 @@ class RankController(Controller):
             if os.getppid() != self._parent:  # whoever asked for this job is gone: save and stop
                 self._parent = os.getppid()
                 self._forward_signal(signal.SIGTERM)
+            self._heed_notice()
             if deadline is None and self._watcher and self._watcher.must_end():
                 self._hung = True
                 return
             time.sleep(_POLL_SECONDS)
+
+    def _heed_notice(self) -> None:
+        """Ask the ranks to save and stop if this machine is about to be taken away."""
+        if self._notices is None or not (notice := self._notices.poll()):
+            return
+        self._notices.close()
+        self._notices = None
+        report_notice(self._logs, socket.gethostname(), notice)
+        self._forward_signal(signal.SIGUSR2)
 
     def _request_stacks(self) -> None:
         self._forward_signal(STACK_SIGNAL)

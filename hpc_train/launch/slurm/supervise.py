@@ -15,16 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
-from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings
+from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.agent import decode_report
+from hpc_train.resilience.agent import Report, decode_report
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import GONE, RankView, read_process_state
 from hpc_train.training.run_records import append_event
@@ -40,7 +40,7 @@ _END_SECONDS = 5.0
 
 @dataclass
 class _Node:
-    views: Sequence[RankView] = ()
+    report: Report
     silent: float = 0.0
     """Seconds since its last report, counted only while this process runs."""
 
@@ -80,11 +80,15 @@ class AgentReports:
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
-                self.nodes[report[0]] = _Node(report[1], -_TICK_SECONDS)
+                self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
 
     def views(self) -> list[RankView]:
         """Return what is seen of all ranks."""
-        return [view for node in self.nodes.values() for view in node.views]
+        return [view for node in self.nodes.values() for view in node.report.views]
+
+    def find_notice(self) -> Report | None:
+        """Return the report of a node that is about to be taken away; None if there is none."""
+        return next((node.report for node in self.nodes.values() if node.report.notice), None)
 
     def find_silent(self, seconds: float) -> str | None:
         """Return a node that has said nothing for so long, while another still reports; None if there is none."""
@@ -104,11 +108,11 @@ class AgentReports:
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
-def start_agents(logs: Path, hang: Mapping[str, Any], nodes: str) -> subprocess.Popen[bytes]:
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: str) -> subprocess.Popen[bytes]:
     """Start an agent on every node of the job, in a step of its own that takes nothing from the ranks."""
     options = ["--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     quiet = ["--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", f"--job-name={AGENTS}"]
-    agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(hang))]
+    agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
     with (logs / "agents.err").open("ab") as errors:
         # Variables that srun would take for options of the ranks' step must not reach this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
@@ -122,11 +126,12 @@ def start_agents(logs: Path, hang: Mapping[str, Any], nodes: str) -> subprocess.
         )
 
 
-def supervise(logs: Path, ranks: int, settings: WatchSettings, hang: Mapping[str, Any], silent: float) -> None:
-    """Watch until the ranks' srun is gone. silent: seconds after which a node without a report is lost."""
+def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any]) -> None:
+    """Watch until the ranks' srun is gone. resilience: that part of the run's configuration."""
     job = current_job_id(os.environ)
     assert job is not None
-    reports = AgentReports(start_agents(logs, hang, os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    silent, stopping = float(resilience["node_silent_seconds"]), False
+    reports = AgentReports(start_agents(logs, resilience, os.environ.get("SLURM_JOB_NUM_NODES", "1")))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
@@ -138,6 +143,10 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, hang: Mapping[str
                     signal_ranks(job, signal.SIGKILL)
                     os.kill(ranks, signal.SIGKILL)  # srun would wait for the node as long as Slurm does
                 return
+            if not stopping and (notice := reports.find_notice()):
+                stopping = True
+                report_notice(logs, notice.host, notice.notice)
+                signal_ranks(job, signal.SIGUSR2)  # all ranks save the same step, and the job is requeued
             if response.respond(reports.views()):
                 signal_ranks(job, signal.SIGKILL)
                 return
@@ -183,7 +192,7 @@ def main(logs: str, process: str) -> int:
     if settings is None:
         return 0
     resilience = read_json(Path(logs).parents[1] / "job.json")["config"]["resilience"]
-    supervise(Path(logs), int(process), settings, resilience["hang"], float(resilience["node_silent_seconds"]))
+    supervise(Path(logs), int(process), settings, resilience)
     return 0
 
 
