@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpc_train.config.run import EnergyConfig, PlanConfig, StorageConfig
-from hpc_train.planner.reliability.projection import Prices, compute_bill, find_cheapest, find_fastest
+from hpc_train.planner.reliability.projection import Prices, compute_bill
 
 
 def test_no_price_is_made_up() -> None:
@@ -58,27 +55,3 @@ def test_gpt_3s_energy_is_its_draw_times_its_time() -> None:
     """Patterson et al. 2021 (arXiv:2104.10350), table 4: 10,000 V100, 14.8 days, 330 W, PUE 1.10, 1,287 MWh."""
     told = compute_bill(10_000, 14.8 * 86400, Prices(watts_per_gpu=330, pue=1.10))
     assert told.kwh == pytest.approx(1_287_000, rel=0.01)
-
-
-offers = st.lists(st.tuples(st.floats(0.1, 100), st.floats(1, 1e6)), max_size=20)
-
-
-@given(offers, st.floats(0.1, 100))
-def test_the_cheapest_in_time_is_in_time_and_nothing_in_time_is_cheaper(
-    told: list[tuple[float, float]], deadline: float
-) -> None:
-    days, money = np.array([it[0] for it in told]), np.array([it[1] for it in told])
-    best = find_cheapest(days, money, deadline)
-    if best is None:
-        assert not (days <= deadline).any()
-    else:
-        assert days[best] <= deadline
-        assert money[best] == money[days <= deadline].min()
-
-
-def test_limits_that_nothing_meets_and_ties() -> None:
-    assert find_cheapest([3, 2, 2], [10, 10, 10]) == 1
-    assert find_cheapest([3, 2], [10, 20], deadline_days=1) is None
-    assert find_fastest([3, 2, 1], [10, 20, 90], budget=30) == 1
-    assert find_fastest([3, 2, 1], [10, 20, 90], budget=5) is None
-    assert find_fastest([2, 2], [9, 8]) == 1

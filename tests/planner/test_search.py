@@ -13,7 +13,7 @@ from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.memory import YES
 from hpc_train.planner.model.step_time import estimate_jobs
 from hpc_train.planner.search.search import FRONT_SLACK, SearchBase, SearchResult, search_space
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, count_candidates, degree_limits
+from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits, iterate_blocks
 from hpc_train.planner.search.top_candidates import (
     EQUAL_TIME_TOLERANCE,
     ParetoFront,
@@ -92,7 +92,7 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
             mesh = tuple(row[NAMES.index(name)] for name in AXES)
             best[mesh] = min(best.get(mesh, (np.inf, row)), (step, row))
     quickest = min(sure)[0]
-    assert found.searched == count_candidates(SearchSpace(degree_limits(config), 8, fixed))
+    assert found.searched == sum(b.count for b in iterate_blocks(SearchSpace(degree_limits(config), 8, fixed)))
     assert found.best.step.min() == pytest.approx(quickest, rel=1e-9)
     for row, step in zip(rows(found.best), found.best.step, strict=True):
         mesh = tuple(row[NAMES.index(name)] for name in AXES)

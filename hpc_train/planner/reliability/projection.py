@@ -8,9 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from hpc_train.config.run import PlanConfig, RunConfig
 from hpc_train.planner.reliability.failure_rate import (
     DAY,
@@ -104,25 +101,6 @@ def _kwh(gpus: float, seconds: float, prices: Prices) -> float | None:
 
 def _times_price(amount: float | None, price: float | None) -> float | None:
     return None if amount is None or price is None else amount * price
-
-
-def find_cheapest(days: ArrayLike, money: ArrayLike, deadline_days: float | None = None) -> int | None:
-    """Return the index of the cheapest [n] that meets the deadline, the faster of equals; None: none does."""
-    return _find_least(money, days, days, deadline_days)
-
-
-def find_fastest(days: ArrayLike, money: ArrayLike, budget: float | None = None) -> int | None:
-    """Return the index of the fastest [n] within the budget, the cheaper of equals; None: none is."""
-    return _find_least(days, money, money, budget)
-
-
-def _find_least(key: ArrayLike, then: ArrayLike, limited: ArrayLike, limit: float | None) -> int | None:
-    values: NDArray[np.float64] = np.asarray(limited, np.float64)
-    allowed = np.flatnonzero(values <= (np.inf if limit is None else limit))
-    if not allowed.size:
-        return None
-    order = np.lexsort((np.asarray(then)[allowed], np.asarray(key)[allowed]))
-    return int(allowed[order[0]])
 
 
 _SMALL_NODES = 128

@@ -382,8 +382,3 @@ def _every(mode: float, kind: _Kind) -> list[int]:
         return [1]
     distinct = {-(-kind.blocks // every): every for every in reversed(RECOMPUTE_EVERY) if every <= kind.blocks}
     return [distinct[count] for count in sorted(distinct)]
-
-
-def count_candidates(space: SearchSpace) -> int:
-    """Count the candidates of a space without estimating them."""
-    return sum(block.count for block in iterate_blocks(space, 1 << 22))
