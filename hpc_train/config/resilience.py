@@ -25,6 +25,23 @@ class HangConfig:
 
 
 @schema
+class NumbersConfig:
+    """What happens where the loss or the gradient goes wrong."""
+
+    skip_nonfinite: bool = True
+    """Make no update, on any rank, where the loss or the gradient norm is NaN or infinite. With resilience.act=false
+    this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
+    spike_sigmas: float = setting(default=6.0, ge=0)
+    """A loss that many standard deviations above the mean of the latest steps is a spike; 0: none is."""
+    spike_window: int = setting(default=128, ge=2, le=10000)
+    """Steps that the mean and the standard deviation are of."""
+    spikes: str = setting(default="warn", choices=("warn", "skip"))
+    """warn: a spike is an event and a warning. skip: its update is skipped too."""
+    skip_list: str | None = None
+    """A skipped.json of another run: skip the updates of the samples in it, so that the two runs can be compared."""
+
+
+@schema
 class ResilienceConfig:
     """Watch the ranks, say what is wrong with them, and go on without a person. Every part has a switch."""
 
@@ -37,6 +54,7 @@ class ResilienceConfig:
     restarts: int = setting(default=3, ge=0, le=1000)
     """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
     hang: HangConfig = setting(default=HangConfig)
+    numbers: NumbersConfig = setting(default=NumbersConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
     """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones. quick:
     about a second; full: more repetitions, and memory too."""
