@@ -56,5 +56,5 @@ class ResilienceConfig:
     hang: HangConfig = setting(default=HangConfig)
     numbers: NumbersConfig = setting(default=NumbersConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
-    """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones. quick:
-    about a second; full: more repetitions, and memory too."""
+    """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
+    quick: about a second; full: more repetitions, and memory too."""
