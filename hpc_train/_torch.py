@@ -1,13 +1,15 @@
-"""Every private torch API that this project uses, each with its reason. Checked on torch 2.12 and 2.13.
+"""Every private torch API that this project uses, each with its reason.
 
-Those of `plan rehearse` are in compat_rehearsal.py.
+Private APIs may change with any release of torch, so the newest release that the tests have passed on is named here.
+The ones of `plan rehearse` are in _torch_rehearsal.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,32 @@ from torch.utils._pytree import tree_map_only as tree_map_only  # no public way 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+OLDEST_TESTED: Final = (2, 12)
+"""The lower bound in pyproject.toml; the quick tests pass on it."""
+NEWEST_TESTED: Final = (2, 13)
+"""The newest torch that all tests have passed on; docs/testing.md says what newer releases pass.
+
+Newer ones are not refused, because a site's own torch may be the only one that drives its GPUs. But a private API below
+may have changed, so `describe_untested_torch` warns."""
+
+
+def describe_untested_torch(version: str) -> str | None:
+    """Return one line of warning for a torch newer than the newest tested one; None for a tested version."""
+    if release_numbers(version) <= NEWEST_TESTED:
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"torch {version} is newer than {newest}, the newest that hpc_train is tested with, and hpc_train uses private "
+        f"APIs of torch; if something fails, try pip install 'torch=={newest}.*'"
+    )
+
+
+def release_numbers(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version, such as (2, 13) of 2.13.0+cpu or of 2.13.0a0+git1234."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 """(output of the last stage, target) -> what its backward starts from."""
@@ -272,6 +300,24 @@ def release_received(received: Sequence[Any]) -> None:
             one.buffer = torch.empty_like(one.buffer, device="meta", requires_grad=False)
 
 
+def drop_last_output(stage: PipelineStage, micro_batch: int) -> None:
+    """Let the last stage forget the output of a micro-batch, whose loss alone its backward starts from.
+
+    Private because torch's stages keep the logits of every micro-batch until its backward. torch 2.15 keeps them in
+    another attribute.
+    """
+    if hasattr(stage, "fwd_cache"):
+        _, inputs = stage.fwd_cache.pop(micro_batch)
+        if stage.has_backward:
+            stage.fwd_cache[micro_batch] = (), inputs
+        return
+    newer: Any = stage
+    states: dict[int, Any] = newer._forward_chunk_states
+    state = states.pop(micro_batch)
+    if stage.has_backward:
+        states[micro_batch] = replace(state, output_grad_edges=(), live_outputs=[], releasable=(), send_pending=[])
+
+
 def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:
     """Accumulate the gradients of a stage's parameters; returns its input gradients, which are not kept.
 
@@ -374,5 +420,5 @@ def memory_number(tensor: Tensor) -> int:
 
 
 def is_memoryless(tensor: Tensor) -> bool:
-    """Whether a tensor, or what a DTensor holds here, has no memory as in a rehearsal (compat_rehearsal.Pretending)."""
+    """Whether a tensor, or what a DTensor holds here, has no memory as in a rehearsal (_torch_rehearsal.py)."""
     return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, FakeTensor)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeAlias
 
+CommandGroup: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What ArgumentParser.add_subparsers returns."""
 _OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
 
 
@@ -18,6 +21,11 @@ def add_examples(command: argparse.ArgumentParser, *lines: str) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     examples = "\n".join(["examples:", *(f"  {line}" for line in lines)])
     command.epilog = f"{command.epilog}\n\n{examples}" if command.epilog else examples
+
+
+def add_command(commands: CommandGroup, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command whose help and description are its one-line summary, and return its parser."""
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
@@ -140,16 +148,24 @@ def add_status(command: argparse.ArgumentParser) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
     shown.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--goodput", action="store_true", help="what the node-hours went into, in place of the table")
     add_examples(
-        command, "hpc-train status runs/first", "hpc-train status sweeps/lr --watch", "hpc-train status 4711 --json"
+        command,
+        "hpc-train status runs/first",
+        "hpc-train status sweeps/lr --watch",
+        "hpc-train status 4711 --json",
+        "hpc-train status runs/first --goodput",
     )
     command.set_defaults(run=_status)
 
 
 def _status(a: argparse.Namespace) -> int:
     from hpc_train.cli.status import status_command
+    from hpc_train.errors import UserError
 
-    return status_command(a.target, a.json, a.watch)
+    if a.goodput and a.watch:
+        raise UserError("status: --goodput is not redrawn; leave out --watch")
+    return status_command(a.target, a.json, a.watch, a.goodput)
 
 
 def add_logs(command: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def _running_job(facts: RunFacts, run: str) -> JobRecord:
     if status.state is not State.RUNNING:
         why = f" ({status.reason})" if status.reason else ""
         raise UserError(f"{run}: is {status.state}{why}; only a running job can be attached to")
-    record = next((it for it in facts.records if from_slurm_state(it.state) is State.RUNNING), None)
+    record = next((record for record in facts.records if from_slurm_state(record.state) is State.RUNNING), None)
     if record is None:
         begun = facts.newest.begun if facts.newest else None
         where = f" as process {begun.process} of {begun.host}" if begun else ""

@@ -6,7 +6,7 @@ import argparse
 import json as json_module
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.arguments import add_examples, add_json
+from hpc_train.cli.arguments import add_command, add_examples, add_json
 
 if TYPE_CHECKING:
     from hpc_train.data.token_store import TokenStore
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands build and inspect."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     build, inspect = "make a token store from text files or folders", "show what a token store contains"
-    _add_build(commands.add_parser("build", help=build, description=f"{build.capitalize()}."))
-    _add_inspect(commands.add_parser("inspect", help=inspect, description=f"{inspect.capitalize()}."))
+    _add_build(add_command(commands, "build", build))
+    _add_inspect(add_command(commands, "inspect", inspect))
 
 
 def build_command(args: argparse.Namespace) -> int:

@@ -98,7 +98,9 @@ def _rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
 
 
 def _batch_log(point: RunPoint, attempt: int) -> Path | None:
-    begun = next((it.begun for it in read_attempts(point.run) if it.number == attempt), None)
+    begun = next(
+        (attempt_record.begun for attempt_record in read_attempts(point.run) if attempt_record.number == attempt), None
+    )
     return point.job_logs / f"job-{begun.job_id}.log" if begun and begun.job_id else None
 
 
@@ -164,7 +166,7 @@ def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
 
 def _batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
     """Return why the newest of these attempts ended, according to the batch script, and where its log is."""
-    ended = [it for it in read_attempts(point.run) if it.number in attempts and it.result]
+    ended = [attempt for attempt in read_attempts(point.run) if attempt.number in attempts and attempt.result]
     result = ended[-1].result if ended else None
     if result is None or not result.why:
         return ""
@@ -174,7 +176,9 @@ def _batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
 
 
 def _attempt_is_done(run: Path, attempt: int) -> bool:
-    return any(it.number == attempt and it.result is not None and it.result.done for it in read_attempts(run))
+    return any(
+        record.number == attempt and record.result is not None and record.result.done for record in read_attempts(run)
+    )
 
 
 def _format_first_error(error: FirstError, folder: Path, attempt: int, tail: int | None) -> str:

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from hpc_train import __version__
-from hpc_train.cli.arguments import add_examples
+from hpc_train.cli.arguments import add_command, add_examples
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.terminal import escaping_stdout, one_line
 
@@ -162,7 +162,7 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command = add_command(commands, name, summary)
         if named in (None, name):
             place, _, function = module.partition(":")
             getattr(import_module(f"{__package__}.{place}"), function or "add_arguments")(command)

@@ -113,8 +113,8 @@ def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: 
         (name for name in _DEFAULT_METRICS if any(name in final for final in finals)), _DEFAULT_METRICS[-1]
     )
     if any(finals) and not any(metric in final for final in finals):
-        known = ", ".join(sorted({name for final in finals for name in final}))
-        raise UserError(f"--metric {metric}: no point has it; there are {known}")
+        names = ", ".join(sorted({name for final in finals for name in final}))
+        raise UserError(f"--metric {metric}: no point has it; there are {names}")
     return SweepResults(
         [
             PointResult(
@@ -187,8 +187,8 @@ def _results_table(results: SweepResults, best: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    known = {name for row in results.rows for name in row.final}
-    columns = [name for name in dict.fromkeys([*_SHOWN_COLUMNS, results.metric]) if name in known]
+    names = {name for row in results.rows for name in row.final}
+    columns = [name for name in dict.fromkeys([*_SHOWN_COLUMNS, results.metric]) if name in names]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("point", "state", *results.keys, *columns, *([f"best {results.metric}"] if best else [])):
         shown.add_column(name, no_wrap=True, overflow="fold")
@@ -239,7 +239,11 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
     figure = _figure(path, (6.4, 4.4))
     axes, drawn = figure.subplots(), 0
     for wanted in (metric,) if metric is not None else _CURVES:
-        found = [(it["step"], it[wanted]) for it in steps if _is_number(it.get(wanted)) and _is_number(it["step"])]
+        found = [
+            (record["step"], record[wanted])
+            for record in steps
+            if _is_number(record.get(wanted)) and _is_number(record["step"])
+        ]
         if found:
             style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
             axes.plot(*zip(*found, strict=True), label=wanted, **style)

@@ -43,10 +43,15 @@ def read_statuses(points: Sequence[RunPoint], ask: RunClient = run_client) -> li
     return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, ask)]
 
 
-def status_command(run: str, as_json: bool, watch: bool) -> int:
-    """Print the state of a run, sweep or job. watch: redraw until everything has ended. Returns the exit code."""
+def status_command(run: str, as_json: bool, watch: bool, goodput: bool = False) -> int:
+    """Print the state of a run, sweep or job; returns the exit code.
+
+    watch: redraw until everything has ended. goodput: print what the nodes' time went into instead.
+    """
     points = find_points(run, run_client)
-    if as_json:
+    if goodput:
+        print_goodput(points, as_json)
+    elif as_json:
         print(json.dumps([status.row() for status in read_statuses(points)]))
     elif watch:
         _watch_status(points)
@@ -57,6 +62,19 @@ def status_command(run: str, as_json: bool, watch: bool) -> int:
         console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         console.print(status_table(read_statuses(points), console.width))
     return 0
+
+
+def print_goodput(points: Sequence[RunPoint], as_json: bool) -> None:
+    """Print what the node-seconds of each point went into."""
+    from hpc_train.launch.state.run_ledger import account_run_directory
+    from hpc_train.resilience.ledger import format_ledger
+
+    ledgers = [(point.name, account_run_directory(point.run)) for point in points]
+    if as_json:
+        print(json.dumps([{"point": name, **ledger.as_json()} for name, ledger in ledgers]))
+        return
+    for name, ledger in ledgers:
+        print("\n".join([escape_controls(name), *(f"  {line}" for line in format_ledger(ledger))]))
 
 
 def _watch_status(points: Sequence[RunPoint]) -> None:

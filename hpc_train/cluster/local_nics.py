@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_train.cluster.spec import Nic, sum_rates
+from hpc_train.cluster.spec import LINK_LAYERS, Nic, parse_port_rate, sum_rates
 from hpc_train.cluster.sysfs import (
     PciPath,
     find_numa_node,
@@ -18,7 +18,6 @@ from hpc_train.cluster.sysfs import (
     read_text,
 )
 
-_LAYERS = {"infiniband": "infiniband", "ethernet": "ethernet"}
 _ETHERNET = 1
 """ARPHRD_ETHER, what /sys/class/net/*/type says of Ethernet; IP over InfiniBand says 32."""
 
@@ -61,7 +60,7 @@ def _read_rdma_nic(device: Path, path: PciPath) -> Nic:
     ports = list_entries(device / "ports")
     up = [port for port in ports if (read_text(port / "state") or "").endswith("ACTIVE")]
     guid = re.sub("[^0-9a-f]", "", (read_text(device / "node_guid") or "").lower())
-    layers = [_LAYERS.get((read_text(port / "link_layer") or "").lower()) for port in [*up, *ports]]
+    layers = [LINK_LAYERS.get((read_text(port / "link_layer") or "").lower()) for port in [*up, *ports]]
     return Nic(
         "",
         device.name,
@@ -69,15 +68,9 @@ def _read_rdma_nic(device: Path, path: PciPath) -> Nic:
         get_pci_address(path),
         guid if len(guid) == 16 and guid.strip("0") else None,
         bool(up),
-        sum_rates(_parse_rate(read_text(port / "rate")) for port in up),
+        sum_rates(parse_port_rate(read_text(port / "rate")) for port in up),
         "efa" if _find_driver(device / "device") == "efa" else next(iter(layers), None),
     )
-
-
-def _parse_rate(rate: str | None) -> float | None:
-    """Parse sysfs's rate of a port: `200 Gb/sec (4X HDR)` -> 200."""
-    match = re.match(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec", rate or "")
-    return float(match[1]) if match else None
 
 
 def _list_slingshot_nics(root: Path) -> Iterator[LocalNic]:

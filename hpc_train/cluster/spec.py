@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,18 @@ class Cluster:
     switches: tuple[Switch, ...] = ()
     notes: tuple[str, ...] = ()
     """Parts of the source that this tree leaves out, one line each."""
+
+
+LINK_LAYERS = {"infiniband": "infiniband", "ib": "infiniband", "ethernet": "ethernet"}
+"""Link layers of RDMA ports, in lower case as sysfs, ibstat and ibstatus name them."""
+PORT_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(?: Gb/sec)?(?: \([^()]*\))?")
+"""Line rate of an RDMA port: `100` or `100 (FDR10)` of ibstat, `100 Gb/sec (4X EDR)` of sysfs and ibstatus."""
+
+
+def parse_port_rate(text: str | None) -> float | None:
+    """Parse the line rate of an RDMA port in Gbit/s: 100 for `100 Gb/sec (4X EDR)`; None for other text."""
+    match = PORT_RATE.fullmatch(text or "")
+    return float(match[1]) if match else None
 
 
 def sum_rates(rates: Iterable[float | None]) -> float | None:

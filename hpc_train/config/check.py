@@ -161,43 +161,43 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _check_sharing(config: RunConfig) -> None:
-    it = config.checkpoint
-    if it.parallel_hdf5:
+    checkpoint = config.checkpoint
+    if checkpoint.parallel_hdf5:
         _check_parallel_hdf5(config)
-    elif it.incremental and it.ranks_per_file != 1:
+    elif checkpoint.incremental and checkpoint.ranks_per_file != 1:
         raise UserError(
-            f"checkpoint.ranks_per_file={it.ranks_per_file}: with checkpoint.incremental=true every rank has files of "
-            "its own, which later steps share; leave one of them out"
+            f"checkpoint.ranks_per_file={checkpoint.ranks_per_file}: with checkpoint.incremental=true every rank has "
+            "files of its own, which later steps share; leave one of them out"
         )
-    if it.whole_every and not it.incremental:
+    if checkpoint.whole_every and not checkpoint.incremental:
         raise UserError(
-            f"checkpoint.whole_every={it.whole_every}: without checkpoint.incremental=true every save is whole; leave "
-            "it out, or set that too"
+            f"checkpoint.whole_every={checkpoint.whole_every}: without checkpoint.incremental=true every save is "
+            "whole; leave it out, or set that too"
         )
 
 
 def _check_compression(config: RunConfig) -> None:
-    it = config.checkpoint
-    if it.compression == "none" and it.compression_level != 1:
+    checkpoint = config.checkpoint
+    if checkpoint.compression == "none" and checkpoint.compression_level != 1:
         raise UserError(
-            f"checkpoint.compression_level={it.compression_level}: without meaning with checkpoint.compression=none; "
+            f"checkpoint.compression_level={checkpoint.compression_level}: no effect with checkpoint.compression=none; "
             "set checkpoint.compression=deflate"
         )
     for name, why in _UNCOMPRESSED.items():
-        if it.compression != "none" and getattr(it, name) != getattr(CheckpointConfig(), name):
+        if checkpoint.compression != "none" and getattr(checkpoint, name) != getattr(CheckpointConfig(), name):
             raise UserError(
-                f"checkpoint.compression={it.compression}: not with checkpoint.{name}={getattr(it, name)}, {why}; "
-                "leave one of them out"
+                f"checkpoint.compression={checkpoint.compression}: not with checkpoint.{name}="
+                f"{getattr(checkpoint, name)}, {why}; leave one of them out"
             )
 
 
 def _check_parallel_hdf5(config: RunConfig) -> None:
-    it, asked = config.checkpoint, "checkpoint.parallel_hdf5=true"
+    checkpoint, asked = config.checkpoint, "checkpoint.parallel_hdf5=true"
     for name in ("ranks_per_file", "writers_per_node", "stage_dir", "incremental"):
-        if getattr(it, name) != getattr(CheckpointConfig(), name):
+        if getattr(checkpoint, name) != getattr(CheckpointConfig(), name):
             raise UserError(
-                f"checkpoint.{name}={getattr(it, name)}: without meaning with {asked}, where all ranks write one file "
-                "at once from memory; leave one of them out"
+                f"checkpoint.{name}={getattr(checkpoint, name)}: no effect with {asked}, where all ranks write one "
+                "file at once from memory; leave one of them out"
             )
     if config.parallel.reduce_with == "mpi" or config.parallel.server.mode != "none":
         raise UserError(

@@ -42,6 +42,20 @@ class NumbersConfig:
 
 
 @schema
+class NoticeConfig:
+    """How a machine says that it is about to be taken away, as spot machines of a cloud do. Then all ranks save."""
+
+    file: str | None = None
+    """A notice is there when this file of a node is there and not empty."""
+    command: list[str] = setting(default=[])
+    """A notice is there when this command, run on every node without a shell, ends with 0 and prints something."""
+    every_seconds: float = setting(default=5.0, ge=0.1)
+    """Between two runs of the command."""
+    timeout_seconds: float = setting(default=10.0, ge=0.1)
+    """A run of the command that takes longer is killed; that is no notice."""
+
+
+@schema
 class ResilienceConfig:
     """Watch the ranks, say what is wrong with them, and go on without a person. Every part has a switch."""
 
@@ -53,8 +67,11 @@ class ResilienceConfig:
     done."""
     restarts: int = setting(default=3, ge=0, le=1000)
     """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
+    node_silent_seconds: float = setting(default=10.0, ge=2)
+    """slurm: a node of which nothing is heard for so long is lost, and the ranks are ended."""
     hang: HangConfig = setting(default=HangConfig)
     numbers: NumbersConfig = setting(default=NumbersConfig)
+    notice: NoticeConfig = setting(default=NoticeConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
     """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
     quick: about a second; full: more repetitions, and memory too."""

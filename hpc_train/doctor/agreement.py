@@ -86,12 +86,13 @@ def make_report(
 
 
 def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
-    """How MPI would see this process, if not as the launcher does. Asked of MPI only where it was told anything.
+    """Say how MPI sees this process if it differs from the launcher's view; None if both agree.
 
-    Elsewhere each process would be alone to it, and some libraries abort rather than say so.
+    MPI is asked only if the environment has its variables: without them each process would be a world of its own, and
+    some libraries abort.
     """
-    told = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
-    if told and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
+    has_mpi_variables = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
+    if has_mpi_variables and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
         view = read_mpi_rank_and_size()
         return None if view is None else compare_with_mpi(task, view)
     if "SLURM_STEP_ID" in env and task.processes > 1:
@@ -172,8 +173,8 @@ def check_same(name: str, values: Mapping[str, str]) -> Finding:
 def check_network(reports: Sequence[RankReport]) -> Finding:
     """Check that all nodes use the same interface, and one that others can reach."""
     hosts = {report.host: report for report in reports}
-    lost = [host for host, it in hosts.items() if not it.address or _is_loopback(it.address)]
-    names = Counter(it.interface for it in hosts.values())
+    lost = [host for host, host_facts in hosts.items() if not host_facts.address or _is_loopback(host_facts.address)]
+    names = Counter(host_facts.interface for host_facts in hosts.values())
     text = ", ".join(f"{name or 'none'} on {count} nodes" for name, count in names.most_common(4))
     advice = "name the network of the job with cluster.fabric.interface, such as ib0 or hsn0"
     if len(hosts) > 1 and lost:

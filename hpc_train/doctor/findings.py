@@ -60,8 +60,8 @@ def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Fin
             first.setdefault(key, finding)
     order = list(dict.fromkeys(key[0] for key in first))
     found = [
-        replace(it, where="" if len(hosts[key]) >= len(by_host) else join_first(hosts[key]))
-        for key, it in first.items()
+        replace(finding, where="" if len(hosts[key]) >= len(by_host) else join_first(hosts[key]))
+        for key, finding in first.items()
     ]
     return sorted(found, key=lambda finding: order.index(finding.name))
 

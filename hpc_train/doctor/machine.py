@@ -192,7 +192,7 @@ def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
 
 def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Check that the ports of the fabric are up and equally fast; Ethernet ports may be unplugged."""
-    fabric = [nic for nic in nics if nic.layer != "ethernet" or all(it.layer == "ethernet" for it in nics)]
+    fabric = [nic for nic in nics if nic.layer != "ethernet" or all(other.layer == "ethernet" for other in nics)]
     up = [nic for nic in fabric if nic.active is not False]
     down = [nic.device or nic.id for nic in fabric if nic.active is False]
     if not fabric:

@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from types import ModuleType
 
+from hpc_train._torch import OLDEST_TESTED, describe_untested_torch, release_numbers
 from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
 from hpc_train.errors import UserError
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.runtime.identity import find_own_address, list_interfaces
-
-MIN_TORCH, BELOW_TORCH = (2, 11), (2, 14)
-"""Oldest torch that pyproject.toml allows."""
 
 
 def check_software() -> Iterator[Finding]:
@@ -49,11 +47,12 @@ def check_torch(version: str, cuda: str | None, hip: str | None) -> Finding:
     """Check the version of torch, and report its devices."""
     kind = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     text = f"torch {version}, {kind}"
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    if MIN_TORCH <= numbers < BELOW_TORCH:
-        return pass_check("torch", text)
-    wanted = f">={'.'.join(map(str, MIN_TORCH))},<{'.'.join(map(str, BELOW_TORCH))}"
-    return warn_check("torch", text, f"hpc_train is tested with torch{wanted}: pip install 'torch{wanted}'")
+    if release_numbers(version) < OLDEST_TESTED:
+        oldest = ".".join(map(str, OLDEST_TESTED))
+        return fail_check("torch", text, f"hpc_train needs torch {oldest} or newer: pip install 'torch>={oldest}'")
+    if warning := describe_untested_torch(version):
+        return warn_check("torch", text, warning)
+    return pass_check("torch", text)
 
 
 _MPI_PROGRAM = """
@@ -185,7 +184,11 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
         if not wanted or value.startswith("^"):
             continue
         exact = name.startswith("GLOO") or value.startswith("=")
-        matches = [known for known in have if any(known == it if exact else known.startswith(it) for it in wanted)]
+        matches = [
+            interface
+            for interface in have
+            if any(interface == part if exact else interface.startswith(part) for part in wanted)
+        ]
         if not matches:
             text = f"{name}={value}: this host has {', '.join(sorted(have))}"
             yield fail_check("environment", text, f"unset {name}, or name the network with cluster.fabric.interface")
@@ -194,8 +197,8 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
 def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Finding]:
     """Check for variables left over from an old script or another machine."""
     found = find_harmful_variables(env, local)
-    for it in found:
-        yield warn_check("environment", f"{it.name}={it.value} is set", it.why)
+    for variable in found:
+        yield warn_check("environment", f"{variable.name}={variable.value} is set", variable.why)
     if not found:
         yield pass_check("environment", "no variable that is known to do harm")
 

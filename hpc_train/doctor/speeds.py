@@ -146,23 +146,25 @@ def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], fi
 
 def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:
     """Compare each all-reduce with its prediction, if there is one."""
-    for it in measured:
-        name = f"all-reduce {it.axis}"
-        if it.failed:
-            yield fail_check(name, it.failed, "NCCL_DEBUG=INFO says more; compare `hpc-train bench collectives`")
+    for reduction in measured:
+        name = f"all-reduce {reduction.axis}"
+        if reduction.failed:
+            yield fail_check(name, reduction.failed, "NCCL_DEBUG=INFO says more; compare `hpc-train bench collectives`")
             continue
-        text = f"{it.bytes / 2**20:g} MiB over {it.ranks} ranks: {1e3 * it.seconds:.3g} ms, {it.bus / 1e9:.3g} GB/s"
-        if it.predicted is None:
+        speed = f"{1e3 * reduction.seconds:.3g} ms, {reduction.bus / 1e9:.3g} GB/s"
+        text = f"{reduction.bytes / 2**20:g} MiB over {reduction.ranks} ranks: {speed}"
+        if reduction.predicted is None:
             yield pass_check(
                 name, f"{text}; nothing to compare with before `hpc-train bench collectives` (cluster.calibration)"
             )
-        elif it.seconds > it.predicted / POOR_SHARE:
-            text = f"{text}, {it.seconds / it.predicted:.1f} x the predicted {1e3 * it.predicted:.3g} ms"
+        elif reduction.seconds > reduction.predicted / POOR_SHARE:
+            ratio = reduction.seconds / reduction.predicted
+            text = f"{text}, {ratio:.1f} x the predicted {1e3 * reduction.predicted:.3g} ms"
             yield warn_check(
                 name, text, "a slow link, a wrong interface, or other jobs on the same switches; see nics, network"
             )
         else:
-            yield pass_check(name, f"{text}, predicted {1e3 * it.predicted:.3g} ms")
+            yield pass_check(name, f"{text}, predicted {1e3 * reduction.predicted:.3g} ms")
 
 
 OUTLIER_SCORE = 3.5

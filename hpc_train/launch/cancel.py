@@ -230,8 +230,10 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
     """
     started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
     backoff, ended = Backoff(0.2, 4.0), set[Path]()
-    _print_progress(f"waiting up to {max(limits.values())} s for the end (Ctrl-C: stop waiting; it stays asked)")
     try:
+        _print_progress(
+            f"waiting up to {max(limits.values())} s for the end (Ctrl-C stops waiting; the run still saves and ends)"
+        )
         while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
             waited = time.monotonic() - started
             late = [facts for facts in still if waited >= limits[facts.point.run] and facts.point.run not in ended]
@@ -243,9 +245,7 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
             next_end = min(limits[facts.point.run] for facts in still if facts.point.run not in ended)
             time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
     except KeyboardInterrupt:
-        _print_progress(
-            "no longer waiting; it stays asked to save and end. A rank that hangs needs `hpc-train cancel --now`"
-        )
+        _print_progress("no longer waiting; the run still saves and ends. If a rank hangs: `hpc-train cancel --now`")
         return _EXIT_INTERRUPTED
     return 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
 from hpc_train.regular_files import read_text
+from hpc_train.resilience.incident import read_hang
 from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
@@ -69,6 +70,9 @@ def _exception_line(traceback: str) -> list[str]:
 
 def find_first_error(logs: Path) -> FirstError | None:
     """Find the first failure of the attempt with this log directory; None if no rank left a trace of one."""
+    hang = read_hang(logs)
+    if hang is not None:
+        return FirstError(hang.task or 0, hang.text, hang.host)
     failure = read_first_failure(logs)
     if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))

@@ -58,6 +58,7 @@ def _run_rank(run_dir: Path, process: int) -> int:
     from hpc_train.launch.slurm.slurm_cli import current_job_id
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path
+    from hpc_train.resilience.heartbeat import Heartbeat
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     job = current_job_id(os.environ)
@@ -66,6 +67,9 @@ def _run_rank(run_dir: Path, process: int) -> int:
     spec = read_spec(run_dir / "job.json")
     guard_imports(spec, process == 0)
     config = spec.run_config()
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+    # Before the imports: a rank can be stuck in them, too.
+    heartbeat = Heartbeat(run_dir / "logs" / str(attempt) if config.resilience.watch else None, process)
     if config.launch.bind:
         bind_to_share()
     import_training()
@@ -76,7 +80,7 @@ def _run_rank(run_dir: Path, process: int) -> int:
     launch = config.launch
     timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
     task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
-    return run_rank(config, task, spec.folder(), int(os.environ.get(ATTEMPT_VARIABLE, "0")), _stop_request)
+    return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat)
 
 
 def _report_failure(error: BaseException, logs: Path, process: int, host: str) -> int:

@@ -59,8 +59,11 @@ def freeze_local_run(config: RunConfig) -> tuple[RunDirectory, int]:
 
 
 def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: StopRequest) -> int:
-    """Run what is frozen in this folder by ranks of this machine, unless it is done; returns the exit code."""
-    from hpc_train.launch.failures import explain_failure
+    """Run what is frozen in this folder by ranks of this machine, unless it is done; returns the exit code.
+
+    After a fault that may not come again the ranks are started again, as an attempt of their own.
+    """
+    from hpc_train.launch.failures import EXIT_CODES, explain_failure
     from hpc_train.launch.local.rank_pool import (
         EXIT_KILLED,
         WarningPrinter,
@@ -68,7 +71,9 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
         start_ranks,
         threads_per_rank,
     )
+    from hpc_train.launch.restarting import decide_after_failure, find_newest_step
     from hpc_train.launch.state.attempts import write_result_marker
+    from hpc_train.resilience.restart import Budget
 
     printer = WarningPrinter()
     with printer.listening():
@@ -76,16 +81,26 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
     if done:
         print(done)
         return EXIT_DONE
-    attempt = make_attempt(folder)
-    job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks))
-    code = follow_ranks(job, folder, attempt, config.train.log_every, stop, printer)
-    write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
-    if code == EXIT_KILLED:
-        print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
-    elif code not in (EXIT_DONE, EXIT_REQUEUE):
+    budget = Budget(config.resilience.restarts, saved=find_newest_step(folder))
+    while True:
+        attempt = make_attempt(folder)
+        job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks))
+        code = follow_ranks(job, folder, attempt, config.train.log_every, stop, printer)
+        write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
+        if code in (EXIT_DONE, EXIT_REQUEUE):
+            return code
+        if code == EXIT_KILLED:
+            print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
+            return code
         why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
-    return code
+        if not (folder.logs(attempt) / EXIT_CODES).exists():
+            return code  # the controller was killed: its ranks may still be saving
+        decision = decide_after_failure(config, folder, attempt, code, budget)
+        if stop.requested or not decision.restart or not config.resilience.act:
+            return code
+        print(f"hpc-train: {decision.why}", file=sys.stderr, flush=True)
+        budget = decision.budget
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:

@@ -111,7 +111,7 @@ def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[C
     for cpus in set(preferred):
         together = [index for index, its in enumerate(preferred) if its == cpus]
         if len(cpus) < len(together):
-            why = f"{len(together)} ranks on {len(cpus)} processors"
+            why = f"{len(together)} ranks share {len(cpus)} CPUs"
             return [_leave_unbound(seat, processors, why) for seat in seats]
         bindings |= zip(together, _split_evenly(cpus, len(together), processors), strict=True)
     return [_name_binding(bindings[index], seats[index]) for index in range(len(seats))]
@@ -123,7 +123,7 @@ def _leave_unbound(seat: RankSeat, processors: NodeProcessors, why: str) -> CpuB
 
 def _name_binding(binding: CpuBinding, seat: RankSeat) -> CpuBinding:
     if seat.near and not seat.allowed & seat.near:
-        reason = "a share of the node: none of the processors next to its GPU are allowed"
+        reason = "a share of the node: this job may use no CPU next to the GPU"
     else:
         reason = "next to its GPU" if seat.near else "its share of the node"
     return CpuBinding(binding.cpus, binding.cores, binding.memory, reason)

@@ -1,4 +1,4 @@
-"""Decide parallel=auto: the planner's best candidate in place of what was left open, and why it is the best."""
+"""Resolve parallel=auto: choose the planner's best candidate and say why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParallelChoice:
     """The layout that the planner chose for parallel=auto."""
 
     config: RunConfig
-    """The run with every degree, and nothing left to choose."""
+    """The run with all degrees set."""
     line: str
     """Why it was chosen, in one line."""
     text: str
@@ -34,9 +34,9 @@ class ParallelChoice:
 def choose_parallel(config: RunConfig, ranks: int | None = None) -> ParallelChoice:
     """Return the run with the planner's best candidate.
 
-    ranks: of the job; None: as many nodes as the configuration or the planner says. If the cluster does not describe
-    its accelerators, nothing is guessed: the run gets data parallelism, the simplest that it supports. Raises UserError
-    if nothing fits.
+    ranks: the job's; None: the configuration or the planner chooses the nodes. If the cluster does not describe its
+    accelerators, nothing is guessed: the run gets the simplest data parallelism that it supports. Raises UserError if
+    nothing fits.
     """
     if isinstance(config.model, CustomModelConfig):
         return _choose_fallback(config, ranks, "only the model itself knows its shape")
@@ -53,8 +53,8 @@ def choose_parallel(config: RunConfig, ranks: int | None = None) -> ParallelChoi
         raise UserError(f"parallel=auto: {plan.outside}")
     world = "any number of its nodes" if ranks is None else f"{ranks} ranks"
     raise UserError(
-        f"parallel=auto: model={config.model.name} fits on {world} of cluster={config.cluster.name} in no way that is "
-        "left open; use more nodes, or see `hpc-train plan`"
+        f"parallel=auto: model={config.model.name} fits on {world} of cluster={config.cluster.name} in no layout that "
+        "the fixed settings allow; use more nodes, or see `hpc-train plan`"
     )
 
 
@@ -72,7 +72,7 @@ def _explain_choice(plan: Plan, candidate: Candidate) -> str:
         memory = f"{candidate.total / GIB:.1f} of {candidate.capacity / GIB:.0f} GiB"
     doubt = ", which may not fit," if candidate.fits == "maybe" else ""
     if candidate.step is None:
-        basis = "the simplest that fits, as the accelerator's speed is not known"
+        basis = "the simplest that fits, because the accelerator's speed is unknown"
     else:
         basis = f"{format_seconds(candidate.step.p50)} a step, the best of {plan.searched:,} candidates"
     return f"parallel=auto: {describe_candidate(candidate)}: {basis}, {memory}{doubt} (plan.json)"

@@ -27,13 +27,15 @@ from hpc_train.planner.search.top_candidates import layout_complexity
 from hpc_train.planner.settings import Settings
 
 STAGES = ("first", "middle", "last")
-MEMORY_PARTS = tuple(it.name for it in fields(Memory) if it.name not in ("capacity", "host", "margin", "headroom"))
-TIME_PARTS = tuple(it.name for it in fields(StepTime) if it.name not in ("spread", "hardware_flops"))
+MEMORY_PARTS = tuple(
+    field.name for field in fields(Memory) if field.name not in ("capacity", "host", "margin", "headroom")
+)
+TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in ("spread", "hardware_flops"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a model. Figures are of one rank and one step; None: the accelerator's figures are not known."""
+    """One way to run a model. Figures are per rank and step; None: the accelerator's speed or memory is unknown."""
 
     config: RunConfig
     settings: Settings
@@ -141,7 +143,7 @@ def make_candidate(
 
 
 def _complexity(config: RunConfig, jobs: Jobs) -> float:
-    own = {name: np.atleast_1d(it) for name, it in job_columns(jobs).items()}
+    own = {name: np.atleast_1d(column) for name, column in job_columns(jobs).items()}
     every = np.atleast_1d(np.float64(config.parallel.recompute.every))
     return _single_value(layout_complexity({**own, "recompute_every": every}))
 
@@ -156,7 +158,7 @@ def _project(
 def _without_saves(time: StepTime) -> Percentiles:
     """Return the step time without saving, which the projection adds itself."""
     share = 1 - _single_value(time.checkpoint) / _single_value(time.step)
-    return _step_percentiles(time).through(lambda it: it * share)
+    return _step_percentiles(time).through(lambda seconds: seconds * share)
 
 
 def _step_percentiles(time: StepTime) -> Percentiles:

@@ -7,10 +7,10 @@ from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.reliability.failure_rate import Percentiles
 
 PART_LABELS = {
-    "tensor": "tp, exposed",
-    "context": "cp, exposed",
-    "data": "dp, exposed",
-    "pipeline": "pp, exposed",
+    "tensor": "exposed tp",
+    "context": "exposed cp",
+    "data": "exposed dp",
+    "pipeline": "exposed pp",
     "launch": "kernel launches",
     "checkpoint": "checkpoint stalls",
     "offload": "activations to host",

@@ -99,29 +99,29 @@ class Constants:
     memory_margin: float = 0.12
     """By how much less than predicted a job may need: no published run needed less than that of what it was told."""
     headroom: float = 0.05
-    """By how much more: fits is sure where this much is free too. From the spread of the residuals of memory."""
+    """By how much more: a job surely fits if this share is free as well. From the spread of memory residuals."""
     headroom_deepspeed: float = 0.3
-    """The same of DeepSpeed, whose residuals are wider: one run was out of memory where 0.79 of it was predicted."""
+    """headroom for DeepSpeed, whose residuals are wider: one run was out of memory with 0.79 of it predicted."""
     headroom_unmeasured: float = 0.1
-    """The same of hpc_train itself, of which no large run has been published."""
+    """headroom for hpc_train itself, of which no large run has been published."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
     residuals: tuple[StepResidual, ...] = ()
-    """What runs of a cluster tell of settings like theirs, beyond all constants: planner.discrepancy."""
+    """Corrections for settings similar to those of a cluster's measured runs; see fit_residuals."""
 
 
 MEMORY_CONSTANTS = ("activations", "fragmentation", "context")
-"""Constants of memory, which are fitted to memory."""
+"""The constants that are fitted to measured memory; the others are fitted to time."""
 
 
 def constant_bounds() -> dict[str, tuple[float, float]]:
     """Return the bounds of each constant that may be fitted."""
-    return {it.name: it.metadata["bounds"] for it in fields(Constants) if it.metadata}
+    return {field.name: field.metadata["bounds"] for field in fields(Constants) if field.metadata}
 
 
 def constant_values(constants: Constants) -> dict[str, float]:
-    """Name -> value of all that are numbers."""
-    return {it.name: getattr(constants, it.name) for it in fields(Constants) if it.name != "residuals"}
+    """Return the value of every constant that is a number, by name."""
+    return {field.name: getattr(constants, field.name) for field in fields(Constants) if field.name != "residuals"}
 
 
 def replace_values(constants: Constants, values: Mapping[str, float]) -> Constants:
@@ -131,8 +131,11 @@ def replace_values(constants: Constants, values: Mapping[str, float]) -> Constan
 
 
 def without_residuals(constants: Constants) -> Constants:
-    """Of a search: what a few runs tell of settings like theirs makes times better and picks worse, because settings
-    that nobody has measured are compared with it as they are without."""
+    """Return the constants that a search uses.
+
+    Residuals of a few measured runs improve times but worsen the choice: settings without a similar measured run are
+    compared uncorrected with corrected ones.
+    """
     return replace(constants, residuals=())
 
 
@@ -149,28 +152,28 @@ def cluster_constants(cluster: ClusterConfig) -> Constants:
 
 
 def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
-    """Replace fitted constants by measured ones: a bandwidth that a benchmark has reached is taken as reached."""
+    """Replace fitted constants by measured ones: a bandwidth that a benchmark reached is assumed to be reachable."""
     found: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
-        if told := measured.get_level(level):
-            found |= {f"{name}_efficiency": 1.0, f"{name}_latency": told.latency}
+        if measured_level := measured.get_level(level):
+            found |= {f"{name}_efficiency": 1.0, f"{name}_latency": measured_level.latency}
     if measured.device:
         found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
-    known = constant_values(constants)
-    found |= {name: it for name, it in measured.planner.items() if name in known}
-    if any(set(it.settings) != set(RESIDUAL_SETTINGS) for it in measured.residuals):
+    names = constant_values(constants)
+    found |= {name: value for name, value in measured.planner.items() if name in names}
+    if any(set(residual.settings) != set(RESIDUAL_SETTINGS) for residual in measured.residuals):
         raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
     return replace(replace_values(constants, found), residuals=measured.residuals)
 
 
 def read_constants(path: Path) -> Constants:
-    """Raises UserError, one line, for a file that holds no constants."""
+    """Read constants that `plan fit` wrote. Raises UserError for another file."""
     try:
         content = read_json(path)
         if content["version"] != CONSTANTS_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
-        known = constant_values(Constants())
-        values = {name: float(value) for name, value in content["constants"].items() if name in known}
+        names = constant_values(Constants())
+        values = {name: float(value) for name, value in content["constants"].items() if name in names}
         return replace_values(Constants(), values)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
@@ -179,7 +182,7 @@ def read_constants(path: Path) -> Constants:
 
 
 def write_constants(path: Path, constants: Constants, **about: object) -> None:
-    """Write constants as JSON, with whatever `about` says of where they come from."""
+    """Write constants as JSON. about: fields that describe where they come from."""
     path.write_text(
         json.dumps({"version": CONSTANTS_VERSION, **about, "constants": constant_values(constants)}, indent=1) + "\n"
     )
@@ -188,15 +191,16 @@ def write_constants(path: Path, constants: Constants, **about: object) -> None:
 Floats = NDArray[np.float64]
 
 RESIDUAL_SETTINGS = ("hidden", "sequence", "tp", "pp", "virtual_stages", "micro_batch")
-"""Columns that make settings alike. None is of a technique, whose order by time must not change within a layout."""
+"""Columns by which the similarity of settings is measured. Techniques are not among them: their order by time must
+not change within a layout."""
 RESIDUAL_LENGTH = 1.5
-"""Doublings of one setting, over which the likeness of two falls to exp(-1/2)."""
+"""Doublings of one setting over which the similarity of two jobs falls to exp(-1/2)."""
 RESIDUAL_DEVIATION = 0.1
-"""Standard deviation of the error, of log(time): with LENGTH from the residuals of all clusters, each left out once."""
+"""Standard deviation of the error of log(time). Both numbers are from all clusters' residuals, each left out once."""
 
 
 def error_correlation(one: Jobs, other: Jobs) -> Floats:
-    """[n, m] correlation of the errors of n jobs and of m others."""
+    """Return the correlation [n, m] of the errors of n jobs and m others."""
     a, b = (
         np.log2([np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]) for jobs in (one, other)
     )
@@ -205,21 +209,24 @@ def error_correlation(one: Jobs, other: Jobs) -> Floats:
 
 
 def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
-    """Of runs: errors, [n] of log(time), as a sum of likenesses. Runs alike share theirs: a matrix may be singular."""
+    """Express the errors of runs, [n] of log(time), as a sum of similarities. Equal runs make the matrix singular."""
     weights = np.linalg.pinv(error_correlation(jobs, jobs), rcond=1e-6, hermitian=True) @ errors
     settings = [np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]
     return tuple(
         StepResidual(
-            {name: float(it[row]) for name, it in zip(RESIDUAL_SETTINGS, settings, strict=True)}, float(weights[row])
+            {name: float(column[row]) for name, column in zip(RESIDUAL_SETTINGS, settings, strict=True)},
+            float(weights[row]),
         )
         for row in range(jobs.n)
     )
 
 
-def residual_factor(jobs: Jobs, known: Sequence[StepResidual]) -> Column:
-    """Return the factor on the time of each job that measured runs like it imply."""
+def residual_factor(jobs: Jobs, residuals: Sequence[StepResidual]) -> Column:
+    """Return the factor on each job's time that similar measured runs imply."""
     found = np.zeros(())
-    for it in known:
-        apart = sum((np.log2(getattr(jobs, name) / it.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(()))
-        found = found + it.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
+    for residual in residuals:
+        apart = sum(
+            (np.log2(getattr(jobs, name) / residual.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(())
+        )
+        found = found + residual.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
     return np.exp(found)

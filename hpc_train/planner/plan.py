@@ -63,21 +63,21 @@ MAX_FRONT_POINTS = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a request."""
+    """The result of planning a request."""
 
     request: PlanRequest
     candidates: list[Candidate]
-    """The best first."""
+    """Best first."""
     front: list[Candidate]
     """Pareto front of time per token, memory and GPU-hours per token."""
     searched: int
-    """Candidates of all spaces."""
+    """Number of candidates in all search spaces."""
     estimated: int
-    """Those that no bound ruled out."""
+    """Number of candidates that no bound ruled out."""
     seconds: float
     """Time that planning took."""
     baselines: list[BaselineLayout] = field(default_factory=list)
-    """Familiar layouts, with the world and batch of the best candidate."""
+    """Baseline layouts, with the world and batch of the best candidate."""
     overrides: tuple[str, ...] = ()
     """Overrides that the request was made from, for a command that runs the best candidate."""
     config_dir: str | None = None
@@ -85,9 +85,9 @@ class Plan:
     quickest: Candidate | None = None
     """Candidate with the smallest objective of all; the best is equal to it and may be simpler."""
     advice: list[Advice] = field(default_factory=list)
-    """What could be better about the best."""
+    """Advice on the best candidate."""
     notes: list[str] = field(default_factory=list)
-    """What is not known or not counted, one line each."""
+    """What is unknown or not counted, one line each."""
     outside: str | None = None
     """Why the plan's limits leave no candidate; None: they leave some."""
 
@@ -117,7 +117,7 @@ class PlanOptions:
     show_all: bool = False
     """Print everything, not only the 40 most important lines."""
     baselines: bool = True
-    """Also search the familiar layouts."""
+    """Also search the baseline layouts."""
 
 
 def plan_overrides(overrides: Sequence[str], config_dir: str | None = None, options: PlanOptions | None = None) -> Plan:
@@ -144,8 +144,8 @@ def make_plan(
 ) -> Plan:
     """Estimate the run if it is given completely, else search for the best one.
 
-    top: number of candidates to report; the best does not depend on it. baselines: also search the familiar layouts,
-    which takes a tenth of the time again. Raises UserError for a model that cannot be planned, for a run that cannot
+    top: number of candidates to report; the best does not depend on it. baselines: also search the baseline layouts,
+    which takes another tenth of the time. Raises UserError for a model that cannot be planned, for a run that cannot
     be, and if no layout has the ranks.
     """
     began = time.perf_counter()
@@ -161,7 +161,11 @@ def make_plan(
     found = _find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
     if not found.searched:
         raise UserError(_explain_no_layout(request))
-    allowed = found.candidates if request.complete else [it for it in found.candidates if is_within_limits(it)]
+    allowed = (
+        found.candidates
+        if request.complete
+        else [candidate for candidate in found.candidates if is_within_limits(candidate)]
+    )
     ranked = rank_candidates(allowed, objective)
     best = ranked[0] if ranked else None
     outside = explain_no_candidate(config.plan, found.candidates) if found.candidates and not allowed else None
@@ -195,13 +199,10 @@ def _explain_no_layout(request: PlanRequest) -> str:
 def _list_notes(config: RunConfig, best: Candidate | None, outside: str | None) -> list[str]:
     """List what the plan does not know or count."""
     missing = [line.partition(" is not known")[0] for line in list_assumptions(config.cluster, config.precision.name)]
-    notes = [f"{name} is not known: what depends on it is not told" for name in missing]
-    if (dropout := getattr(config.model, "dropout", 0.0)) > 0:
-        what = "what it keeps for the backward is not counted in activations"
-        notes.insert(0, f"model.dropout={dropout:g}: {what}; see `hpc-train plan rehearse`")
+    notes = [f"{name} is unknown: nothing that depends on it is estimated" for name in missing]
     if best and (nodes := first_nodes(best.config, best.ranks)):
         where = f"placed on {nodes[0]} to {nodes[-1]} of {config.cluster.topology}"
-        notes.append(f"which nodes it gets is not known: {where}")
+        notes.append(f"which nodes the job will get is unknown: {where}")
     return [*notes, outside] if outside else notes
 
 
@@ -297,14 +298,14 @@ def _search_fewest_nodes(
     found = _FoundCandidates()
     for ranks in request.growing:
         world = _search_world(request, basis, ranks, fixed, keep)
-        sure = [it for it in world.candidates if it.fits == "yes"]
+        sure = [candidate for candidate in world.candidates if candidate.fits == "yes"]
         slower = (
             sure
             and found.candidates
             and quickest_seconds_per_token(sure) > _WORTH_MORE_NODES * quickest_seconds_per_token(found.candidates)
         )
         found = replace(found + world, candidates=world.candidates or found.candidates)
-        if any(is_within_deadline(it) for it in sure) or slower:
+        if any(is_within_deadline(candidate) for candidate in sure) or slower:
             break
     return found
 
@@ -384,9 +385,9 @@ def _thin_front(rated: RatedCandidates) -> RatedCandidates:
 
 
 def _compare_baselines(plan: Plan, basis: _EstimateBasis, found: _FoundCandidates) -> list[BaselineLayout]:
-    """Compare each familiar layout with the best candidate, in its world and with its batch.
+    """Compare each baseline with the best candidate, in its world and with its batch.
 
-    If nothing fits, they have the largest world that was asked for.
+    If nothing fits, the largest requested world is used.
     """
     request, best = plan.request, plan.best
     if not basis.searchable or not (best or request.ranks):
@@ -398,12 +399,12 @@ def _compare_baselines(plan: Plan, basis: _EstimateBasis, found: _FoundCandidate
     for kind in baseline_kinds(space, count_ranks_per_node(request.config)):
         restricted = None if kind.impossible else restrict_space(space, kind)
         if restricted is None:
-            rows.append(BaselineLayout(kind.name, None, kind.impossible or "not with what was given"))
+            rows.append(BaselineLayout(kind.name, None, kind.impossible or "not possible with the given settings"))
             continue
         rated = find_best_variant(_search_base(request.config, batch), restricted, without_residuals(basis.constants))
         candidate = next(_estimate_rated(request, rated, ranks, batch, constants, basis), None)
         if candidate is None:
-            rows.append(BaselineLayout(kind.name, None, "no way of it divides the model and the batch"))
+            rows.append(BaselineLayout(kind.name, None, "no variant divides the model and the batch"))
         else:
             why = explain_why_not_best(best, candidate, plan.equals_best(candidate))
             rows.append(BaselineLayout(kind.name, candidate, why))

@@ -1,7 +1,7 @@
-"""Rank candidates: the objective decides, and of candidates that no estimate tells apart the simplest comes first.
+"""Rank candidates by the objective; of candidates too close to tell apart the simplest comes first.
 
-Candidates that surely fit come before those that may fit, and those before the ones that do not. plan.budget and
-plan.deadline_days leave out what costs or takes too much.
+Candidates that surely fit come before those that may fit, and these before those that do not. plan.budget and
+plan.deadline_days exclude candidates.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def explain_no_candidate(plan: PlanConfig, candidates: Sequence[Candidate]) -> s
     limits = {"plan.budget": plan.budget, "plan.deadline_days": plan.deadline_days}
     given = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
     cheapest, quickest = min(candidates, key=_least_money), min(candidates, key=_days)
-    facts = [f"the quickest takes {_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
+    facts = [f"the fastest takes {_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
     if _least_money(cheapest) < float("inf"):
         facts = [f"the cheapest costs {_least_money(cheapest):,.4g} ({cheapest.ranks:,} ranks)", *facts]
-    return f"{given}: nothing that fits keeps to it: {', '.join(facts)}"
+    return f"{given}: no candidate that fits meets it: {', '.join(facts)}"
 
 
 def _least_money(candidate: Candidate) -> float:

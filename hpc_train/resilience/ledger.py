@@ -18,9 +18,19 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-ACTIVITIES = ("start", "load", "step", "data", "save", "evaluate", "drain")
-"""What rank 0 is doing: it starts (imports, rendezvous, building the model), loads a checkpoint, makes steps, waits for
-data, waits for a save, evaluates, ends after a stop."""
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
+
+ACTIVITIES = {
+    Phase.START: "start",
+    Phase.LOAD: "load",
+    Phase.FIRST_STEP: "step",
+    Phase.STEP: "step",
+    Phase.DATA: "data",
+    Phase.EVALUATE: "evaluate",
+    Phase.SAVE: "save",
+    Phase.END: "drain",
+}
+"""Names of a rank's phases in goodput.jsonl."""
 CLASSES = {
     "queue": "waiting for nodes",
     "start": "starting: imports, rendezvous, model",
@@ -38,26 +48,11 @@ CLASSES = {
 }
 """Classes of the ledger, and what they mean."""
 _SECONDS_BETWEEN_LINES = 5.0
+GOODPUT = "goodput.jsonl"
+"""File in a run directory."""
 
 
 # --- write
-
-
-class ActivityClock:
-    """Adds up the seconds of each activity of this process. Costs two calls of a clock for each change."""
-
-    def __init__(self, started: float) -> None:
-        """started: time.monotonic() at which this process began; since then it has been starting."""
-        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
-        self.activity = "start"
-        self._since = started
-
-    def enter(self, activity: str) -> str:
-        """Begin an activity; returns the one that ends."""
-        now, before = time.monotonic(), self.activity
-        self.seconds[before] += now - self._since
-        self.activity, self._since = activity, now
-        return before
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class LedgerLine:
     """A line of goodput.jsonl: what a process has spent its time on so far."""
 
     attempt: int
-    restart: int
     time: float
     """Seconds since the epoch."""
     step: int
@@ -81,28 +75,30 @@ class LedgerLine:
 class LedgerFile:
     """Appends lines to goodput.jsonl. A disk that is full does not stop the run: the lines end, and that is said."""
 
-    def __init__(self, path: Path, attempt: int, restart: int, nodes: int) -> None:
-        self._path, self._attempt, self._restart, self._nodes = path, attempt, restart, nodes
+    def __init__(self, path: Path, attempt: int, nodes: int) -> None:
+        self._path, self._attempt, self._nodes = path, attempt, nodes
         self._next = 0.0
         self.failure: str | None = None
         """Why lines are missing; None if none is."""
 
-    def write(self, clock: ActivityClock, step: int, due: bool = False, ended: bool = False) -> None:
-        """Append a line, if the last one is 5 s old, or if it is due: at a save, an evaluation or the end."""
+    def write(self, heartbeat: Heartbeat, step: int, due: bool = False, ended: bool = False) -> None:
+        """Append a line, if the last one is 5 s old, or if it is due: at a save or at the end."""
         now = time.monotonic()
         if now < self._next and not due and not ended:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
-        clock.enter(clock.activity)
-        line = LedgerLine(self._attempt, self._restart, time.time(), step, _rounded(clock.seconds), self._nodes, ended)
+        line = LedgerLine(self._attempt, time.time(), step, _sum_activities(heartbeat), self._nodes, ended)
         try:
             _append_line(self._path, json.dumps(asdict(line)))
         except OSError as error:
             self.failure = self.failure or f"{self._path.name}: {error.strerror}"
 
 
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in seconds.items() if value}
+def _sum_activities(heartbeat: Heartbeat) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for phase, value in heartbeat.seconds().items():
+        seconds[ACTIVITIES[phase]] = round(seconds.get(ACTIVITIES[phase], 0.0) + value, 4)
+    return seconds
 
 
 def _append_line(path: Path, text: str) -> None:
@@ -127,12 +123,12 @@ def parse_ledger(text: str) -> list[LedgerLine]:
 
 
 def _is_sound(line: LedgerLine) -> bool:
-    whole = (line.attempt, line.restart, line.step, line.nodes)
+    whole = (line.attempt, line.step, line.nodes)
     numbers = (line.time, *line.seconds.values())
     return (
         all(type(value) is int and value >= 0 for value in whole)
         and all(isinstance(value, (int, float)) and 0 <= value < 1e12 for value in numbers)
-        and set(line.seconds) <= set(ACTIVITIES)
+        and set(line.seconds) <= set(ACTIVITIES.values())
     )
 
 
@@ -141,10 +137,11 @@ def _is_sound(line: LedgerLine) -> bool:
 
 @dataclass(frozen=True)
 class Period:
-    """One start of the ranks: an attempt of the job, or a restart within it. Times are seconds since the epoch."""
+    """One start of the ranks. Times are seconds since the epoch."""
 
     attempt: int
-    restart: int
+    job: str
+    """Allocation that it ran in: a further start in the same one is a restart."""
     began: float
     ended: float
     """When its ranks were gone; now, if they are not."""
@@ -196,7 +193,7 @@ def account_run(periods: Sequence[Period], submitted: float, saved: int) -> Ledg
     for index, period in enumerate(periods):
         end_before = before.ended if before else submitted
         waited = max(0.0, period.began - end_before) * (period.nodes + period.spares)
-        same_job = before is not None and before.attempt == period.attempt
+        same_job = before is not None and before.job == period.job
         ledger.seconds["restart" if same_job else "queue"] += waited
         _account_period(ledger, period, _resumed_after(periods[index + 1 :], saved))
         before = period

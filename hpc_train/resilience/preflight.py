@@ -14,8 +14,10 @@ the slow end of a link; then the pair is named, and no node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from hpc_train.interfaces import World
 from hpc_train.messages import Codec, all_gather_values
+from hpc_train.regular_files import read_json
 from hpc_train.timing import time_calls
 
 OUTLIER_SCORE = 3.5
@@ -115,6 +118,32 @@ def run_preflight(world: World, host: str, sizes: ProbeSizes, earlier: Sequence[
     return Preflight(nodes, slow)
 
 
+FILE = "preflight.json"
+"""File in an attempt's log directory."""
+
+
+def check_nodes(kind: str, world: World, host: str, logs: Path) -> Preflight:
+    """Measure the job's nodes before its first step; the caller writes the result to FILE. A collective.
+
+    kind: resilience.preflight, "quick" or "full". logs: log directory of the attempt; figures of earlier attempts of
+    the run beside it are compared with.
+    """
+    sizes = SIZES[kind, world.device.type]
+    earlier = _gather(read_earlier_figures(logs) if world.rank == 0 else [])[0]
+    return run_preflight(world, host, sizes, earlier)
+
+
+def read_earlier_figures(logs: Path) -> list[NodeFigures]:
+    """Return the figures that the latest earlier attempt of the run measured; [] if there is none."""
+    numbers = sorted((int(path.name) for path in logs.parent.glob("*/") if path.name.isdecimal()), reverse=True)
+    for number in numbers:
+        if number < int(logs.name):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                nodes = read_json(logs.parent / str(number) / FILE)["nodes"]
+                return [NodeFigures(**{**node, "partners": tuple(node["partners"])}) for node in nodes]
+    return []
+
+
 # --- measure
 
 
@@ -158,7 +187,7 @@ class _RankFigures:
 
 
 def _gather(value: Any) -> list[Any]:
-    return all_gather_values(value, codec=Codec((_RankFigures,)))
+    return all_gather_values(value, codec=Codec((_RankFigures, NodeFigures)))
 
 
 def _measure_alone(world: World, sizes: ProbeSizes) -> tuple[float, float]:

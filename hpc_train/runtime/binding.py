@@ -92,7 +92,7 @@ class RankBinding:
         """Describe in a few words what this rank is bound to, or why it is not."""
         if not self.binding.cpus:
             return self.binding.reason
-        where = f"processors {format_cpus(self.binding.cpus)}, {self.binding.reason}"
+        where = f"CPUs {format_cpus(self.binding.cpus)}, {self.binding.reason}"
         if self.binding.memory is None:
             return where
         if self.memory_problem:

@@ -1,9 +1,9 @@
-"""Traffic of each mesh axis in one step, as Flows: which collective, over which axes, how many bytes in how many calls.
+"""Flows of each technique: which collective, over which mesh axes, how many bytes in how many calls per step.
 
-One section a technique, in the order of the mesh: data parallelism (DDP's buckets, what compression makes of them, what
-fully_shard gathers and reduces, parameter servers), tensor, context and pipeline parallelism, and the few bytes that
-every step sums over all ranks. Each function takes sizes and counts only; traffic.flows takes these from a run.
-tests/traffic compares every one with what the trainer really sends.
+One section per technique, in the order of the mesh: data parallelism (DDP's buckets, compression, fully_shard,
+parameter servers), tensor, context and pipeline parallelism, and the few scalars that every step sums over all ranks.
+The functions take sizes and counts only; flows.py computes these from a run. tests/traffic compares every flow with
+what the trainer really sends.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of collective of one step, as every group of an axis runs it."""
+    """One kind of collective in a step, as every group of its axes runs it."""
 
     axes: tuple[str, ...]
-    """Mesh axes whose ranks form the groups: ("tp",), or ("dp_shard", "cp") where both are one group."""
+    """Mesh axes whose ranks form the groups: ("tp",), or ("dp_shard", "cp") if both form one group."""
     collective: Collective
     bytes: float
-    """Of one call, by the definition of nccl-tests: all_reduce, broadcast and reduce: the buffer; all_gather and
-    reduce_scatter: the whole of it, all ranks' parts together; all_to_all: what a rank sends in all, its own part
-    counted; send_recv: the message to the next rank of the axis."""
+    """Size of one call as nccl-tests defines it. all_reduce, broadcast and reduce: the buffer; all_gather and
+    reduce_scatter: all ranks' parts together; all_to_all: all that a rank sends, including its own part; send_recv: the
+    message to the next rank of the axis."""
     calls: float
-    """Of one step; on a pipeline, the most that any stage makes."""
+    """Calls in a step; on a pipeline, those of the stage that makes most."""
     what: str
-    """What is moved: gradients, parameters, activations, ..."""
+    """The content: gradients, parameters, activations, ..."""
     ring: bool = True
     """send_recv: whether the last rank of the axis sends to the first (ring attention) or not (a pipeline)."""
 
 
 FIRST_BUCKET_BYTES = 1 * MIB
-"""Bytes of the first bucket of DistributedDataParallel where the user names no size, so that it leaves early."""
+"""Size of DistributedDataParallel's first bucket if the user sets none: small, so that it is sent early."""
 BUCKET_MIB = 25
-"""MiB of the others, and of what fully_shard groups where parameters stay gathered."""
+"""Size of the other buckets, and of fully_shard's groups if parameters stay gathered."""
 
 
 def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
-    """Bytes of each bucket of DistributedDataParallel.
+    """Return the bytes of each bucket of DistributedDataParallel.
 
-    sizes: bytes of every gradient in the order in which they are ready. limit_mib: parallel.bucket_mib. A bucket is
+    sizes: bytes of every gradient, in the order in which they are ready. limit_mib: parallel.bucket_mib. A bucket is
     closed by the gradient that fills it.
     """
     limits = [FIRST_BUCKET_BYTES, BUCKET_MIB * MIB] if limit_mib is None else [limit_mib * MIB]
@@ -62,9 +62,9 @@ def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
 
 
 def fsdp_groups(block: float, blocks: int, ends: float, limit_mib: float | None) -> int:
-    """Groups of whole blocks that fully_shard gathers together, of a part of the model whose parameters stay gathered.
+    """Return how many groups of whole blocks fully_shard gathers together if parameters stay gathered.
 
-    block, ends: bytes of one block and of what is in none. 0: everything is one group, together with the ends.
+    block, ends: bytes of one block, and of the parameters in no block. 0: everything, ends included, is one group.
     """
     limit = (BUCKET_MIB if limit_mib is None else limit_mib) * MIB
     if block * blocks + ends <= limit:
@@ -86,17 +86,17 @@ class ParameterUses:
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Groups of parameters that are alike: each is gathered, and reduced, by one collective."""
+    """Equal groups of parameters; one collective gathers or reduces a group."""
 
     what: str
     numbers: float
-    """Of one such group: what one rank of tp holds, filled up to equal shards; the mean where groups differ."""
+    """Elements of one group on a tp rank, padded to equal shards; the mean if groups differ."""
     groups: int
     uses: ParameterUses
 
 
 def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:
-    """Count the uses of the parameters of blocks. split: micro-batches whose backward is split."""
+    """Count how often blocks are gathered and reduced. split: micro-batches whose backward is split."""
     zero = ZERO_STAGE[strategy]
     return ParameterUses(
         count_block_gathers(zero, reshard, pp, micro_batches, split), count_reductions(zero, micro_batches)
@@ -104,7 +104,7 @@ def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, 
 
 
 def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:
-    """Count the uses of the parameters in no block."""
+    """Count how often the parameters in no block are gathered and reduced."""
     zero = ZERO_STAGE[strategy]
     return ParameterUses(
         count_end_gathers(zero, reshard, pp, micro_batches, split), count_reductions(zero, micro_batches)
@@ -112,7 +112,7 @@ def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, sp
 
 
 def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
-    """Return ddp's flows: every bucket of gradients once a step. buckets: bytes of each."""
+    """Return the flows of ddp: each bucket of gradients once per step. buckets: bytes of each."""
     if not axes:
         return []
     return [Flow(axes, "all_reduce", sum(buckets) / len(buckets), len(buckets), "gradients")]
@@ -121,34 +121,34 @@ def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
 def fsdp_flows(
     shard: Axes, replicate: Axes, shards: int, groups: Sequence[ShardGroup], compute: int, reduce: int
 ) -> list[Flow]:
-    """fully_shard over the axes `shard`, of `shards` ranks together, and copies over the axes `replicate`.
+    """Return the flows of fully_shard over the axes `shard`, `shards` ranks in total, with replicas over `replicate`.
 
-    compute, reduce: bytes of a gathered parameter and of a reduced gradient. Over copies a shard is reduced once.
+    compute, reduce: bytes of a gathered parameter and of a reduced gradient. A shard is reduced over replicas once.
     """
     flows = []
-    for it in groups:
-        if shard and it.numbers:
-            gathered, scattered = it.groups * it.uses.gathers, it.groups * it.uses.reductions
-            flows.append(Flow(shard, "all_gather", it.numbers * compute, gathered, f"parameters of {it.what}"))
-            flows.append(Flow(shard, "reduce_scatter", it.numbers * reduce, scattered, f"gradients of {it.what}"))
-        if replicate and it.numbers:
-            size = it.numbers * reduce / shards
-            flows.append(Flow(replicate, "all_reduce", size, it.groups, f"gradients of {it.what}"))
+    for group in groups:
+        if shard and group.numbers:
+            gathered, scattered = group.groups * group.uses.gathers, group.groups * group.uses.reductions
+            flows.append(Flow(shard, "all_gather", group.numbers * compute, gathered, f"parameters of {group.what}"))
+            flows.append(Flow(shard, "reduce_scatter", group.numbers * reduce, scattered, f"gradients of {group.what}"))
+        if replicate and group.numbers:
+            size = group.numbers * reduce / shards
+            flows.append(Flow(replicate, "all_reduce", size, group.groups, f"gradients of {group.what}"))
     return flows
 
 
-_SCALE = 8
-"""Bytes in which ranks agree on the largest gradient of a bucket, for fp16."""
+_SCALE_BYTES = 8
+"""Size of the largest gradient of a bucket, on which ranks agree before casting to fp16."""
 
 
 def cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flow]:
     """Return the flows of gradients sent in two bytes each (fp16, bf16)."""
     sent = [Flow(axes, "all_reduce", 2 * numbers / calls, calls, "gradients in two bytes")]
-    return sent + ([Flow(axes, "all_reduce", _SCALE, calls, "largest gradients")] if scaled else [])
+    return sent + ([Flow(axes, "all_reduce", _SCALE_BYTES, calls, "largest gradients")] if scaled else [])
 
 
 def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, calls: int, item: int) -> list[Flow]:
-    """Return PowerSGD's flows: two products a matrix, of `rank` columns, if they are less than it; all else in full."""
+    """Return the flows of PowerSGD: two factors of `rank` columns per matrix if they are smaller; the rest in full."""
     first = second = 0
     for rows, *others in shapes:
         columns = _product(others)
@@ -161,7 +161,7 @@ def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, cal
 
 
 def topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int, item: int) -> list[Flow]:
-    """Return the flows of top-k: every rank gathers the values of all and, in four bytes, their places."""
+    """Return the flows of top-k: every rank gathers the values of all ranks and their indices, four bytes each."""
     each = max(1.0, ratio * numbers / calls) * ranks
     return [
         Flow(axes, "all_gather", each * item, calls, "largest gradients"),
@@ -176,12 +176,12 @@ def _product(sizes: Sequence[int]) -> int:
     return total
 
 
-_ADAM = 3
-"""Parameters and the two moments of AdamW: what a worker fetches and puts back where it updates by itself."""
+_ADAM_TENSORS = 3
+"""Parameters and AdamW's two moments, which a worker that updates by itself fetches and puts back."""
 
 
 def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -> list[Flow]:
-    """size: bytes of all parameters.
+    """Return the flows of parameter servers. size: bytes of all parameters.
 
     synchronous: every rank adds its gradient to each server's share and reads the new parameters. asynchronous: it
     reads the parameters, then fetches each share with its state and puts it back. peer: it reads the parameters of the
@@ -198,8 +198,8 @@ def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -
             Flow(axes, "broadcast", share, servers, "parameters"),
         ]
     return [
-        Flow(axes, "reduce", _ADAM * share, servers, "parameters and optimizer state"),
-        Flow(axes, "broadcast", (1 + _ADAM) * share, servers, "parameters and optimizer state"),
+        Flow(axes, "reduce", _ADAM_TENSORS * share, servers, "parameters and optimizer state"),
+        Flow(axes, "broadcast", (1 + _ADAM_TENSORS) * share, servers, "parameters and optimizer state"),
     ]
 
 
@@ -230,9 +230,9 @@ def count_block_calls(sequence: bool) -> TensorCalls:
 
 
 def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
-    """Count the calls of a recomputed block, which stops before the sum at its end: nothing needs its result.
+    """Count the calls of a recomputed block. Recomputation stops before the last sum, whose result is not needed.
 
-    Asynchronous, that sum is one with the product before it, whose input is needed.
+    With asynchronous tensor parallelism that sum is part of the product before it, whose input is needed.
     """
     if not sequence:
         return TensorCalls(reductions=1)
@@ -240,20 +240,20 @@ def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
 
 
 def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
-    """Count the calls of the embedding, and as many of the head; vocabulary: they are split."""
+    """Count the calls of the embedding; the head has as many. vocabulary: whether they are split."""
     if vocabulary:
         return TensorCalls(gathers=1, scatters=1) if sequence else TensorCalls(reductions=1)
     return TensorCalls(gathers=1) if sequence else TensorCalls()
 
 
 def tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[Flow]:
-    """hidden: bytes of all positions of a micro-batch, (B, T, hidden)."""
+    """Return the flows of activations over tp. hidden: bytes of a micro-batch's hidden states (B, T, hidden)."""
     kinds = ((calls.gathers, "all_gather"), (calls.scatters, "reduce_scatter"), (calls.reductions, "all_reduce"))
     return [Flow(TENSOR_AXES, kind, hidden, count * micro_batches, "activations") for count, kind in kinds if count]  # type: ignore[arg-type]
 
 
 def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
-    """Return the flows if products overlap with messages: each gather and scatter is a ring, a few pieces a shard."""
+    """Return the flows if products overlap with messages: each gather or scatter is a ring of pieces of a shard."""
     shard = hidden / tp
     pieces = max(1, min(_MOST_CHUNKS, int(shard // _CHUNK)))
     count = (calls.gathers + calls.scatters) * (tp - 1) * pieces * micro_batches
@@ -261,9 +261,9 @@ def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp:
 
 
 def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
-    """A split vocabulary's cross entropy: the largest logit, then the normaliser and the logit of the target.
+    """Return the flows of the loss over a split vocabulary: largest logits, then normalisers and target logits.
 
-    tokens: of a micro-batch; item: bytes of what losses are computed in.
+    tokens: tokens of a micro-batch. item: bytes of a number in the loss.
     """
     return [
         Flow(TENSOR_AXES, "all_reduce", tokens * item, micro_batches, "largest logits"),
@@ -272,7 +272,7 @@ def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
 
 
 def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flow]:
-    """Gradients of parameters that all ranks hold, one call for each; sizes: their numbers of elements."""
+    """Return the sums over tp of gradients of parameters that all ranks hold. sizes: elements, one call each."""
     if not sizes:
         return []
     mean = sum(sizes) * item / len(sizes)
@@ -280,9 +280,9 @@ def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flo
 
 
 def assign_kv_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """The key and value heads that the query heads of a rank attend to, each for equally many of them in turn.
+    """List the key and value heads that the query heads of a rank attend to, each for equally many of them in turn.
 
-    One is listed again where that is the only way.
+    A head is listed more than once if there is no other way.
     """
     own = heads // ranks
     wanted = [(rank * own + head) * kv_heads // heads for head in range(own)]
@@ -296,9 +296,9 @@ CONTEXT_AXES = ("cp",)
 
 
 def ring_attention_flows(cp: int, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
-    """Ring attention (Liu et al. 2023, arXiv:2310.01889).
+    """Return the flows of ring attention (Liu et al. 2023, arXiv:2310.01889).
 
-    keys: numbers in the keys of a rank's positions, and as many in the values. item: bytes of one; gradients travel in
+    keys: elements of the keys of a rank's positions; the values have as many. item: bytes of one; gradients travel in
     four bytes at least. forwards, backwards: attentions of a step, those that are recomputed counted as forwards.
     """
     gradient = max(item, 4)
@@ -309,9 +309,9 @@ def ring_attention_flows(cp: int, keys: float, item: int, forwards: int, backwar
 
 
 def ulysses_flows(queries: float, keys: float, item: int, passes: int) -> list[Flow]:
-    """All-to-all around attention (Jacobs et al. 2023, arXiv:2309.14509).
+    """Return the flows of Ulysses: all-to-all around attention (Jacobs et al. 2023, arXiv:2309.14509).
 
-    queries, keys: numbers in what a rank has of each, heads that go to several ranks as often as they go. passes:
+    queries, keys: elements of each on a rank; heads that go to several ranks count as often as they are sent. passes:
     forwards and backwards of a step, each four exchanges: q, k, v and the result.
     """
     return [
@@ -324,10 +324,11 @@ PIPELINE_AXES = ("pp",)
 
 
 def count_edges(placement: Sequence[int]) -> tuple[float, int]:
-    """(messages between neighbouring ranks, messages from the last rank to the first) of one micro-batch, one way.
+    """Count the messages of one micro-batch, one way: (between neighbouring ranks, from the last rank to the first).
 
-    placement: the rank of each stage. The first is a mean over the pp - 1 pairs of neighbours; it leaves out one for
-    each round of the second, in which every rank sends to the next. A V sends twice over each pair of neighbours.
+    placement: the rank of each stage. The first number is a mean over the pp - 1 pairs of neighbours. A message from
+    the last rank to the first is one of a round in which every rank sends to the next, so each such round is left out
+    of the first number. A V-shaped placement sends twice between each pair of neighbours.
     """
     ranks = max(placement) + 1
     hops = [after - before for before, after in pairwise(placement) if after != before]
@@ -339,7 +340,7 @@ def count_edges(placement: Sequence[int]) -> tuple[float, int]:
 
 
 def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> list[Flow]:
-    """hidden: bytes of what goes from stage to stage with one micro-batch; its gradient takes as many back."""
+    """Return the flows between stages. hidden: bytes of a micro-batch's activations; the gradients have as many."""
     chain, rounds = count_edges(placement)
     flows = []
     for what in ("activations", "gradients of activations"):
@@ -351,15 +352,15 @@ def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> 
 
 
 def tied_embedding_flows(size: float) -> list[Flow]:
-    """The first and the last stage send each other their gradient of the embedding, of `size` bytes on a rank.
+    """Return the exchange of the tied embedding's gradients between first and last stage, `size` bytes on a rank.
 
-    Given as a round, of which only the step from the last rank to the first is really taken, both ways.
+    Counted as a ring round, of which only the message between the last and the first rank is sent, both ways.
     """
     return [Flow(PIPELINE_AXES, "send_recv", size, 1, "gradients of the tied embedding")]
 
 
 def scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
-    """The number of targets and of ranks asked to stop, the loss, and the gradient norm where it is not known."""
+    """Return the small sums of a step: targets and stop requests, loss, and the gradient norm if it needs a sum."""
     if not axes:
         return []
     return [

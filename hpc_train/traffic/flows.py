@@ -1,4 +1,4 @@
-"""Compute what a run's mesh axes move in one step, from shapes, degrees, strategy and formats of its configuration."""
+"""Compute the traffic of a run's mesh axes in one step, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
-from hpc_train.traffic import axes as compression
+from hpc_train.traffic import axes as axis_flows
 from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
@@ -23,36 +23,42 @@ Parts = tuple[StagePart, ...]
 
 
 def compute_flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple[Flow, ...]:
-    """Return what every axis moves in a step of training on `world` ranks; an axis of one rank moves nothing.
+    """Return the flows of every axis in one training step on `world` ranks; an axis of one rank has none.
 
-    On a pipeline: what the stage moves that moves most, for each technique by itself. Not counted: evaluations, the
-    gradient noise scale, and warm-up steps of compression.
-    parameters: of a model=custom, whose shape only it knows; its blocks are taken to be one.
-    Raises UserError for a custom model without that number, or spread over more than the data-parallel axes.
+    On a pipeline, each technique counts the stage with most traffic. Not counted: evaluations, the gradient noise
+    scale, and the warm-up steps of gradient compression.
+    parameters: number of parameters of a model=custom, which is counted as a single block.
+    Raises UserError for a custom model without that number, or with degrees other than data-parallel ones.
     """
     degrees = resolve_degrees(config.parallel, world)
     weights = list_weights(config.model)
     if weights is None:
-        return tuple(_custom(config, degrees, parameters))
+        return tuple(_custom_model_flows(config, degrees, parameters))
     job = _Job(config, config.model, degrees, step_work(config, degrees), weights)
-    return (*job.over_data(), *job.over_tensor(), *job.over_context(), *job.over_pipeline(), *_sums(config, degrees))
+    return (
+        *job.data_flows(),
+        *job.tensor_flows(),
+        *job.context_flows(),
+        *job.pipeline_flows(),
+        *_scalar_flows(config, degrees),
+    )
 
 
-def _sums(config: RunConfig, degrees: Degrees) -> list[Flow]:
-    """Of a few bytes; an asynchronous worker waits for nobody, and servers take the norm themselves."""
+def _scalar_flows(config: RunConfig, degrees: Degrees) -> list[Flow]:
+    """Return the small sums of every step; asynchronous workers have none."""
     if config.parallel.server.mode == "asynchronous":
         return []
-    return scalar_flows(_present(degrees, AXES), is_sharded(config, degrees))
+    return scalar_flows(_axes_in_use(degrees, AXES), is_sharded(config, degrees))
 
 
-def _present(degrees: Degrees, axes: Iterable[str]) -> tuple[str, ...]:
+def _axes_in_use(degrees: Degrees, axes: Iterable[str]) -> tuple[str, ...]:
     """Return the axes that have more than one rank."""
     return tuple(axis for axis in axes if getattr(degrees, axis) > 1)
 
 
-def _most(candidates: Iterable[list[Flow]]) -> list[Flow]:
-    """Return the flows of the stage that moves most."""
-    return max(candidates, key=lambda found: sum(flow.bytes * flow.calls for flow in found))
+def _largest_flows(stages: Iterable[list[Flow]]) -> list[Flow]:
+    """Return the flows of the stage that moves most bytes."""
+    return max(stages, key=lambda flows: sum(flow.bytes * flow.calls for flow in flows))
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class _Job:
 
     @property
     def sequence(self) -> bool:
-        """Whether tp splits positions; a vision transformer's it does not."""
+        """Whether tp splits positions; never those of a vision transformer."""
         return self.config.parallel.tensor.sequence and isinstance(self.model, TransformerConfig)
 
     @property
@@ -76,179 +82,188 @@ class _Job:
 
     @property
     def hidden(self) -> float:
-        """Numbers in the hidden states of a micro-batch on a rank, all of its positions."""
+        """Elements of the hidden states of a micro-batch on a rank, with all its positions."""
         assert isinstance(self.model, (TransformerConfig, VisionTransformerConfig))
         return self.work.sequences * self.work.positions * self.model.hidden
 
-    def _over_stages(self, moved: Callable[[Parts], list[Flow]]) -> list[Flow]:
+    def _of_largest_stage(self, flows_of: Callable[[Parts], list[Flow]]) -> list[Flow]:
         ranks = stage_parts(self.config, self.degrees.pp, self.weights.blocks, self.work.micro_batches)
-        return _most(moved(parts) for parts in dict.fromkeys(ranks))
+        return _largest_flows(flows_of(parts) for parts in dict.fromkeys(ranks))
 
-    def _recomputed(self, parts: Parts) -> int:
-        """Blocks of these stages whose forward runs twice."""
+    def _count_recomputed(self, parts: Parts) -> int:
+        """Count the blocks of these stages whose forward runs twice."""
         options = self.config.parallel.recompute
         return sum(-(-part.blocks // options.every) for part in parts) if options.mode != "none" else 0
 
-    def _held(self, weights: Iterable[Weight]) -> int:
+    def _held_elements(self, weights: Iterable[Weight]) -> int:
         shards = self.degrees.dp_shard * self.degrees.cp
         return held_elements(weights, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, shards))
 
-    def _ends(self, part: StagePart) -> list[Weight]:
-        """Return the weights that a stage has beside its blocks."""
-        found = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
-        return [*found, self.weights.tied] if self.weights.tied and part.last and not part.first else found
+    def _end_weights(self, part: StagePart) -> list[Weight]:
+        """List the weights of a stage outside blocks: embedding, last norm, head."""
+        weights = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
+        return [*weights, self.weights.tied] if self.weights.tied and part.last and not part.first else weights
 
-    def over_data(self) -> list[Flow]:
-        """Gradients and parameters over dp_replicate, dp_shard and cp."""
+    def data_flows(self) -> list[Flow]:
+        """Return the flows of gradients and parameters over dp_replicate, dp_shard and cp."""
         if not is_sharded(self.config, self.degrees):
-            return _replicated(self.config, self.degrees, self.work, self._ready())
-        return self._over_stages(self._sharded)
+            return _replicated_flows(self.config, self.degrees, self.work, self._gradient_shapes())
+        return self._of_largest_stage(self._sharded_flows)
 
-    def _ready(self) -> list[tuple[int, ...]]:
-        """Shapes of all parameters, about in the order in which their gradients are ready."""
+    def _gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of all parameters, roughly in the order in which their gradients are ready."""
         every = [*self.weights.before, *self.weights.block * self.weights.blocks, *self.weights.after]
         return [weight.shape for weight in reversed(every)]
 
-    def _sharded(self, parts: Parts) -> list[Flow]:
-        groups = [group for part in parts for group in self._groups(part)]
-        return _over_shards(self.config, self.degrees, self.work, groups)
+    def _sharded_flows(self, parts: Parts) -> list[Flow]:
+        groups = [group for part in parts for group in self._shard_groups(part)]
+        return _shard_group_flows(self.config, self.degrees, self.work, groups)
 
-    def _groups(self, part: StagePart) -> list[compression.ShardGroup]:
+    def _shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
         parallel, work = self.config.parallel, self.work
-        block, ends = self._held(self.weights.block), self._held(self._ends(part))
-        how = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
-        uses, rest = compression.count_block_uses(*how), compression.count_end_uses(*how)
+        block = self._held_elements(self.weights.block)
+        ends = self._held_elements(self._end_weights(part))
+        rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
+        block_uses, end_uses = axis_flows.count_block_uses(*rule), axis_flows.count_end_uses(*rule)
         if parallel.strategy == "zero3":
             count = part.blocks
         else:
-            count = fsdp_groups(block * work.kept, part.blocks, ends * work.kept, parallel.bucket_mib)
+            count = fsdp_groups(block * work.stored, part.blocks, ends * work.stored, parallel.bucket_mib)
         if count == 0:
-            return [compression.ShardGroup("all", block * part.blocks + ends, 1, rest)]
+            return [axis_flows.ShardGroup("all", block * part.blocks + ends, 1, end_uses)]
         mean = block * part.blocks / count
-        return [compression.ShardGroup("blocks", mean, count, uses), compression.ShardGroup("the ends", ends, 1, rest)]
+        return [
+            axis_flows.ShardGroup("blocks", mean, count, block_uses),
+            axis_flows.ShardGroup("the ends", ends, 1, end_uses),
+        ]
 
-    def over_tensor(self) -> list[Flow]:
-        """Activations over tp."""
-        return self._over_stages(self._split) if self.degrees.tp > 1 else []
+    def tensor_flows(self) -> list[Flow]:
+        """Return the flows of activations over tp."""
+        return self._of_largest_stage(self._tensor_flows_of) if self.degrees.tp > 1 else []
 
-    def _split(self, parts: Parts) -> list[Flow]:
+    def _tensor_flows_of(self, parts: Parts) -> list[Flow]:
         work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
-        blocks = compression.count_block_calls(self.sequence).times(sum(part.blocks for part in parts))
-        blocks += compression.count_recompute_calls(self.sequence, asynchronous).times(self._recomputed(parts))
+        blocks = axis_flows.count_block_calls(self.sequence).times(sum(part.blocks for part in parts))
+        blocks += axis_flows.count_recompute_calls(self.sequence, asynchronous).times(self._count_recomputed(parts))
         ends = sum(part.first + part.last for part in parts)
-        ends *= isinstance(self.model, TransformerConfig)  # a vision transformer's are whole
-        single = compression.count_end_calls(self.sequence, self.vocabulary).times(ends)
-        hidden, found = self.hidden * work.compute, []
+        ends *= isinstance(self.model, TransformerConfig)  # tp does not split those of a vision transformer
+        single = axis_flows.count_end_calls(self.sequence, self.vocabulary).times(ends)
+        hidden, flows = self.hidden * work.compute, []
         if asynchronous:
-            found = compression.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
+            flows = axis_flows.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
         else:
             single += blocks
-        found += compression.tensor_flows(single, hidden, work.micro_batches)
+        flows += axis_flows.tensor_flows(single, hidden, work.micro_batches)
         if self.vocabulary and any(part.last for part in parts):
             tokens = work.sequences * work.positions
-            found += compression.loss_flows(tokens, max(4, work.compute), work.micro_batches)
-        return found + self._gradient_sums(parts)
+            flows += axis_flows.loss_flows(tokens, max(4, work.compute), work.micro_batches)
+        return flows + self._whole_gradient_flows(parts)
 
-    def _gradient_sums(self, parts: Parts) -> list[Flow]:
-        weights = [weight for part in parts for weight in self._ends(part)]
+    def _whole_gradient_flows(self, parts: Parts) -> list[Flow]:
+        """Return the sums over tp of gradients of parameters that tp does not split."""
+        weights = [weight for part in parts for weight in self._end_weights(part)]
         weights += self.weights.block * sum(part.blocks for part in parts)
         sizes = partial_gradient_sizes(weights, self.degrees.tp, _heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
-        every = not keeps_gradients(ZERO_STAGE[strategy])
-        # What is added up over micro-batches is kept in the format of the reduction.
-        kept = not every and work.micro_batches > 1
-        return compression.gradient_flows(
-            sizes, work.reduce if kept else work.compute, work.micro_batches if every else 1
+        every_micro_batch = not keeps_gradients(ZERO_STAGE[strategy])
+        # Gradients that are accumulated over micro-batches are in the format of the reduction.
+        accumulated = not every_micro_batch and work.micro_batches > 1
+        return axis_flows.gradient_flows(
+            sizes, work.reduce if accumulated else work.compute, work.micro_batches if every_micro_batch else 1
         )
 
-    def over_context(self) -> list[Flow]:
-        """Keys and values, or heads, over cp."""
-        return self._over_stages(self._attentions) if self.degrees.cp > 1 else []
+    def context_flows(self) -> list[Flow]:
+        """Return the flows of keys and values, or of heads, over cp."""
+        return self._of_largest_stage(self._attention_flows) if self.degrees.cp > 1 else []
 
-    def _attentions(self, parts: Parts) -> list[Flow]:
+    def _attention_flows(self, parts: Parts) -> list[Flow]:
         assert isinstance(self.model, TransformerConfig)
         work, cp = self.work, self.degrees.cp
         backwards = sum(part.blocks for part in parts) * work.micro_batches
-        forwards = backwards + self._recomputed(parts) * work.micro_batches
+        forwards = backwards + self._count_recomputed(parts) * work.micro_batches
         head = work.sequences * work.positions * compute_head_dim(self.model)
-        keys = _keys_held(self.model.heads, count_kv_heads(self.model), self.degrees.tp)
+        keys = _count_kv_heads_of_rank(self.model.heads, count_kv_heads(self.model), self.degrees.tp)
         if self.config.parallel.context.method == "ring":
-            return compression.ring_attention_flows(cp, head * keys, work.compute, forwards, backwards)
+            return axis_flows.ring_attention_flows(cp, head * keys, work.compute, forwards, backwards)
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
-        return compression.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
+        return axis_flows.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
 
-    def over_pipeline(self) -> list[Flow]:
-        """Activations over pp."""
+    def pipeline_flows(self) -> list[Flow]:
+        """Return the flows of activations over pp."""
         if self.degrees.pp == 1:
             return []
         pieces = self.degrees.tp if self.sequence else 1
-        where = stage_placement(self.config.parallel.pipeline, self.degrees.pp)
+        placement = stage_placement(self.config.parallel.pipeline, self.degrees.pp)
         hidden = self.hidden * self.work.compute / pieces
-        found = compression.stage_flows(where, hidden, self.work.micro_batches)
-        if self.weights.tied and where[0] != where[-1]:
+        flows = axis_flows.stage_flows(placement, hidden, self.work.micro_batches)
+        if self.weights.tied and placement[0] != placement[-1]:
             shards = self.degrees.dp_shard * self.degrees.cp
-            found += compression.tied_embedding_flows(self._held([self.weights.tied]) * self.work.kept / shards)
-        return found
+            flows += axis_flows.tied_embedding_flows(
+                self._held_elements([self.weights.tied]) * self.work.stored / shards
+            )
+        return flows
 
 
 def _heads(model: ModelConfig) -> int:
-    """Key and value heads."""
+    """Return the number of key and value heads."""
     assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
     return count_kv_heads(model) if isinstance(model, TransformerConfig) else model.heads
 
 
-def _keys_held(heads: int, keys: int, tp: int) -> int:
-    """Key and value heads that a rank of tp computes; the most that any does."""
+def _count_kv_heads_of_rank(heads: int, keys: int, tp: int) -> int:
+    """Return how many key and value heads a tp rank computes; the most of any rank."""
     return keys // tp if keys % tp == 0 else max(len(assign_kv_heads(heads, keys, rank, tp)) for rank in range(tp))
 
 
-def _replicated(config: RunConfig, degrees: Degrees, work: StepWork, ready: Sequence[tuple[int, ...]]) -> list[Flow]:
-    """ddp: all-reduce of buckets, what compression makes of them, or parameter servers.
+def _replicated_flows(
+    config: RunConfig, degrees: Degrees, work: StepWork, ready: Sequence[tuple[int, ...]]
+) -> list[Flow]:
+    """Return ddp's flows: all-reduces of buckets, compressed ones, or those of parameter servers.
 
-    ready: shapes of the parameters in the order of their gradients.
+    ready: shapes of the parameters in the order in which their gradients are ready.
     """
     parallel, sizes = config.parallel, [math.prod(shape) for shape in ready]
-    axes = _present(degrees, ("dp_replicate", "cp"))
+    axes = _axes_in_use(degrees, ("dp_replicate", "cp"))
     if parallel.server.mode != "none":
-        return compression.server_flows(
-            axes, parallel.server.mode, sum(sizes) * work.kept, parallel.server.servers, degrees.world
+        return axis_flows.server_flows(
+            axes, parallel.server.mode, sum(sizes) * work.stored, parallel.server.servers, degrees.world
         )
-    found = ddp_buckets([size * work.kept for size in sizes], parallel.bucket_mib)
-    how, calls = parallel.compression, len(found)
-    if not axes or how.method == "none":
-        return compression.ddp_flows(axes, found)
-    if how.method == "powersgd":
-        return compression.powersgd_flows(axes, ready, how.rank, calls, work.kept)
-    if how.method == "topk":
-        return compression.topk_flows(axes, sum(sizes), how.ratio, degrees.world, calls, work.kept)
-    return compression.cast_flows(axes, sum(sizes), calls, how.method == "fp16")
+    buckets = ddp_buckets([size * work.stored for size in sizes], parallel.bucket_mib)
+    method, calls = parallel.compression, len(buckets)
+    if not axes or method.method == "none":
+        return axis_flows.ddp_flows(axes, buckets)
+    if method.method == "powersgd":
+        return axis_flows.powersgd_flows(axes, ready, method.rank, calls, work.stored)
+    if method.method == "topk":
+        return axis_flows.topk_flows(axes, sum(sizes), method.ratio, degrees.world, calls, work.stored)
+    return axis_flows.cast_flows(axes, sum(sizes), calls, method.method == "fp16")
 
 
-def _over_shards(
-    config: RunConfig, degrees: Degrees, work: StepWork, groups: Sequence[compression.ShardGroup]
+def _shard_group_flows(
+    config: RunConfig, degrees: Degrees, work: StepWork, groups: Sequence[axis_flows.ShardGroup]
 ) -> list[Flow]:
-    shard, replicate = _present(degrees, ("dp_shard", "cp")), _present(degrees, ("dp_replicate",))
-    return compression.fsdp_flows(shard, replicate, degrees.dp_shard * degrees.cp, groups, work.compute, work.reduce)
+    shard, replicate = _axes_in_use(degrees, ("dp_shard", "cp")), _axes_in_use(degrees, ("dp_replicate",))
+    return axis_flows.fsdp_flows(shard, replicate, degrees.dp_shard * degrees.cp, groups, work.compute, work.reduce)
 
 
-def _custom(config: RunConfig, degrees: Degrees, parameters: int | None) -> list[Flow]:
+def _custom_model_flows(config: RunConfig, degrees: Degrees, parameters: int | None) -> list[Flow]:
     for axis in ("pp", "cp", "tp"):
         if getattr(degrees, axis) > 1:
             raise UserError(
-                f"parallel.{axis}={getattr(degrees, axis)}: what a model=custom moves over {axis} is not known without "
-                "its shape; spread over dp_replicate and dp_shard, or use launch.placement=launcher"
+                f"parallel.{axis}={getattr(degrees, axis)}: the traffic of a model=custom over {axis} is unknown, "
+                "because its shape is; use dp_replicate and dp_shard, or launch.placement=launcher"
             )
     if parameters is None:
         raise UserError(
-            f"model.name={config.model.name}: how many parameters a custom model has, and so what its gradients move, "
-            "only it knows; a run counts them itself"
+            f"model.name={config.model.name}: the traffic of a custom model's gradients is unknown, because its number "
+            "of parameters is; a run counts them itself"
         )
     work, parallel = step_work(config, degrees), config.parallel
     if not is_sharded(config, degrees):
-        each = MIB // work.kept  # of tensors that are small beside a bucket
+        each = MIB // work.stored  # of tensors that are small beside a bucket
         ready = [(each,)] * (parameters // each) + [(parameters % each,)]
-        return [*_replicated(config, degrees, work, ready), *_sums(config, degrees)]
-    uses = compression.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
-    whole = [compression.ShardGroup("all", parameters, 1, uses)]
-    return [*_over_shards(config, degrees, work, whole), *_sums(config, degrees)]
+        return [*_replicated_flows(config, degrees, work, ready), *_scalar_flows(config, degrees)]
+    uses = axis_flows.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
+    groups = [axis_flows.ShardGroup("all", parameters, 1, uses)]
+    return [*_shard_group_flows(config, degrees, work, groups), *_scalar_flows(config, degrees)]

@@ -25,12 +25,12 @@ from hpc_train.traffic import sharding
 
 
 def is_schedule_file(pipeline: PipelineConfig) -> bool:
-    """Whether the schedule is that of a file."""
+    """Whether the schedule is read from a file."""
     return pipeline.schedule.endswith(".csv")
 
 
 def read_schedule_file(pipeline: PipelineConfig) -> Order:
-    """Read the order of a schedule from its file. Raises UserError if it cannot be read."""
+    """Read a schedule from its file. Raises UserError if that fails."""
     try:
         return order.read_order(Path(pipeline.schedule).expanduser())
     except UserError as error:
@@ -50,7 +50,7 @@ def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
 
 
 def splits_backward(pipeline: PipelineConfig) -> bool:
-    """Whether the schedule computes the gradients of weights apart."""
+    """Whether the schedule computes weight gradients separately from input gradients."""
     return (
         read_schedule_file(pipeline).splits_backward
         if is_schedule_file(pipeline)
@@ -59,7 +59,7 @@ def splits_backward(pipeline: PipelineConfig) -> bool:
 
 
 def stage_split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
-    """Return, for each stage, the number of micro-batches whose backward is split; see sharding.split_backwards."""
+    """Return, for each stage, the number of micro-batches whose backward is split; see sharding.py."""
     if is_schedule_file(pipeline):
         return sharding.count_split_in_order(read_schedule_file(pipeline))
     stages = len(stage_placement(pipeline, pp))
@@ -67,7 +67,7 @@ def stage_split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int)
 
 
 def count_micro_batches(config: RunConfig, degrees: Degrees) -> int:
-    """Micro-batches of a step, the last of which may be short."""
+    """Return the number of micro-batches in a step; the last one may be short."""
     return -(-config.train.global_batch // degrees.data_parallel // config.train.micro_batch)
 
 
@@ -76,16 +76,16 @@ class BlockCosts:
     """Relative time of each part of a model."""
 
     before: float
-    """What precedes the first block, the embedding."""
+    """Cost of the embedding, before the first block."""
     blocks: tuple[float, ...]
     after: float
-    """What follows the last block, the head."""
+    """Cost of the head, after the last block."""
 
 
 def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockCosts:
-    """FLOPs of a model's parts; of a custom model, which only it knows, 1 for each of its `blocks`.
+    """Return the FLOPs of a model's parts; for a custom model, whose FLOPs are unknown, 1 for each of its `blocks`.
 
-    A lookup in the embedding has none; a vision transformer's patch projection has.
+    An embedding lookup has none; a vision transformer's patch projection has some.
     """
     if not isinstance(model, (TransformerConfig, VisionTransformerConfig)):
         return BlockCosts(0.0, (1.0,) * blocks, 0.0)
@@ -109,9 +109,9 @@ def costs_from_config(values: Sequence[float]) -> BlockCosts:
 
 
 def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
-    """The blocks of each stage: contiguous, at least one each, and the costliest stage as cheap as it can be.
+    """Split the blocks over stages: contiguous, at least one each, the costliest stage as cheap as possible.
 
-    Of several such splits one with stages that are close to one another. O(stages blocks^2).
+    Of several such splits, one with the most even stages is chosen. Takes O(stages blocks^2).
     """
     count = len(costs.blocks)
     assert 1 <= stages <= count
@@ -137,7 +137,7 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
 
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of an element, by precision."""
+"""Bytes of an element, by precision."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,15 @@ class StepWork:
 
     micro_batches: int
     sequences: float
-    """Of one micro-batch of a rank; the mean where the last one is short, and the most on a pipeline, which fills up.
-    """
+    """Sequences in a rank's micro-batch; the mean if the last one is short. A pipeline pads it, so there it is full."""
     positions: float
-    """Of a sequence on one rank of cp."""
+    """Positions of a sequence on one cp rank."""
     compute: int
-    """Bytes of an activation, and of a gathered parameter."""
+    """Bytes of an element of an activation or a gathered parameter."""
     reduce: int
-    """Bytes of a gradient that fully_shard reduces."""
-    kept: int
-    """Bytes of a parameter at rest, and of a gradient that DistributedDataParallel reduces."""
+    """Bytes of an element of a gradient that fully_shard reduces."""
+    stored: int
+    """Bytes of an element of a stored parameter, and of a gradient that DistributedDataParallel reduces."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,9 @@ class StagePart:
 
     blocks: int
     first: bool = True
-    """It has the embedding."""
+    """Has the embedding."""
     last: bool = True
-    """It has the head."""
+    """Has the head."""
     split: int = 0
     """Number of micro-batches whose backward is split."""
 
@@ -184,30 +183,32 @@ def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
         positions=tokens / degrees.cp,
         compute=ELEMENT_BYTES[precision.name],
         reduce=ELEMENT_BYTES[precision.reduce],
-        kept=8 if precision.name == "fp64" else 4,
+        stored=8 if precision.name == "fp64" else 4,
     )
 
 
 def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[StagePart, ...], ...]:
-    """Return the stages of each rank of pp, split as they are before any measurement (pipeline.resplit).
+    """Return the stages of each pp rank, as split before any measurement (parallel.pipeline.resplit).
 
-    micro_batches: number in a step, if it matters which of them have a split backward.
+    micro_batches: number in a step, needed only for the split backwards.
     """
     if pp == 1:
         return ((StagePart(blocks),),)
     pipeline = config.parallel.pipeline
-    where = stage_placement(pipeline, pp)
-    told = (
+    placement = stage_placement(pipeline, pp)
+    costs = (
         costs_from_config(pipeline.costs)
         if pipeline.costs
         else block_costs(config.model, config.train.sequence_length, blocks)
     )
-    sizes, last = _sizes(told, len(where)), len(where) - 1
-    split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(where)
-    parts = [StagePart(count, at == 0, at == last, split[at]) for at, count in enumerate(sizes)]
-    return tuple(tuple(part for part, at in zip(parts, where, strict=True) if at == rank) for rank in range(pp))
+    sizes, last = _stage_sizes(costs, len(placement)), len(placement) - 1
+    split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
+    parts = [StagePart(count, stage == 0, stage == last, split[stage]) for stage, count in enumerate(sizes)]
+    return tuple(
+        tuple(part for part, owner in zip(parts, placement, strict=True) if owner == rank) for rank in range(pp)
+    )
 
 
 @cache
-def _sizes(told: BlockCosts, stages: int) -> tuple[int, ...]:
-    return tuple(len(held) for held in split_blocks(told, stages))
+def _stage_sizes(costs: BlockCosts, stages: int) -> tuple[int, ...]:
+    return tuple(len(blocks) for blocks in split_blocks(costs, stages))

@@ -1,4 +1,4 @@
-"""The parameters of a model tensor by tensor, and what one rank of the tp axis holds of them."""
+"""List a model's parameters tensor by tensor, and count what one tp rank holds of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
 
 Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole"]
-"""Over tp: outputs (column-parallel) or inputs (row-parallel) in equal parts; a vocabulary, whose last part is short;
-the outputs of keys and values, where their heads divide; not at all."""
+"""How tp splits a parameter: outputs (column-parallel) or inputs (row-parallel) in equal parts; vocabulary, whose last
+part may be short; heads: the outputs of keys and values, if tp divides their heads; whole: not at all."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Weight:
     shape: tuple[int, ...]
     split: Split = "whole"
     summed: bool = False
-    """Where tp splits positions: each rank has the gradient of its own only, and they are added up over tp."""
+    """If tp splits positions, each rank has the gradient of its own positions only; the sum is over tp."""
 
     @property
     def count(self) -> int:
@@ -31,17 +31,17 @@ class Weight:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a model, in its own order."""
+    """The parameters of a model, in the model's order."""
 
     before: tuple[Weight, ...]
-    """Of the embedding."""
+    """Parameters of the embedding."""
     block: tuple[Weight, ...]
-    """Of each block."""
+    """Parameters of one block."""
     after: tuple[Weight, ...]
-    """Of the last norm and the head; where embeddings are tied, without the table."""
+    """Parameters of the last norm and the head; without the embedding table if it is tied."""
     blocks: int
     tied: Weight | None = None
-    """The table, which the last stage of a pipeline holds too."""
+    """The tied embedding table, which the last pipeline stage holds too."""
 
 
 def list_weights(model: ModelConfig) -> Weights | None:
@@ -53,24 +53,24 @@ def list_weights(model: ModelConfig) -> Weights | None:
 
 @dataclass(frozen=True)
 class Splitting:
-    """Over how many ranks a parameter is cut up."""
+    """Over how many ranks parameters are split."""
 
     tp: int
     heads: int
-    """Of keys and values."""
+    """Number of key and value heads."""
     vocabulary: bool
     """Whether tp splits it."""
     shards: int = 1
-    """Ranks that share the rows of what is left, in parts that are filled up to equal size (fully_shard)."""
+    """Ranks over which fully_shard splits the rows that remain, padded to equal parts."""
 
 
 def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
-    """Count the numbers that a rank of tp holds in all shards together, filled up; the most that any rank has."""
+    """Count the elements that a tp rank holds, all shards together and padded; the most of any rank."""
     return sum(held_elements_of(weight, how) for weight in weights)
 
 
 def held_elements_of(weight: Weight, how: Splitting) -> int:
-    """Return the numbers held of one parameter; see held_elements."""
+    """Count the elements held of one parameter; see held_elements."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
         rows //= how.tp
@@ -82,17 +82,20 @@ def held_elements_of(weight: Weight, how: Splitting) -> int:
 
 
 def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
-    """Sizes of the parameters that every rank of tp holds whole, but of whose gradient it has a summand only.
+    """Return the sizes of the parameters that every tp rank holds whole, with gradients that must be summed over tp.
 
-    Those that work on a rank's own positions (sequence), and keys and values whose heads do not divide.
+    These are the ones applied to a rank's own positions (sequence), and keys and values if tp does not divide
+    their heads.
     """
     if tp == 1:
         return []
-    return [it.count for it in weights if (it.summed and sequence) or (it.split == "heads" and heads % tp)]
+    return [
+        weight.count for weight in weights if (weight.summed and sequence) or (weight.split == "heads" and heads % tp)
+    ]
 
 
 def _linear(inputs: int, outputs: int, bias: bool, split: Split) -> list[Weight]:
-    """The weight and the bias, which is split with the outputs: in a row-parallel layer it is whole."""
+    """List weight and bias of a linear layer. The bias is split with the outputs: whole in a row-parallel layer."""
     weight = Weight((outputs, inputs), split)
     if not bias:
         return [weight]
@@ -121,7 +124,7 @@ def _transformer(model: TransformerConfig) -> Weights:
 
 
 def _vit(model: VisionTransformerConfig) -> Weights:
-    """Its plan splits the layers of blocks only, and no positions."""
+    """List a vision transformer's parameters: its tensor plan splits the layers of blocks only, and no positions."""
     hidden = model.hidden
     norm = [Weight((hidden,))] * 2
     attention = 3 * _linear(hidden, hidden, True, "outputs") + _linear(hidden, hidden, True, "inputs")

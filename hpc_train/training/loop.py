@@ -11,10 +11,11 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
+from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.anomalies import UpdateGuard
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
@@ -115,13 +118,17 @@ def make_update_guard(config: RunConfig) -> UpdateGuard:
     return UpdateGuard(config.resilience.numbers, config.resilience.act, able)
 
 
-def compute_validation_loss(engine: Engine, loader: Loader, batches: int, stop: StopRequest) -> float | None:
+def compute_validation_loss(
+    engine: Engine, loader: Loader, batches: int, stop: StopRequest, beat: Callable[[], None] = lambda: None
+) -> float | None:
     """Return the mean loss per token over the first `batches` global batches of the validation split.
 
     None if any rank was asked to stop meanwhile; all ranks leave the evaluation at the same batch.
+    beat: called before each batch.
     """
     total, tokens = 0.0, 0
     for index in range(batches):
+        beat()
         batch = loader.batch(index * loader.global_batch)
         batch.stop = stop.requested
         sums = engine.evaluate(batch)
@@ -158,6 +165,8 @@ def _hash_model_file(config: RunConfig) -> str | None:
 
 
 log = logging.getLogger(__name__)
+_FIRST_STEPS = 2
+"""Steps of a process that compile and warm up."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +200,14 @@ class TrainingRun:
     steps: int
     reporter: Reporter
     stop: StopRequest
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """Says where this rank is, to those who watch it."""
+    ledger: LedgerFile | None = None
+    """Of rank 0: what its time went into."""
     step: int = 0
     """Updates done so far."""
+    steps_here: int = 0
+    """Updates done by this process."""
     noise: NoiseScale = field(init=False)
     guard: UpdateGuard = field(init=False)
     peak_lr: float = field(init=False)
@@ -270,11 +285,15 @@ class TrainingRun:
 
     def wait_for_saves(self) -> list[SaveResult]:
         """Wait for pending saves; return those that have ended since the last call."""
+        self.heartbeat.enter(Phase.SAVE, self.step)
         return self.saver.wait() + self.weights_saver.wait()
 
     def wait_until_copied(self) -> float:
         """Block until pending saves have copied parameters and optimizer state; returns the seconds it took."""
-        return self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
+        self.heartbeat.enter(Phase.SAVE, self.step)
+        seconds = self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
+        self.heartbeat.enter(Phase.STEP, self.step)
+        return seconds
 
     def write_skip_list(self) -> None:
         """Write skipped.json from rank 0."""
@@ -310,7 +329,9 @@ def _run_steps(run: TrainingRun) -> int:
         validation = _evaluate_if_due(run, step.stop)
         report_step(run, step, validation)
         stopping = step.stop or run.owes_validation
-        _save_if_due(run, stopping)
+        saved = _save_if_due(run, stopping)
+        if run.ledger is not None:
+            run.ledger.write(run.heartbeat, run.step, due=saved)
         _report_saves(run, run.take_ended_saves())
         owed = run.owes_validation and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
@@ -327,8 +348,10 @@ def train_step(run: TrainingRun) -> StepResult:
     """
     config = run.config
     started = time.perf_counter()
+    run.heartbeat.enter(Phase.DATA, run.step)
     batch = _next_batch(run)
     fetched = time.perf_counter()
+    run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
     # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
     seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
@@ -338,6 +361,7 @@ def train_step(run: TrainingRun) -> StepResult:
     # Waits for the device. The optimizer's work on it is part of the next step's time.
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)
     updated = _update_unless_skipped(run, run.last_loss, float(norm), lr)
+    run.steps_here += 1
     seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
@@ -425,7 +449,11 @@ def _evaluate_if_due(run: TrainingRun, stop: bool) -> float | None:
     run.owes_validation = False
     if run.validation is None or not due:
         return None
-    loss = None if stop else compute_validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop)
+    if not stop:
+        beat = partial(run.heartbeat.enter, Phase.EVALUATE, run.step)
+        loss = compute_validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop, beat)
+    else:
+        loss = None
     run.owes_validation = loss is None
     return loss
 
@@ -443,15 +471,19 @@ def evaluate_owed(run: TrainingRun) -> None:
         run.reporter.validated(run.step, loss)
 
 
-def _save_if_due(run: TrainingRun, stopping: bool) -> None:
+def _save_if_due(run: TrainingRun, stopping: bool) -> bool:
+    """Begin the saves that are due after this step; returns whether there are any."""
     every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
     full = every and (stopping or run.step % every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
+    if full or weights:
+        run.heartbeat.enter(Phase.SAVE, run.step)
     pieces = list(run.engine.shards()) if full or weights else []  # once for both: a collective in some engines
     if full:
         save_checkpoint(run, pieces)
     if weights:
         save_weights(run, pieces)
+    return bool(full or weights)
 
 
 def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
@@ -503,7 +535,7 @@ def _stop(run: TrainingRun) -> int:
     run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
-        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to go on")
+        run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to continue")
         return EXIT_REQUEUE
     run.reporter.say(
         f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True

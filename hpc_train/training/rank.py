@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpc_train._torch import describe_untested_torch
 from hpc_train.checkpoint import resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig
@@ -35,6 +37,8 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
+from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
@@ -53,17 +57,26 @@ log = logging.getLogger(__name__)
 _USER_ERRORS = Consensus(shared=())
 
 
-def run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def run_rank(
+    config: RunConfig,
+    task: Task,
+    directory: RunDirectory,
+    attempt: int,
+    stop: StopRequest,
+    heartbeat: Heartbeat | None = None,
+) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError on all ranks for mistakes that only show here: data that the model cannot take, a checkpoint of
     another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
     """
     with recording_warnings(directory.logs(attempt), task.process):
-        return _run_rank(config, task, directory, attempt, stop)
+        return _run_rank(config, task, directory, attempt, stop, heartbeat or Heartbeat())
 
 
-def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest) -> int:
+def _run_rank(
+    config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest, heartbeat: Heartbeat
+) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -73,8 +86,12 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
     _log_from_rank_0(world, task, rank_map)
     try:
         _write_rank_map(world, task, rank_map, directory, attempt)
+        if config.resilience.preflight != "off" and task.nodes > 1:
+            _warn_of_slow_nodes(config, world, task, directory.logs(attempt))
         data = open_data(config, world)
         (model, values), notes = make_deferred_model(config, world), list[str]()
+        if world.rank == 0 and (untested := describe_untested_torch(torch.__version__)):
+            log.warning("%s", untested)
         # Counted now: the engine splits the model over ranks in place.
         parameter_count = sum(parameter.numel() for parameter in model.parameters())
         frozen = (
@@ -86,7 +103,10 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
+            heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
+            run.heartbeat = heartbeat
+            run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
@@ -96,6 +116,9 @@ def _run_rank(config: RunConfig, task: Task, directory: RunDirectory, attempt: i
                 code = run_training(run)
                 raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, world)
                 _log_end(run, data)
+                heartbeat.enter(Phase.END, run.step)
+                if run.ledger is not None:
+                    run.ledger.write(heartbeat, run.step, ended=True)
                 if code == EXIT_DONE:
                     run.reporter.mark_done()
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
@@ -235,6 +258,17 @@ def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:
     logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if task.process == 0:
         print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_find_task(0, rank_map)}")
+
+
+def _warn_of_slow_nodes(config: RunConfig, world: World, task: Task, logs: Path) -> None:
+    from hpc_train.resilience.preflight import FILE, check_nodes
+
+    result = check_nodes(config.resilience.preflight, world, task.host, logs)
+    if world.rank == 0:
+        write_private_file(logs / FILE, json.dumps(result.as_json(), indent=1) + "\n")
+        for node in result.slow:
+            certain = "" if node.blamed else ", or its partner is slow"
+            log.warning("pre-flight: %s%s; launch.exclude leaves it out", node.describe(), certain)
 
 
 def _find_task(rank: int, rank_map: RankMap) -> int:

@@ -151,8 +151,8 @@ class Reporter:
         if batch > critical and not self.warned:
             self.warned = True
             self.say(
-                f"train.global_batch={batch} is past the critical batch of about {critical:.0f} sequences "
-                "(gradient noise scale): more of it buys less than it costs"
+                f"train.global_batch={batch} exceeds the estimated critical batch (about {critical:.0f} sequences, by "
+                "the gradient noise scale): diminishing returns"
             )
 
     def event(self, kind: str, **fields: Any) -> None:

@@ -63,6 +63,13 @@ class LocalBackend:
         """Return what tells how the jobs end."""
         return LocalJobs(self._jobs)
 
+    def close(self) -> None:
+        """Wait for the processes, which end once they have left their results."""
+        processes: list[Any] = [job._process for job in self._jobs.values()]
+        deadline = time.monotonic() + _GRACE
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def cancel(self) -> None:
         """End all jobs; those that wait first, so that none of them starts in the place of one that ends."""
         processes: list[Any] = [job._process for job in self._jobs.values()]

@@ -99,6 +99,9 @@ class SlurmBackend:
         """Return what tells how the jobs end."""
         return SlurmJobs(run_client)
 
+    def close(self) -> None:
+        """Do nothing: the jobs are Slurm's."""
+
     def cancel(self) -> None:
         """Cancel all jobs of the sweep; scancel ignores those that have ended."""
         if self._bases:

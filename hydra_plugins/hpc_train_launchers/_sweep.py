@@ -76,6 +76,9 @@ class Backend(Protocol):
     def source(self) -> JobSource:
         """Return what tells how the jobs end."""
 
+    def close(self) -> None:
+        """Leave nothing behind, after all jobs have ended."""
+
     def cancel(self) -> None:
         """End the jobs that have not ended."""
 
@@ -133,6 +136,7 @@ def _run_points(backend: Backend, points: Points, config: DictConfig) -> list[Jo
         with _exit_on_stop_signals():
             jobs = backend.start(points, config)
             ends = wait_for_jobs(jobs, points.folder, backend.source(), is_failure)
+            backend.close()
     except UserError:
         backend.cancel()
         points.file.unlink(missing_ok=True)
@@ -204,6 +208,7 @@ def _join_points(numbers: list[str]) -> str:
 
 def _output_directory(returned: JobReturn) -> Path:
     """Return the output directory of a point, which is not in the configuration of one that left no result."""
+    assert returned.hydra_cfg is not None
     hydra = returned.hydra_cfg.hydra
     if OmegaConf.is_missing(hydra.runtime, "output_dir"):
         return Path(str(hydra.sweep.dir)) / str(hydra.sweep.subdir)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,10 @@ def test_a_few_rows_and_a_few_columns(tmp_path: Path) -> None:
             assert same_pieces(found, wanted)
 
 
+def h5dump(*words: str) -> str:
+    return subprocess.run(["h5dump", *words], capture_output=True, text=True, check=True).stdout
+
+
 @LEVELS
 def test_any_tool_reads_it(tmp_path: Path, level: int) -> None:
     tensors = {"w": numbers((60, 50)), "half": numbers((3, 700), torch.bfloat16)}
@@ -158,13 +163,13 @@ def test_any_tool_reads_it(tmp_path: Path, level: int) -> None:
     run_ranks(rank, 2)
     for name, tensor in tensors.items():
         for shard in sorted((tmp_path / "step-1").glob("shards/*/*.h5")):
-            dumped = os.popen(f"h5dump -y -w 0 -m %.9g -d /{name} {shard}").read()
+            dumped = h5dump("-y", "-w", "0", "-m", "%.9g", "-d", f"/{name}", str(shard))
             data = re.search(r"DATA \{(.*?)\}", dumped, re.DOTALL)
             assert data is not None
             values = np.array([float(text) for text in re.findall(r"[-+.e0-9]+", data[1])], np.float32)
             halves[name].append(values.reshape(tensor.shape[0], -1))
         assert np.array_equal(np.concatenate(halves[name], axis=1), tensor.float().numpy())  # type: ignore[arg-type]
-    header = os.popen(f"h5dump -H -p -d /w {tmp_path}/step-1/shards/000/000001.h5").read()
+    header = h5dump("-H", "-p", "-d", "/w", f"{tmp_path}/step-1/shards/000/000001.h5")
     assert "COMPRESSION DEFLATE" in header
     assert "PREPROCESSING SHUFFLE" in header
 

@@ -189,6 +189,7 @@ def test_who_loses_it_in_the_middle_of_a_save_commits_nothing(tmp_path: Path) ->
         saver = Saver(tmp_path, alone(), lock=lock)
         saver.save(3, whole(state(3)), {})
         (saved,) = saver.wait()
+    lock.release()
     assert "it was removed" in str(saved.error)
     assert list_committed_steps(tmp_path) == []
 

@@ -127,7 +127,7 @@ VALUES = [
     ),
     (
         "train checkpoint.compression_level=3",
-        "checkpoint.compression_level=3: without meaning with checkpoint.compression=none; ...",
+        "checkpoint.compression_level=3: no effect with checkpoint.compression=none; ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.ranks_per_file=0",
@@ -143,11 +143,11 @@ VALUES = [
     ),
     (
         "train checkpoint.parallel_hdf5=true checkpoint.ranks_per_file=0",
-        "checkpoint.ranks_per_file=0: without meaning with checkpoint.parallel_hdf5=true, ...",
+        "checkpoint.ranks_per_file=0: no effect with checkpoint.parallel_hdf5=true, ...",
     ),
     (
         "train checkpoint.parallel_hdf5=true checkpoint.stage_dir=/tmp",
-        "checkpoint.stage_dir=/tmp: without meaning with checkpoint.parallel_hdf5=true, ...",
+        "checkpoint.stage_dir=/tmp: no effect with checkpoint.parallel_hdf5=true, ...",
     ),
     (
         "train checkpoint.parallel_hdf5=true parallel=server",

@@ -87,9 +87,9 @@ def test_python() -> None:
     [
         ("2.13.0+cpu", None, None, "ok", "CPU only"),
         ("2.12.1", "12.8", None, "ok", "CUDA 12.8"),
-        ("2.11.0", None, "6.3", "ok", "ROCm 6.3"),
-        ("2.4.1", "12.1", None, "warn", ">=2.11"),
-        ("2.15.0a0+git", "13.0", None, "warn", "<2.14"),
+        ("2.12.0", None, "6.3", "ok", "ROCm 6.3"),
+        ("2.4.1", "12.1", None, "bad", "torch>=2.12"),
+        ("99.15.0a0+git", "13.0", None, "warn", "newer than"),
     ],
 )
 def test_torch(version: str, cuda: str | None, hip: str | None, status: Status, word: str) -> None:

@@ -7,6 +7,7 @@ memory without end). Every fault happens once in the life of FAULT_FOLDER, where
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -46,6 +47,14 @@ def act(action: str) -> None:
         return
     if action == "refuse":
         raise UserError("model.args.size=0: the user's model needs at least 1")
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    if action == "gil":
+        ctypes.PyDLL(None).sleep(10_000)  # of a PyDLL: without giving up the lock of the interpreter
+    if action == "loop":
+        while True:
+            pass
     if action == "exit":
         os._exit(3)
     if action == "kill":

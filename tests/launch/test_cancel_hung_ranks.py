@@ -53,7 +53,7 @@ def test_a_rank_in_an_endless_loop_is_named_by_the_line_it_is_in(
         assert cancel.stderr is not None
         assert "waiting up to 60 s" in cancel.stderr.readline()
         cancel.send_signal(signal.SIGINT)
-        assert "it stays asked" in cancel.stderr.readline()
+        assert "the run still saves and ends" in cancel.stderr.readline()
     assert cancel.returncode == 130
     (row,) = status(job.run_dir, capsys)
     assert (row["state"], row["reason"]) == ("RUNNING", "asked to stop and save")

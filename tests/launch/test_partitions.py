@@ -75,14 +75,20 @@ def test_what_fits(overrides: list[str]) -> None:
     ("overrides", "said"),
     [
         (["launch.partition=nowhere"], "launch.partition=nowhere: invalid partition; this cluster has standard, debug"),
-        (["cluster.nodes=101"], "cluster.nodes=101: partition standard has 100 such nodes, at most 100 ranks of 1"),
+        (
+            ["cluster.nodes=101"],
+            "cluster.nodes=101: partition standard has 100 suitable nodes, for at most 100 ranks at 1",
+        ),
         (["launch.partition=debug"], "launch.time_minutes=60: partition debug allows 30; use launch.time_minutes=30"),
         (["launch.partition=debug"], "it fits in partition standard, gpu, long"),
         (
             ["cluster.node.gpus=4"],
             "cluster.node.gpus=4: the nodes of partition standard have 0; it has none; it fits in",
         ),
-        (["launch.partition=gpu", "cluster.node.gpus=8", "cluster.nodes=5"], "has 4 such nodes, at most 32 ranks of 8"),
+        (
+            ["launch.partition=gpu", "cluster.node.gpus=8", "cluster.nodes=5"],
+            "has 4 suitable nodes, for at most 32 ranks at 8",
+        ),
         (["launch.partition=gpu", "cluster.node.gpus=16"], "have 8; use cluster.node.gpus=8"),
         (["launch.memory_gib=2000"], "launch.memory_gib=2000: the nodes of partition standard have 250"),
         (["launch.cpus_per_rank=200"], "1 ranks of 200 CPUs a node: the nodes of partition standard have 128"),

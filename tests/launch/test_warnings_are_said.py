@@ -62,6 +62,14 @@ def test_what_all_ranks_warn_of_is_said_once_and_what_one_rank_does_too(workshop
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
 
 
+def test_a_torch_newer_than_the_tested_ones_is_said_once_and_trains(workshop: Workshop) -> None:
+    model = ("model=custom", "model.module=newer_torch_model", "model.name=newer_torch")
+    ended = workshop.train("run", *model, "train.steps=2", "checkpoint.every=0")
+    assert ended.code == 0, ended
+    (line,) = said(ended)
+    assert line.startswith("torch 99.1.0 is newer than ")
+
+
 @pytest.mark.long
 def test_a_block_that_falls_back_from_compilation_is_said_once(workshop: Workshop) -> None:
     model = ("model=custom", "model.module=breaking_model", "model.name=breaking")

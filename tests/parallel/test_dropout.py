@@ -37,7 +37,8 @@ FULL, MM = "parallel.recompute.mode=full", ("parallel.recompute.mode=selective",
 PP = ("parallel=ddp", "parallel.pp=2")
 CASES = {
     "ddp-2-short": Case(2, ("parallel=ddp",), "tied-dropout", micro=3),
-    "zero3-2-selective": Case(2, ("parallel=fsdp", *MM), "llama-dropout"),
+    "zero3-2-selective": Case(2, ("parallel=fsdp", "parallel.recompute.mode=selective"), "llama-dropout"),
+    "zero3-2-selective-mm": Case(2, ("parallel=fsdp", *MM), "llama-dropout"),
     "tp-2": Case(2, ("parallel.tp=2",), "grouped-dropout", micro=6),
     "tp-2-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false"), "llama-dropout"),
     "tp-2-vit": Case(2, ("parallel.tp=2",), "vit-dropout"),

@@ -77,7 +77,7 @@ def test_hardware_threads_are_shared_where_cores_are_too_few() -> None:
 def test_processors_that_are_all_away_from_the_gpu_are_shared_and_said_to_be() -> None:
     found = assign_cpus(seats(2, "0-3", "8-15", "8-15"), machine(2, 8, 1))
     assert lists(found) == ["0-1", "2-3"]
-    assert all("none of the processors next to its GPU" in it.reason for it in found)
+    assert all("no CPU next to the GPU" in it.reason for it in found)
 
 
 def test_what_the_launcher_has_bound_already_is_left() -> None:
@@ -89,7 +89,7 @@ def test_what_the_launcher_has_bound_already_is_left() -> None:
 
 def test_more_ranks_than_processors_are_not_bound() -> None:
     found = assign_cpus(seats(3, "0-1"), machine(1, 2, 1))
-    assert {(it.cpus, it.reason) for it in found} == {((), "not bound: 3 ranks on 2 processors")}
+    assert {(it.cpus, it.reason) for it in found} == {((), "not bound: 3 ranks share 2 CPUs")}
 
 
 def test_sets_that_overlap_in_part_are_left() -> None:
@@ -115,7 +115,7 @@ def test_shares_are_disjoint_near_and_even(sockets: int, cores: int, threads: in
     near = [here.numa[rank % sockets] if gpus else frozenset[int]() for rank in range(ranks)]
     found = assign_cpus([RankSeat(everything, its) for its in near], here)
     if not all(it.cpus for it in found):
-        assert all("ranks on" in it.reason for it in found)
+        assert all("ranks share" in it.reason for it in found)
         return
     used = [cpu for it in found for cpu in it.cpus]
     assert len(used) == len(set(used))

@@ -82,14 +82,14 @@ CASES = {
     "check_feed_forward_width": Case(
         "model.feed_forward",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.feed_forward=8200"],
-        "is 1025, no multiple of 128",
+        ": 1025 a rank is not a multiple of 128",
         ["model.feed_forward=8192"],
         "hint",
     ),
     "check_vocabulary": Case(
-        "model.vocab_size", [*GPU, "model.vocab_size=50257"], "no multiple of 128", ["model.vocab_size=50304"]
+        "model.vocab_size", [*GPU, "model.vocab_size=50257"], "is not a multiple of 128", ["model.vocab_size=50304"]
     ),
-    "check_precision": Case("precision", [*GPU, "precision=fp32"], "bf16 15 times that", ["precision=bf16"]),
+    "check_precision": Case("precision", [*GPU, "precision=fp32"], "bf16 at 15 times that", ["precision=bf16"]),
     "check_tensor_divides": Case(
         "parallel.tp",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.hidden=1536", "model.heads=12", "model.kv_heads=12"],
@@ -127,7 +127,7 @@ CASES = {
     "check_bubble": Case(
         "parallel.pipeline",
         [*PIPELINE, "train.global_batch=32"],
-        "16 micro-batches idles 16%",
+        "16 micro-batches: the pipeline idles 16%",
         ["train.global_batch=54"],
     ),
     "check_bubble, told": Case(
@@ -147,7 +147,7 @@ CASES = {
             "train.micro_batch=1",
             "train.global_batch=64",
         ],
-        "the host sets the pace",
+        "the GPU waits for the host",
         ["train.micro_batch=8", "parallel.compile=false"],
     ),
     "check_needless_recompute": Case(
@@ -185,7 +185,7 @@ CASES = {
     "check_scaling_rule": Case(
         "optim.lr_scaling",
         [*GPU, "optim.lr_scaling=linear", "optim.base_batch=8"],
-        "SGD's rule",
+        "linear scaling is for SGD",
         ["optim.lr_scaling=sqrt"],
     ),
     "check_warmup": Case(
@@ -204,7 +204,7 @@ CASES = {
     "check_save_interval": Case(
         "checkpoint.every",
         [*LARGE, "checkpoint.every=2000", "plan.checkpoint_seconds=60"],
-        "of the time more than need be",
+        "more time than the optimum",
         ["checkpoint.every=59"],
         figures=BIG,
     ),
@@ -223,7 +223,7 @@ CASES = {
         figures=BIG,
     ),
     "check_spares": Case(
-        "plan.spare_nodes", LARGE, "128 nodes and none to spare", ["plan.spare_nodes=4"], "hint", BIG, False
+        "plan.spare_nodes", LARGE, "128 nodes and no spare node", ["plan.spare_nodes=4"], "hint", BIG, False
     ),
     "check_spares, repairs": Case(
         "plan.spare_nodes",
@@ -235,7 +235,7 @@ CASES = {
     "check_deadline": Case(
         "plan.deadline_days",
         [*LARGE, "plan.deadline_days=100"],
-        "and 100 are allowed",
+        "; 100 are allowed",
         ["plan.deadline_days=1000"],
         "error",
         BIG,
@@ -244,7 +244,7 @@ CASES = {
     "check_budget": Case(
         "plan.budget",
         [*LARGE, "plan.price_per_gpu_hour=2", "plan.budget=1e6"],
-        "and 1e+06 are there",
+        "the budget is 1e+06",
         ["plan.budget=1e9"],
         "error",
         BIG,
@@ -258,7 +258,7 @@ CASES = {
             "plan.spot_price_per_gpu_hour=1.9",
             "plan.spot_interruptions_per_1000_node_days=100",
         ],
-        "times as much in the end",
+        "times as much",
         ["plan.spot_price_per_gpu_hour=0.5"],
         figures=BIG,
         names_value=False,

@@ -77,7 +77,9 @@ def test_a_machine_without_speeds_gets_the_simplest_that_fits_its_memory() -> No
 
 
 def test_a_model_that_fits_nowhere_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"parallel=auto: model=gpt3_1t fits on 8 ranks of cluster=dgx_a100 in no way"):
+    with pytest.raises(
+        UserError, match=r"parallel=auto: model=gpt3_1t fits on 8 ranks of cluster=dgx_a100 in no layout"
+    ):
         choose_parallel(run(*NODE, "parallel=auto", "model=gpt3_1t"), 8)
 
 

@@ -14,7 +14,7 @@ from hpc_train.planner.reliability.projection import Prices, compute_bill, find_
 
 
 def test_no_price_is_made_up() -> None:
-    assert all(getattr(Prices.of(PlanConfig()), item.name) is None for item in fields(Prices))
+    assert all(getattr(Prices.from_config(PlanConfig()), item.name) is None for item in fields(Prices))
     told = compute_bill(1024, 86400.0, Prices())
     assert told.gpu_hours == 1024 * 24
     assert (told.money, told.compute, told.storage, told.electricity, told.kwh, told.co2_kg) == (None,) * 6
@@ -27,8 +27,8 @@ def test_prices_are_those_of_the_config() -> None:
         energy=EnergyConfig(700.0, 1.1, 0.2, 300.0),
         storage=StorageConfig(None, 20.0),
     )
-    assert Prices.of(plan) == Prices(2.0, 700.0, 1.1, 0.2, 300.0, 20.0)
-    assert Prices.of(plan, spot=True).gpu_hour == 0.8
+    assert Prices.from_config(plan) == Prices(2.0, 700.0, 1.1, 0.2, 300.0, 20.0)
+    assert Prices.from_config(plan, spot=True).gpu_hour == 0.8
 
 
 def test_a_bill_by_hand() -> None:

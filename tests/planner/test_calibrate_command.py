@@ -120,7 +120,7 @@ def test_mistakes_are_one_line(tmp_path: Path, runs: dict[str, str], capsys: pyt
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.yaml").write_text("a: [")
     cases = {
-        "nothing to learn from": [],
+        "no measurements": [],
         "2 steps in metrics.jsonl": ["--runs", str(tmp_path / "short")],
         "give the directory of a run": ["--runs", str(tmp_path / "nowhere")],
         "not the configuration of a run": ["--runs", str(tmp_path / "broken")],

@@ -9,7 +9,9 @@ from planner_runs import run
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
+from hpc_train.models import dropout
 from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.model import layer
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 
@@ -39,6 +41,59 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+DROPOUT = {
+    "no pp": ("parallel.strategy=zero3",),
+    "no pp, selective": ("parallel.strategy=zero3", "parallel.recompute.mode=selective"),
+    "no pp, full": ("parallel.strategy=zero3", "parallel.recompute.mode=full"),
+    "cp2": ("parallel.strategy=zero3", "parallel.cp=2"),
+    "cp2, heads exchanged": ("parallel.strategy=zero3", "parallel.cp=2", "parallel.context.method=ulysses"),
+    "tp2": ("parallel.strategy=zero2", "parallel.tp=2"),
+    "1f1b": ("parallel.strategy=zero1", "parallel.pp=2", "parallel.pipeline.schedule=1f1b"),
+    "zbv": ("parallel.strategy=zero3", "parallel.pp=2", "parallel.pipeline.schedule=zbv"),
+    "gpt, four sequences": (
+        "model=gpt3_1_3b", "model.layers=4", "model.hidden=1024", "model.heads=8", "model.feed_forward=4096",
+        "model.vocab_size=16384", "parallel.strategy=zero3", "train.micro_batch=4",
+    ),
+    "scores in several blocks": (
+        "model.layers=4", "train.micro_batch=4", "train.sequence_length=2048", "parallel.strategy=zero3",
+        "parallel.tp=2",
+    ),
+}  # fmt: skip
+"""Overrides of MATRIX_MODEL, with dropout."""
+_GPT = (
+    "model=gpt3_1_3b", "model.layers=8", "model.hidden=1024", "model.heads=8", "model.feed_forward=4096",
+    "model.vocab_size=16384",
+)  # fmt: skip
+SPECIAL = {
+    "tp8 over 4 heads of keys": ("parallel.strategy=ddp", "parallel.tp=8"),
+    "tp8, learned positions": (*_GPT, "parallel.strategy=ddp", "parallel.tp=8"),
+    "asynchronous tp2": (
+        *_GPT, "parallel.strategy=zero3", "parallel.tp=2", "parallel.tensor.asynchronous=true", "train.micro_batch=4",
+    ),
+    "heads exchanged": ("parallel.strategy=zero3", "parallel.cp=2", "parallel.context.method=ulysses"),
+    "one micro-batch": ("parallel.strategy=zero2", "parallel.recompute.mode=full", "train.global_batch=8"),
+    "more weights than activations": (
+        "model.layers=4", "model.hidden=2048", "model.feed_forward=8192", "model.vocab_size=2048",
+        "parallel.strategy=zero3", "parallel.recompute.mode=full", "train.sequence_length=256",
+    ),
+    "one block a stage": (
+        "model.layers=4", "model.vocab_size=2048", "parallel.strategy=zero3", "parallel.pp=2",
+        "parallel.pipeline.schedule=interleaved_1f1b",
+    ),
+    "few micro-batches": (
+        "parallel.strategy=zero1", "parallel.pp=2", "parallel.pipeline.schedule=interleaved_zero_bubble",
+        "train.global_batch=8",
+    ),
+    "tied, a table larger than the blocks": (
+        "model.layers=6", "model.vocab_size=32768", "model.tied_embeddings=true", "parallel.strategy=zero3",
+        "parallel.pp=2", "parallel.cp=2",
+    ),
+    "hsdp with parameters on the host": (
+        "parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.recompute.mode=full",
+        "parallel.offload.parameters=cpu",
+    ),
+}  # fmt: skip
+"""Overrides of MATRIX_MODEL in which something else is the peak."""
 MATRIX_MODEL = (
     "cluster=dgx_h100", "precision=bf16", "cluster.nodes=1", "train.sequence_length=1024", "train.micro_batch=1",
     "train.global_batch=32", "model=llama_1b", "model.layers=8", "model.hidden=1024", "model.heads=8",
@@ -88,12 +143,20 @@ def _legal(layout: str) -> bool:
 
 
 def _overrides(layout: str) -> tuple[str, ...]:
-    return tuple({it.partition("=")[0]: it for it in (*MATRIX_MODEL, *MATRIX[layout])}.values())
+    return _with_model(MATRIX[layout])
+
+
+def _with_model(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple({it.partition("=")[0]: it for it in (*MATRIX_MODEL, *overrides)}.values())
 
 
 def _compare(layout: str) -> dict[int, tuple[float, float]]:
+    return _compare_run(_overrides(layout))
+
+
+def _compare_run(overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
     """Return (planned bytes, counted bytes) of the first and the last rank of the pipeline."""
-    found = rehearse_run(run(*_overrides(layout)), 8, "0,4" if "parallel.pp=2" in MATRIX[layout] else "0", 1)
+    found = rehearse_run(run(*overrides), 8, "0,4" if "parallel.pp=2" in overrides else "0", 1)
     counted = {built.rank: built.counted.peak for built in found.ranks if built.counted.peak is not None}
     assert len(counted) == len(found.ranks)
     return {rank: (sum(found.planned[rank].values()), float(peak)) for rank, peak in counted.items()}
@@ -103,6 +166,22 @@ def _compare(layout: str) -> dict[int, tuple[float, float]]:
 def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
     for planned, counted in _compare(layout).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", SPECIAL)
+def test_what_is_most_in_other_layouts_is_planned(layout: str) -> None:
+    for planned, counted in _compare_run(_with_model(SPECIAL[layout])).values():
+        assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", DROPOUT)
+def test_masks_and_scores_of_dropout_are_planned(layout: str) -> None:
+    for planned, counted in _compare_run(_with_model((*DROPOUT[layout], "model.dropout=0.1"))).values():
+        assert planned == pytest.approx(counted, rel=TOLERANCE)
+
+
+def test_blocks_of_scores_are_as_large_as_the_models() -> None:
+    assert (layer.MAX_SCORES, layer.MIN_QUERIES) == (dropout.MAX_SCORES, dropout.MIN_QUERIES)
 
 
 @pytest.mark.long

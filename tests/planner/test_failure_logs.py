@@ -46,13 +46,13 @@ def test_other_columns_their_order_and_a_bar_at_the_end_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("", "h.txt: is empty; give the output of `sacct"),
+        ("", "h.txt: empty; give the output of `sacct"),
         ("JobID|State\n1|FAILED\n", "h.txt:1: no column NNodes, ElapsedRaw; give the output of `sacct"),
         ("1|FAILED|4|60\n", "h.txt:1: no column State, NNodes, ElapsedRaw; give"),
         (SACCT + "107|COMPLETED|4\n", "h.txt:11: 3 columns where the header has 4; is the file cut off?"),
         (SACCT + "107|COMPLETED|four|60\n", "h.txt:11: 'four' nodes; expected a whole number"),
         (SACCT + "107|COMPLETED|4|1:00\n", "h.txt:11: elapsed '1:00'; expected seconds"),
-        (SACCT + "107|BROKEN|4|60\n", "h.txt:11: no such state of a job: 'BROKEN'; expected COMPLETED, NODE_FAIL, ..."),
+        (SACCT + "107|BROKEN|4|60\n", "h.txt:11: unknown job state 'BROKEN'; expected COMPLETED, NODE_FAIL, ..."),
         ("State|NNodes|Elapsed\nFAILED|1|soon\n", "h.txt:2: elapsed 'soon'; expected [days-]hours:minutes:seconds"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_last_attempt_is_no_failure_before_it_says_so() -> None:
 
 def test_a_torn_last_line_is_left_out_and_another_one_is_refused() -> None:
     assert read_events(EVENTS + '\n{"event": "sig', "x", 8) == read_events(EVENTS, "x", 8)
-    with pytest.raises(UserError, match=r"x:2: is no event; expected events.jsonl"):
+    with pytest.raises(UserError, match=r"x:2: not an event; expected events.jsonl"):
         read_events(event("start", 0, 0, world=8) + "\n[1]\n" + event("end", 5, 0), "x")
     with pytest.raises(UserError, match=r"x:1: start without its world size"):
         read_events(event("start", 0, 0), "x")
@@ -133,10 +133,10 @@ def test_files_add_up_and_those_that_tell_nothing_are_refused(tmp_path: Path) ->
     empty.write_text("JobID|State|NNodes|ElapsedRaw\n")
     both = read_logs([str(accounting), str(events)], ranks_per_node=8)
     assert both == read_log(accounting) + read_log(events, 8)
-    with pytest.raises(UserError, match="no job in there ran; give a longer history"):
+    with pytest.raises(UserError, match="no job in these logs ran for any time; give a longer history"):
         read_logs([str(empty)])
     with pytest.raises(UserError, match=r"none\.txt: No such file"):
         read_logs([str(tmp_path / "none.txt")])
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not a text file; give the output of"):
+    with pytest.raises(UserError, match="not a text file; give the output of"):
         read_log(tmp_path / "b.bin")

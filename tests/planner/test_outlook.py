@@ -43,7 +43,7 @@ def test_days_are_steps_over_the_effective_share_and_the_first_start() -> None:
 
 def test_the_effective_share_is_that_of_goodput_at_each_rate_of_the_band() -> None:
     it = told("checkpoint.every=200", "plan.checkpoint_seconds=60", "plan.checkpoint_stall_seconds=4")
-    band = prior_failure_rate().band
+    band = prior_failure_rate().percentiles
     for rate, share in ((band.p10, it.demand.effective.p90), (band.p90, it.demand.effective.p10)):
         failing = Interruption(rate * 128 / DAY, 300.0)
         assert share == pytest.approx(float(effective_share(1000.0, Save(4.0, 60.0), 300.0, [failing])))
@@ -118,7 +118,7 @@ def test_the_sites_own_figure_and_its_logs_replace_the_published_ones(tmp_path: 
     log.write_text("JobID|State|NNodes|ElapsedRaw\n1|NODE_FAIL|1000|8640000\n2|FAILED|1|60\n")
     own = choose_failure_rate(run(f"plan.failure_logs=[{log}]").plan, 8)
     assert own.rate.mean * 1000 < 0.1
-    assert "1 failures of nodes in 100000 node-days of 2 jobs; 1 jobs failed for unknown reasons" in own.source
+    assert "1 node failures in 100000 node-days of 2 jobs; 1 jobs failed for unknown reasons" in own.source
     given = choose_failure_rate(run("plan.failures_per_1000_node_days=9").plan, 8)
     assert given.rate.mean * 1000 == pytest.approx(9)
     assert "arXiv" not in given.source
@@ -153,18 +153,18 @@ def test_a_save_is_a_copy_to_the_host_and_then_the_file_systems() -> None:
     few = estimate_saving(run(*BASE, *parts), PARAMETERS, 16)
     assert few.save.stall_seconds == pytest.approx(size / 16 / 10e9)
     assert few.save.write_seconds == pytest.approx(size / 16 / 10e9 + size / 100e9)
-    assert (few.known, few.unknown) == (True, ())
+    assert (few.write_known, few.unknown) == (True, ())
     waits = estimate_saving(run(*BASE, *parts, "checkpoint.background=false"), PARAMETERS, 16)
     assert waits.save.stall_seconds == waits.save.write_seconds == pytest.approx(size / 100e9)
 
 
 def test_what_is_not_known_of_a_save_is_said() -> None:
     nothing = estimate_saving(run(*BASE, "cluster.node.pcie_gb_s=0"), PARAMETERS, 1024)
-    assert not nothing.known
+    assert not nothing.write_known
     assert [line.split(":")[0] for line in nothing.unknown] == [
         "cluster.node.pcie_gb_s",
         "plan.checkpoint_seconds and cluster.filesystem.write_gb_s",
     ]
     measured = ["plan.checkpoint_stall_seconds=2.5", "plan.checkpoint_seconds=40"]
     own = estimate_saving(run(*BASE, *measured), PARAMETERS, 1024)
-    assert (own.save, own.known, own.unknown) == (Save(2.5, 40), True, ())
+    assert (own.save, own.write_known, own.unknown) == (Save(2.5, 40), True, ())

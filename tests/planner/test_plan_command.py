@@ -135,7 +135,7 @@ def test_a_budget_and_a_deadline_leave_out_what_breaks_them(capsys: pytest.Captu
     none = plan(capsys, *both, f"plan.budget={money}", f"plan.deadline_days={days}")
     assert (none["best"], none["candidates"], none["pareto"]) == (None, [], [])
     assert any(f"the cheapest costs {cheapest:,.4g} (8 ranks)" in note for note in none["notes"]), none["notes"]
-    with pytest.raises(UserError, match=r"plan.budget=.* nothing that fits keeps to it"):
+    with pytest.raises(UserError, match=r"plan.budget=.* no candidate that fits meets it"):
         choose_parallel(
             run(*RUN, *FLAT, "parallel=auto", "plan.tokens=1e10", "plan.price_per_gpu_hour=2", "plan.budget=1"), 8
         )
@@ -184,8 +184,8 @@ def test_no_layout_at_all_says_what_degrees_must_do(capsys: pytest.CaptureFixtur
 
 def test_the_table_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     given = (*RUN, "cluster.nodes=2", "plan.tokens=1e10", "plan.price_per_gpu_hour=2")
-    words = ("optimizer", "p10 - p90", "MFU", "tokens/s", "goodput", "days", "GPU-hours", "money", "familiar layouts")
-    more = ("HFU", "fragmentation", "context", "checkpoint.every that wastes least", "Pareto front")
+    words = ("optimizer", "p10 - p90", "MFU", "tokens/s", "goodput", "days", "GPU-hours", "cost", "baselines")
+    more = ("HFU", "fragmentation", "context", "optimal checkpoint.every", "Pareto front")
     for options, expected in (((), words), (("--all",), (*words, *more))):
         assert main(["plan", *given, *options]) == 0
         told = capsys.readouterr().out

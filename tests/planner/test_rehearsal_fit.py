@@ -52,8 +52,8 @@ def test_a_rank_that_exceeds_its_plan_is_named_with_what_it_is_and_by_how_much()
     found = check_memory_fit(ranks, {0: PLAN, 8: PLAN}, H100)
     assert (found.within_plan, found.fits, found.ok) == (False, True, False)
     assert found.lines == (
-        "rank 8 (pipeline rank 1) needs 46.0 GiB, 130% more than the 20.0 GiB of the plan (allowed: 5%); most of it "
-        "gradients: 30.0 GiB counted, 4.0 GiB planned",
+        "rank 8 (pipeline rank 1) needs 46.0 GiB, 2.3 times the 20.0 GiB of the plan (allowed: 5% more); most of "
+        "it gradients: 30.0 GiB counted, 4.0 GiB planned",
     )
 
 
@@ -62,6 +62,13 @@ def test_five_per_cent_are_allowed(share: float, within: bool) -> None:
     one = built(0, 0)
     one = replace(one, counted=replace(one.counted, peak=round(20 * GIB * (1 + share))))
     assert check_memory_fit([one], {0: PLAN}, H100).within_plan is within
+
+
+@pytest.mark.parametrize(("peak", "said"), [(1.052, "5.2% more than"), (1.34, "34% more than"), (2.26, "2.3 times")])
+def test_the_excess_is_a_number_that_can_be_compared(peak: float, said: str) -> None:
+    one = built(0, 0)
+    one = replace(one, counted=replace(one.counted, peak=round(20 * GIB * peak)))
+    assert f"{said} the 20.0 GiB of the plan" in check_memory_fit([one], {0: PLAN}, H100).lines[0]
 
 
 def test_what_the_plan_says_too_may_not_fit() -> None:
@@ -77,7 +84,10 @@ def test_what_the_plan_says_too_may_not_fit() -> None:
 def test_what_is_not_rehearsed_counts_by_the_plan() -> None:
     """The stand-in keeps its activations on the device; the run moves 8 GiB of them to the host."""
     small, ranks = replace(H100, bytes=22 * GIB), [built(0, 0, parameters=4, gradients=4, forward=12)]
-    assert check_memory_fit(ranks, {0: PLAN}, small, {0: -8.0 * GIB}).fits
+    less = check_memory_fit(ranks, {0: PLAN}, small, {0: -8.0 * GIB})
+    assert less.fits
+    needed, said = (sum(it.counted.peak or 0 for it in ranks) / GIB - 8, sum(PLAN.values()) / GIB - 8)
+    assert f"needs most, {needed:.1f} GiB, the plan says {said:.1f} GiB" in less.lines[0], "both of the real run"
     assert not check_memory_fit(ranks, {0: PLAN}, small, {0: 8.0 * GIB}).fits
 
 

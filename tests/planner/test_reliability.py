@@ -29,7 +29,7 @@ def test_the_prior_has_the_mean_and_the_spread_of_the_published_sites() -> None:
     rates = [it.per_1000_node_days / 1000 for it in PUBLISHED_RATES]
     assert rate.mean == pytest.approx(np.mean(rates))
     assert rate.shape / rate.node_days**2 == pytest.approx(np.var(rates, ddof=1))
-    assert rate.band.p10 < 0.0038 < 0.0065 < rate.band.p90
+    assert rate.percentiles.p10 < 0.0038 < 0.0065 < rate.percentiles.p90
     assert 800 < rate.node_days < 1100
 
 
@@ -50,7 +50,7 @@ def test_own_counts_move_the_mean_towards_them(failures: int, node_days: float) 
 def test_many_own_counts_leave_nothing_of_the_prior() -> None:
     rate = prior_failure_rate().after(FailureHistory(20_000, 1e6))
     assert rate.mean == pytest.approx(0.02, rel=0.01)
-    assert rate.band.p90 / rate.band.p10 < 1.05
+    assert rate.percentiles.p90 / rate.percentiles.p10 < 1.05
 
 
 def test_histories_add_up() -> None:
@@ -61,7 +61,7 @@ def test_histories_add_up() -> None:
 def test_the_band_holds_80_percent_of_the_draws() -> None:
     rate = FailureRate(3.0, 500.0)
     draws = np.random.default_rng(0).gamma(rate.shape, 1 / rate.node_days, 50_000)
-    assert np.mean((draws > rate.band.p10) & (draws < rate.band.p90)) == pytest.approx(0.8, abs=0.01)
+    assert np.mean((draws > rate.percentiles.p10) & (draws < rate.percentiles.p90)) == pytest.approx(0.8, abs=0.01)
 
 
 def test_failures_of_a_run_are_as_uncertain_as_rate_and_chance_together() -> None:
@@ -74,13 +74,15 @@ def test_failures_of_a_run_are_as_uncertain_as_rate_and_chance_together() -> Non
 def test_a_rate_of_the_user_keeps_the_spread_in_proportion() -> None:
     told = prior_failure_rate().scaled_to(0.010)
     assert told.mean == pytest.approx(0.010)
-    assert told.band.p90 / told.band.p10 == pytest.approx(prior_failure_rate().band.p90 / prior_failure_rate().band.p10)
+    assert told.percentiles.p90 / told.percentiles.p10 == pytest.approx(
+        prior_failure_rate().percentiles.p90 / prior_failure_rate().percentiles.p10
+    )
 
 
 def test_a_job_of_twice_the_nodes_is_interrupted_twice_as_often() -> None:
     one, two = prior_failure_rate().interruption_seconds(64), prior_failure_rate().interruption_seconds(128)
     assert (one.p10, one.p50, one.p90) == pytest.approx((2 * two.p10, 2 * two.p50, 2 * two.p90))
-    assert one.p50 == pytest.approx(DAY / (prior_failure_rate().band.p50 * 64))
+    assert one.p50 == pytest.approx(DAY / (prior_failure_rate().percentiles.p50 * 64))
 
 
 bands = st.tuples(st.floats(0.1, 10), st.floats(1, 3), st.floats(1, 3)).map(

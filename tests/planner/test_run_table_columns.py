@@ -50,11 +50,11 @@ def test_the_page_lists_just_the_columns_that_are_read() -> None:
 
 def test_the_page_says_what_is_needed() -> None:
     needed = documented()
-    assert {name for name, what in needed.items() if "table" in what} == set(run_table._NEEDED)
+    assert {name for name, what in needed.items() if "table" in what} == set(run_table._REQUIRED)
     assert {name for name, what in needed.items() if "row" in what} == {*run_table._STATED, "gpu_type"}
 
 
-@pytest.mark.parametrize("name", run_table._NEEDED)
+@pytest.mark.parametrize("name", run_table._REQUIRED)
 def test_a_table_without_a_column_points_to_the_page(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

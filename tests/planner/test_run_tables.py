@@ -34,7 +34,7 @@ def test_every_row_is_a_run_or_is_refused(cells: dict[str, dict[str, str]]) -> N
     assert {it.id for it in found.runs} | {it.id for it in found.refused} == set(cells)
     assert {it.id: it.why.split(",")[0] for it in found.refused} == {
         "bridge26.08-GB200-DeepSeekV3-mxfp8-n256-b4096": "mixture of experts",
-        "maxtext-v5p-32B-1xv5p-128": "TPUv5p is not a GPU whose figures are known",
+        "maxtext-v5p-32B-1xv5p-128": "TPUv5p is not a GPU of known speed",
         "pythia-1B": "not stated: dp",
     }
     assert found.jobs().n == len(found.runs)
@@ -90,16 +90,16 @@ def test_what_notes_say(cells: dict[str, dict[str, str]]) -> None:
         ({"gpus": "500"}, "dp x tp x pp x cp = 512, but there are 500 GPUs"),
         ({"gpu_type": ""}, "no device is not a GPU"),
         ({"tp": "", "pp": ""}, "not stated: tp, pp"),
-        ({"pp": "x"}, "pp is 'x', which is no count"),
-        ({"layers": "24.5"}, "layers is '24.5', which is no count"),
-        ({"iter_time_s": "0"}, "iter_time_s is '0', which is no amount"),
+        ({"pp": "x"}, "pp is 'x', which is not a whole number from 1"),
+        ({"layers": "24.5"}, "layers is '24.5', which is not a whole number from 1"),
+        ({"iter_time_s": "0"}, "iter_time_s is '0', which is not a number above 0"),
         ({"sp": "yes"}, "sp is 'yes', which is neither 0 nor 1"),
         ({"micro_batch": "64"}, "dp x micro_batch = 2048 is more than global_batch = 1536"),
         ({"vpp": "48"}, "pp x vpp = 96 is more than layers + 2 = 50"),
-        ({"precision": "tf32"}, "precision 'tf32' is not known"),
+        ({"precision": "tf32"}, "unknown precision 'tf32'"),
         ({"experts": "8"}, "mixture of experts"),
-        ({"sharding": "magic"}, "sharding 'magic' is not known"),
-        ({"recompute": "most"}, "recompute 'most' is not known"),
+        ({"sharding": "magic"}, "unknown sharding 'magic'"),
+        ({"recompute": "most"}, "unknown recompute 'most'"),
         ({"iter_time_s": "", "mem_gib": ""}, "neither time nor memory is stated"),
     ],
 )

@@ -131,8 +131,8 @@ def _beaten(point: np.ndarray, points: np.ndarray) -> bool:  # type: ignore[type
 
 def test_a_front_lets_pass_what_it_does_not_beat() -> None:
     grown = ParetoFront()
-    assert grown.free(np.array([1.0]), np.array([1.0])).all()
-    grown.of(np.array([1.0, 2.0]), np.array([5.0, 3.0]))
+    assert grown.is_undominated(np.array([1.0]), np.array([1.0])).all()
+    grown.update(np.array([1.0, 2.0]), np.array([5.0, 3.0]))
     tried = [
         (0.5, 9.0, True),
         (1.0, 5.0, False),
@@ -142,7 +142,7 @@ def test_a_front_lets_pass_what_it_does_not_beat() -> None:
         (9.0, 3.0, False),
     ]
     one, other, free = (np.array(it) for it in zip(*tried, strict=True))
-    assert grown.free(one, other).tolist() == free.tolist()
+    assert grown.is_undominated(one, other).tolist() == free.tolist()
 
 
 def test_what_is_offloaded_has_room_on_its_node() -> None:

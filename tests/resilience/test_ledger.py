@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import (
     ACTIVITIES,
     CLASSES,
-    ActivityClock,
     LedgerFile,
     LedgerLine,
     Period,
@@ -31,6 +31,7 @@ class SimulatedRun:
         self.truth = dict.fromkeys(CLASSES, 0.0)
         self.periods: list[Period] = []
         self.submitted = self.now = 1000.0
+        self.job = ""
         self.saved = 0
         self.pending: list[tuple[int, float]] = []
         """(step, node-seconds) of steps that are not known to be kept yet."""
@@ -52,8 +53,8 @@ class SimulatedRun:
     def wait_for_ranks(self, number: int) -> None:
         self.nodes, self.spares = self.draw.choice([(1, 0), (4, 0), (4, 1)])
         again = number > 0 and self.draw.random() < 0.5
-        last = self.periods[-1] if self.periods else Period(-1, 0, 0.0, 0.0)
-        self.attempt, self.restart = (last.attempt, last.restart + 1) if again else (last.attempt + 1, 0)
+        self.attempt = number
+        self.job = self.job if again else str(number)
         self.pass_time("restart" if again else "queue", self.draw.uniform(0, 50), self.nodes + self.spares)
         self.settle()
 
@@ -68,11 +69,11 @@ class SimulatedRun:
 
     def note(self, ended: bool = False) -> None:
         seconds = dict(self.seconds)
-        self.lines.append(LedgerLine(self.attempt, self.restart, self.now, self.step, seconds, self.nodes, ended))
+        self.lines.append(LedgerLine(self.attempt, self.now, self.step, seconds, self.nodes, ended))
 
     def run_ranks(self) -> None:
         draw, began, resumed = self.draw, self.now, self.saved
-        self.seconds, self.step = dict.fromkeys(ACTIVITIES, 0.0), resumed
+        self.seconds, self.step = dict.fromkeys(ACTIVITIES.values(), 0.0), resumed
         self.lines: list[LedgerLine] = []
         self.pass_time("start", draw.uniform(0, 3), self.nodes)  # the batch script
         self.spend("start", draw.uniform(1, 5))
@@ -83,7 +84,7 @@ class SimulatedRun:
         noticed = self.fail() if draw.random() < 0.7 else self.stop()
         self.truth["spare"] += (self.now - began) * self.spares
         self.periods.append(
-            Period(self.attempt, self.restart, began, self.now, self.nodes, self.spares, noticed, resumed, self.lines)
+            Period(self.attempt, self.job, began, self.now, self.nodes, self.spares, noticed, resumed, self.lines)
         )
 
     def make_step(self) -> None:
@@ -132,34 +133,37 @@ def test_lines_some_seconds_apart_shift_little() -> None:
 
 
 def test_ranks_that_never_came_to_training_only_started() -> None:
-    ledger = account_run([Period(0, 0, 10.0, 40.0, nodes=2, noticed=30.0)], submitted=5.0, saved=0)
+    ledger = account_run([Period(0, "1", 10.0, 40.0, nodes=2, noticed=30.0)], submitted=5.0, saved=0)
     assert [ledger.seconds[name] for name in ("queue", "start", "drain")] == [10, 40, 20]
     assert ledger.goodput == 0
 
 
-def test_clock_and_file(tmp_path: Path) -> None:
+def test_lines_hold_what_a_process_spent_its_time_on(tmp_path: Path) -> None:
     path = tmp_path / "goodput.jsonl"
-    clock = ActivityClock(time.monotonic() - 3)
-    assert clock.enter("step") == "start"
-    assert clock.seconds["start"] == pytest.approx(3, abs=0.5)
-    file = LedgerFile(path, attempt=2, restart=1, nodes=4)
-    file.write(clock, 5)
-    file.write(clock, 6)  # less than 5 s later, and nothing that has to be written
-    file.write(clock, 7, due=True)
-    file.write(clock, 8, ended=True)
+    heartbeat = Heartbeat()
+    heartbeat.enter(Phase.FIRST_STEP)
+    time.sleep(0.2)
+    heartbeat.enter(Phase.SAVE)
+    file = LedgerFile(path, attempt=2, nodes=4)
+    file.write(heartbeat, 5)
+    file.write(heartbeat, 6)  # less than 5 s later, and nothing that has to be written
+    file.write(heartbeat, 7, due=True)
+    file.write(heartbeat, 8, ended=True)
     lines = parse_ledger(path.read_text() + '{"attempt": 1}\n{"attempt": 2, "rest')
     assert [(line.step, line.ended) for line in lines] == [(5, False), (7, False), (8, True)]
+    assert 0.2 <= lines[0].seconds["step"] < 5
+    assert lines[0].seconds["start"] > 0
     assert path.stat().st_mode & 0o777 == 0o600
     assert file.failure is None
 
 
 def test_a_file_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path) -> None:
-    file = LedgerFile(tmp_path / "missing" / "goodput.jsonl", 0, 0, 1)
-    file.write(ActivityClock(time.monotonic()), 1)
+    file = LedgerFile(tmp_path / "missing" / "goodput.jsonl", 0, 1)
+    file.write(Heartbeat(), 1)
     assert file.failure == "goodput.jsonl: No such file or directory"
 
 
-SOUND = asdict(LedgerLine(0, 0, 1.0, 1, {"step": 1.0}))
+SOUND = asdict(LedgerLine(0, 1.0, 1, {"step": 1.0}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -9,18 +10,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hpc_train.interfaces import World
 from hpc_train.resilience.preflight import (
+    FILE,
     SIZES,
     NodeFigures,
     Preflight,
+    check_nodes,
     find_slow_nodes,
     measure_nodes,
     pair_neighbours,
     pair_slow_with_fast,
+    read_earlier_figures,
     run_preflight,
 )
 from hpc_train.testing import run_ranks
@@ -145,3 +150,19 @@ def test_nodes_with_unequal_numbers_of_ranks_are_measured() -> None:
         return measure_nodes(replace(world, node=node, local_rank=world.rank % 2), f"node{node}", QUICK)
 
     assert [node.host for node in run_ranks(measure, 3)[0]] == ["node0", "node1"]
+
+
+def test_an_earlier_attempt_is_compared_with(tmp_path: Path) -> None:
+    figures = Preflight([NodeFigures("node0", 1e-9, exchange=1e-9), NodeFigures("node1", 1e-9, exchange=1e-9)])
+    for attempt in ("0", "1", "2"):
+        (tmp_path / attempt).mkdir()
+    (tmp_path / "0" / FILE).write_text(json.dumps(figures.as_json()))
+    (tmp_path / "1" / FILE).write_text("damaged")
+
+    def check(world: World) -> Preflight:
+        spread = replace(world, node=world.rank, local_rank=0)
+        return check_nodes("quick", spread, f"node{world.rank}", tmp_path / "2")
+
+    result = run_ranks(check, 2)[0]
+    assert {node.host for node in result.slow} == {"node0", "node1"}
+    assert read_earlier_figures(tmp_path / "0") == []

@@ -185,7 +185,7 @@ def test_local_ranks_are_held_to_processors_of_their_own(tmp_path: Path) -> None
     assert all(it.cpus for it in found)
     assert [it.threads for it in found] == [len(it.cpus) for it in found]
     assert [it.own["threads"] for it in found] == [it.threads for it in found]
-    assert found[0].lines[-1].startswith("binding: processors ")
+    assert found[0].lines[-1].startswith("binding: CPUs ")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_local_ranks_are_held_to_processors_of_their_own(tmp_path: Path) -> None
     [
         ({"bind": False}, 2, "not bound: launch.bind=false"),
         ({"threads": 4 * len(HERE)}, 2, f"not bound: {4 * len(HERE)} threads a rank"),
-        ({}, 3 * len(HERE), "ranks on"),
+        ({}, 3 * len(HERE), "ranks share"),
     ],
     ids=["asked", "threads", "crowded"],
 )

@@ -30,7 +30,8 @@ def test_a_sweep_that_meets_everything_is_told_of_truly_and_finished(slurm_clust
 
     preempted = wait_for_a_running_one(sweep, small)
     wanted = sweep.rows()[preempted]["nodes"][0]
-    urgent = slurm_cluster.sbatch("-p", "urgent", "-w", wanted, "--exclusive", "-t1", "--wrap", "sleep 3")
+    options = ("-p", "urgent", "-w", wanted, "--exclusive", "-t1", "-o", "/dev/null")
+    urgent = slurm_cluster.sbatch(*options, "--wrap", "sleep 3")
     sweep.wait("the preemption", lambda rows: rows[preempted]["state"] in ("REQUEUED", "PREEMPTED"))
     slurm_cluster.scancel(urgent)
 

@@ -11,89 +11,32 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import h5py
-import numpy as np
 import pytest
 from slurm_client import SlurmCluster
-
-from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert.rewrite import make_blank_piece
-from hpc_train.checkpoint.storage.step_directory import try_read_manifest
-
-RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
-TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=64", "train.sequence_length=32"]
-
+from training_client import (
+    RANKS,
+    TINY,
+    assert_same_result,
+    hpc_train,
+    kinds,
+    lines,
+    pid_of_task,
+    steps_done,
+    submit,
+    tasks_of,
+    wait_until,
+)
 
 LATE = "late"
 """Name of the job that lives longer than one test."""
 HOLDS = " ".join(f"0:train:{step}:listen" for step in range(2, 10))
 FAULTY = Path(__file__).parents[1] / "launch"
-
-
-def hpc_train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_train", *words],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-
-
-def submit(run: Path, *overrides: str, **env: str) -> str:
-    """Submit a run on 2 nodes x 2 ranks; returns the job id."""
-    said = hpc_train("submit", "--json", *RANKS, f"run_dir={run}", "launch.time_minutes=10", *overrides, **env)
-    assert said.returncode == 0, said.stderr
-    job_id = json.loads(said.stdout)["job_id"]
-    assert isinstance(job_id, str)
-    return job_id
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def steps_done(run: Path) -> int:
-    return max((line["step"] for line in lines(run / "metrics.jsonl")), default=0)
-
-
-def kinds(run: Path) -> list[str]:
-    return [event["event"] for event in lines(run / "events.jsonl")]
-
-
-def wait_until(what: str, true: Callable[[], bool], timeout: float = 120) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout:g} s: {what}"
-        time.sleep(0.1)
-
-
-def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole."""
-    manifest = try_read_manifest(run / f"checkpoints/step-{step}", step)
-    assert manifest is not None
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
-    load_step(run / "checkpoints", step, pieces, None)
-    return {piece.name: piece.local.numpy() for piece in pieces}
-
-
-def assert_same_result(run: Path, reference: Path, step: int) -> None:
-    """Bit for bit the same parameters and optimizer state, and every step once with the same loss."""
-    expected, actual = tensors(reference, step), tensors(run, step)
-    assert expected
-    assert expected.keys() == actual.keys()
-    different = [name for name in expected if expected[name].tobytes() != actual[name].tobytes()]
-    assert different == []
-    losses = [[(line["step"], line["loss"]) for line in lines(path / "metrics.jsonl")] for path in (reference, run)]
-    assert losses[0] == losses[1]
 
 
 @pytest.fixture(scope="session")
@@ -273,7 +216,7 @@ def test_dead_rank_ends_the_job_at_once_and_is_named(
     slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(run, *tiny, "train.steps=100000")
+    job = submit(run, *tiny, "train.steps=100000", "resilience=off")
     wait_until("step 20", lambda: steps_done(run) >= 20)
     os.kill(pid_of_task(run, 3), signal.SIGKILL)
     slurm_cluster.wait_for_state(job, "FAILED", timeout=30)
@@ -328,24 +271,3 @@ def patient_controller(slurm_cluster: SlurmCluster) -> Iterator[None]:
     finally:
         slurm_cluster.conf.write_text(short)
         slurm_cluster.scontrol("reconfigure")
-
-
-def tasks_of(run: Path) -> dict[int, int]:
-    """Task -> process id of this machine, of the ranks of a run that are alive on any node."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            variables = dict(
-                item.split(b"=", 1) for item in (process / "environ").read_bytes().split(b"\0") if b"=" in item
-            )
-        except OSError:
-            continue
-        if b"hpc_train.launch.rank_entrypoint" in words and str(run).encode() in words and b"SLURM_PROCID" in variables:
-            found[int(variables[b"SLURM_PROCID"])] = int(process.name)
-    return found
-
-
-def pid_of_task(run: Path, task: int) -> int:
-    wait_until(f"task {task}", lambda: task in tasks_of(run))
-    return tasks_of(run)[task]

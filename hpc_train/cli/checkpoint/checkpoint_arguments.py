@@ -10,15 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hpc_train.cli.arguments import add_examples, add_json
+from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json
 
 EXPORTS = ("hf", "safetensors", "dcp")
 IMPORTS = ("hf", "safetensors", "dcp", "torch")
 _WHERE = "run directory, directory of checkpoints, or one step-<n>"
 _NEWEST = f"{_WHERE}; of several steps the newest"
-_Commands = Any
 CommandFunction = Callable[[argparse.Namespace], int]
 
 
@@ -36,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_command(
-    commands: _Commands, name: str, summary: str, run: CommandFunction, *positional: tuple[str, str]
-) -> Any:
-    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    commands: CommandGroup, name: str, summary: str, run: CommandFunction, *positional: tuple[str, str]
+) -> argparse.ArgumentParser:
+    command = add_command(commands, name, summary)
     for argument, about in positional:
         command.add_argument(argument, metavar=argument.upper(), help=about)
     add_json(command)
@@ -62,7 +60,7 @@ def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
         return 1
 
 
-def _add_ls(commands: _Commands) -> None:
+def _add_ls(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.inspect import ls_command
 
@@ -74,7 +72,7 @@ def _add_ls(commands: _Commands) -> None:
     add_examples(command, "hpc-train checkpoint ls runs/first", "hpc-train checkpoint ls runs/first --verify --json")
 
 
-def _add_inspect(commands: _Commands) -> None:
+def _add_inspect(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.inspect import InspectOptions, inspect_command
 
@@ -91,7 +89,7 @@ def _add_inspect(commands: _Commands) -> None:
     add_examples(command, "hpc-train checkpoint inspect runs/first --tensors")
 
 
-def _add_verify(commands: _Commands) -> None:
+def _add_verify(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.verify import verify_command
 
@@ -108,7 +106,7 @@ def _add_verify(commands: _Commands) -> None:
     )
 
 
-def _add_reshard(commands: _Commands) -> None:
+def _add_reshard(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.convert import reshard_command
 
@@ -124,7 +122,7 @@ def _add_reshard(commands: _Commands) -> None:
     add_examples(command, "hpc-train checkpoint reshard runs/first resharded --ranks 8")
 
 
-def _add_export(commands: _Commands) -> None:
+def _add_export(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.checkpoint.convert.export_step import ExportOptions
         from hpc_train.cli.checkpoint.convert import export_command
@@ -156,7 +154,7 @@ def _add_export(commands: _Commands) -> None:
     )
 
 
-def _add_import(commands: _Commands) -> None:
+def _add_import(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.checkpoint.convert.import_weights import ImportOptions
         from hpc_train.cli.checkpoint.convert import import_command
@@ -193,7 +191,7 @@ def _add_import(commands: _Commands) -> None:
     )
 
 
-def _add_prune(commands: _Commands) -> None:
+def _add_prune(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.maintain import PruneOptions, prune_command
 
@@ -211,7 +209,7 @@ def _add_prune(commands: _Commands) -> None:
     add_examples(command, "hpc-train checkpoint prune runs/first --keep 2 --keep-every 1000 --dry-run")
 
 
-def _add_mark(commands: _Commands) -> None:
+def _add_mark(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
         from hpc_train.cli.checkpoint.maintain import mark_command
 

@@ -79,7 +79,7 @@ def ls_command(where: str, with_verify: bool, json: bool) -> int:
         print_json([entry.to_json() for entry in listed])
         return 0
     columns = ("step", "state", "size", "holds", "path")
-    rows = [(it.step, it.state, _size(it), _holds(it), it.path) for it in listed]
+    rows = [(step.step, step.state, _size(step), _holds(step), step.path) for step in listed]
     print_table(columns, rows, numbers=("step", "size"))
     return 0
 
@@ -93,7 +93,9 @@ def entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
         return listed
     weights = place.directory / WEIGHTS_FOLDER
     listed += [_committed(weights, path, step, with_verify) for step, path in sorted(find_steps(weights).items())]
-    return listed + [_leftover(it) for folder in (place.directory, weights) for it in find_leftovers(folder)]
+    return listed + [
+        _leftover(leftover) for folder in (place.directory, weights) for leftover in find_leftovers(folder)
+    ]
 
 
 def bytes_of(path: Path) -> int:
@@ -131,8 +133,8 @@ def _verifies(directory: Path, step: int) -> bool:
     return not verify_step(directory, step)
 
 
-def _leftover(it: Leftover) -> ListedStep:
-    return ListedStep(it.step, False, None, bytes_of(it.path), str(it.path), _KINDS[it.kind])
+def _leftover(leftover: Leftover) -> ListedStep:
+    return ListedStep(leftover.step, False, None, bytes_of(leftover.path), str(leftover.path), _KINDS[leftover.kind])
 
 
 def _size(entry: ListedStep) -> str:
@@ -207,7 +209,7 @@ def _stripes(path: Path) -> str:
 
 _VALUES = "values: hpc-train checkpoint verify, then load or export"
 _SECONDS = ("seconds", "stall", *PROVENANCE_PARTS)
-_TOLD = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
+_TIMELINE_EVENTS = ("start", "resume", "checkpoint", "weights", "checkpoint_failed", "end")
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
     if json:
         print_json(facts)
         return 0
-    _print(facts)
+    _print_step(facts)
     return 0
 
 
@@ -248,13 +250,13 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
         "bytes": manifest.size,
         "shared": manifest.shared,
         "inflated": manifest.inflated,
-        "elements_bytes": sum(it.rectangle.volume * it.itemsize for it in manifest.holdings.tensors),
+        "elements_bytes": sum(tensor.rectangle.volume * tensor.itemsize for tensor in manifest.holdings.tensors),
         "tensor_count": len(manifest.holdings.tensors),
         "layouts": len(manifest.holdings.layouts),
         "mappings": count_mappings(manifest),
         "index": (step.path / INDEX_FILE).exists(),
         "storage": storage_fields(step.path, [file.name for file in manifest.files]),
-        "files": [_file(it) for it in manifest.files],
+        "files": [_file(file) for file in manifest.files],
         "extra": manifest.extra,
     }
 
@@ -267,9 +269,9 @@ def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
 
 def timeline(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the attempts and saves in events.jsonl up to the last save of this step."""
-    told = [event for event in _events(run / "events.jsonl") if event.get("event") in _TOLD]
-    of_step = [at for at, event in enumerate(told) if (event["event"], event.get("step")) == ("checkpoint", step)]
-    return told[: of_step[-1] + 1] if of_step else told
+    events = [event for event in _events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
+    of_step = [at for at, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)]
+    return events[: of_step[-1] + 1] if of_step else events
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -304,7 +306,7 @@ def _write_index(step: OpenStep, quiet: bool) -> None:
         write_index(step.path, step.manifest, tell)
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print_step(facts: dict[str, Any]) -> None:
     storage = facts["storage"]
     print_fields(
         [
@@ -326,12 +328,19 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["timeline"]:
         print()
-        print_table(("time", "attempt", "event", "step", *_SECONDS), [_event(it) for it in facts["timeline"]])
+        print_table(("time", "attempt", "event", "step", *_SECONDS), [_event(event) for event in facts["timeline"]])
     if "tensors" in facts:
         print()
         rows = [
-            (it["name"], it["dtype"], _by(it["shape"]), format_bytes(it["bytes"]), it["files"], _by(it["cuts"]))
-            for it in facts["tensors"]
+            (
+                tensor["name"],
+                tensor["dtype"],
+                _by(tensor["shape"]),
+                format_bytes(tensor["bytes"]),
+                tensor["files"],
+                _by(tensor["cuts"]),
+            )
+            for tensor in facts["tensors"]
         ]
         print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
 
@@ -354,21 +363,23 @@ def writers_of(name: str) -> int:
 
 def _files(facts: dict[str, Any]) -> str:
     """`8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
-    ranks, files = sorted({it["ranks"] for it in facts["files"]}), f"{len(facts['files'])} files"
+    ranks, files = sorted({file["ranks"] for file in facts["files"]}), f"{len(facts['files'])} files"
     if not ranks or ranks[-1] == 1:
         return files
     return f"{files} of {ranks[-1]} ranks each" if len(ranks) == 1 else f"{files} of {ranks[0]} to {ranks[-1]} ranks"
 
 
 def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    steps = sorted({it["written_at"] for it in facts["files"] if it["written_at"] is not None})
+    steps = sorted({file["written_at"] for file in facts["files"] if file["written_at"] is not None})
     named = ", ".join(map(str, steps))
     return [("shared", f"{format_bytes(facts['shared'])} of it, written with step {named}")] if steps else []
 
 
 def _compressed(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    whole, stored = facts["inflated"], facts["bytes"]
-    return [("compressed", f"from {format_bytes(whole)}, which saves {1 - stored / whole:.1%}")] if whole else []
+    inflated, stored = facts["inflated"], facts["bytes"]
+    return (
+        [("compressed", f"from {format_bytes(inflated)}, which saves {1 - stored / inflated:.1%}")] if inflated else []
+    )
 
 
 def _event(event: dict[str, Any]) -> tuple[object, ...]:

@@ -40,7 +40,11 @@ def prune_command(where: str, options: PruneOptions, json: bool) -> int:
         raise UserError(f"{where}: is one step; give the directory of checkpoints that is to keep {options.keep}")
     directory, also = place.directory, KeepRules(options.every, options.best)
     steps, wanted = list_committed_steps(directory), list_prunable_steps(directory, options.keep, also)
-    dead = [it.path for it in find_leftovers(directory) if it.kind == "old" or is_dead_leftover(it.path)]
+    dead = [
+        leftover.path
+        for leftover in find_leftovers(directory)
+        if leftover.kind == "old" or is_dead_leftover(leftover.path)
+    ]
     if not options.dry_run:
         prune_now(directory, options.keep, also)
     left = set() if options.dry_run else set(find_steps(directory))
@@ -51,8 +55,8 @@ def prune_command(where: str, options: PruneOptions, json: bool) -> int:
         print_json({"removed": removed, "kept": kept, "leftovers": gone, "dry_run": options.dry_run})
     else:
         verb = "would remove" if options.dry_run else "removed"
-        print(f"{verb} {', '.join([*(f'step {it}' for it in removed), *gone]) or 'nothing'}")
-        print(f"kept {', '.join(f'step {it}' for it in kept) or 'nothing'}")
+        print(f"{verb} {', '.join([*(f'step {step}' for step in removed), *gone]) or 'nothing'}")
+        print(f"kept {', '.join(f'step {step}' for step in kept) or 'nothing'}")
     return int(bool(set(wanted) - set(removed)))
 
 

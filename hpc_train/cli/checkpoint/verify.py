@@ -53,7 +53,7 @@ def verify_command(where: str, step: int | None, every: bool, jobs: int | None, 
     step = place.step if step is None else step
     chosen = list_committed_steps(place.directory) if every else [newest_step(place) if step is None else step]
     verdicts = [
-        _verify_step(place.directory, it, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for it in chosen
+        _verify_step(place.directory, step, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for step in chosen
     ]
     if json:
         answers = [verdict.to_json() for verdict in verdicts]

@@ -34,7 +34,7 @@ class CalibrateOptions:
 def calibrate_command(options: CalibrateOptions) -> int:
     """Write the calibration and print what it changes. Raises UserError for files that cannot be read or written."""
     if not (options.gemm or options.collectives or options.runs):
-        raise UserError("plan calibrate: nothing to learn from; give --gemm FILE, --collectives FILE or --runs DIR ...")
+        raise UserError("plan calibrate: no measurements; give --gemm FILE, --collectives FILE or --runs DIR ...")
     path = Path(options.out)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out {path}: name a file in a folder that exists")
@@ -67,11 +67,14 @@ def _print_calibration(measured: Calibration, report: CalibrationReport, options
     for name, (before, after) in report.moved.items():
         print(f"  {name:18s} {before:10.4g} -> {after:.4g}")
     for name, run in report.runs.items():
-        times = f"measured {run['measured']:.4g} s, blind {run['blind']:.4g} s, calibrated {run['calibrated']:.4g} s"
-        print(f"{name}: {times}{'' if name in options.runs else ' (not learnt from)'}")
+        times = f"measured {run['measured']:.4g} s, predicted {run['blind']:.4g}, calibrated {run['calibrated']:.4g}"
+        print(f"{name}: {times}{'' if name in options.runs else ' (check only)'}")
     if report.runs:
-        kind = "runs not learnt from" if options.against else "runs, all learnt from"
-        print(f"{report.blind.n} {kind}: MAPE blind {report.blind.mape:.1%}, calibrated {report.calibrated.mape:.1%}")
+        kind = "check runs" if options.against else "runs, all used for the calibration"
+        print(
+            f"{report.blind.n} {kind}: MAPE {report.blind.mape:.1%} before, "
+            f"{report.calibrated.mape:.1%} after calibration"
+        )
     print(f"written: cluster.calibration={options.out}")
 
 
@@ -79,10 +82,10 @@ def suggest_command(overrides: Sequence[str], as_json: bool) -> int:
     """Print the suggested runs as commands to submit."""
     found = suggest_runs(overrides)
     if as_json:
-        print(json.dumps([{"overrides": list(it.overrides), "told": it.description} for it in found], indent=1))
+        print(json.dumps([{"overrides": list(run.overrides), "told": run.description} for run in found], indent=1))
         return EXIT_DONE
-    for it in found:
-        print(f"# {it.description}\nhpc-train submit {shlex.join(it.overrides)}")
+    for run in found:
+        print(f"# {run.description}\nhpc-train submit {shlex.join(run.overrides)}")
     folders = " ".join(f"runs/calibrate-{number}" for number in range(1, len(found) + 1))
     print(f"# when they are done\nhpc-train plan calibrate --runs {folders} --out calibration.json")
     return EXIT_DONE

@@ -39,7 +39,7 @@ def fit_command(options: FitOptions) -> int:
 def _provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
     return {
         "data": [Path(path).name for path in options.runs],
-        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is no multiple of {FOLDS}",
+        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is not a multiple of {FOLDS}",
         "trained": asdict(found.trained),
         "held_out": asdict(found.held_out),
     }
@@ -54,15 +54,16 @@ def _print_fit(found: FitReport) -> None:
     tables = {
         "cross-validation over groups": found.folds,
         "each cluster left out once": found.clusters,
-        f"the same, calibrated with {CALIBRATION_RUNS} runs (mean over "
+        f"each cluster left out, then calibrated with {CALIBRATION_RUNS} runs (mean over "
         f"{CALIBRATION_CHOICES} choices)": found.calibrated,
     }
     for title, table in tables.items():
         if table:
             print(f"{title}:")
-        for name, it in table.items():
-            print(f"  {name:12s} {_format_errors(it)}")
+        for name, statistics in table.items():
+            print(f"  {name:12s} {_format_errors(statistics)}")
 
 
-def _format_errors(it: ErrorStatistics) -> str:
-    return f"{it.n:4d} runs, MAPE {it.mape:6.1%}, median {it.median:6.1%}, bias {it.bias:+6.1%}"
+def _format_errors(statistics: ErrorStatistics) -> str:
+    mape, median, bias = statistics.mape, statistics.median, statistics.bias
+    return f"{statistics.n:4d} runs, MAPE {mape:6.1%}, median {median:6.1%}, bias {bias:+6.1%}"

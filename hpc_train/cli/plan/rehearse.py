@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 from hpc_train.config.compose import compose
@@ -20,7 +21,7 @@ def rehearse_command(
 ) -> int:
     """Rehearse the run, print the result, and return the exit code.
 
-    ranks, processes: see rehearsal.run.rehearse. Raises UserError for a run that cannot be built.
+    ranks, processes: see rehearsal.rehearse.rehearse_run. Raises UserError for a run that cannot be built.
     """
     config = compose(overrides, config_dir)
     check_shape(config.model)
@@ -30,10 +31,15 @@ def rehearse_command(
         if not as_json:
             print(decision.line)
     check_model_and_data(config)
+    import torch
+
+    from hpc_train._torch import describe_untested_torch
     from hpc_train.planner.rehearsal.rehearse import rehearse_run
     from hpc_train.planner.rehearsal.result import format_rehearsal
     from hpc_train.planner.rehearsal.result import rehearsal_to_json as to_json
 
+    if untested := describe_untested_torch(torch.__version__):
+        print(f"warning: {untested}", file=sys.stderr)
     found = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks, processes)
     if as_json:
         print(json.dumps(to_json(found)))

@@ -49,10 +49,10 @@ def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
         "overall": _rounded(asdict(found.overall)),
-        "families": {name: _rounded(asdict(it)) for name, it in found.families.items()},
+        "families": {name: _rounded(asdict(errors)) for name, errors in found.families.items()},
         "memory": _rounded(asdict(found.memory)),
         "regret": _rounded(asdict(found.regret)),
-        "refused": [asdict(it) for it in found.refused],
+        "refused": [asdict(run) for run in found.refused],
     }
     if rows:
         answer["rows"] = [_row_json(row) for row in found.rows]
@@ -65,12 +65,12 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
 
 def _row_json(row: PredictedRun) -> dict[str, object]:
     measured = row.run.seconds if np.isfinite(row.run.seconds) else None
-    held = row.run.memory / 2**30 if np.isfinite(row.run.memory) else None
+    memory_gib = row.run.memory / 2**30 if np.isfinite(row.run.memory) else None
     return {
         "id": row.run.id,
         "measured_seconds": measured,
         "predicted_seconds": float(f"{row.seconds:.5g}"),
-        "measured_gib": held and round(held, 2),
+        "measured_gib": memory_gib and round(memory_gib, 2),
         "predicted_gib": round(row.memory / 2**30, 2),
         "fits": row.fits,
         "assumed": list(row.run.assumed),
@@ -84,12 +84,16 @@ def _print_validation(found: Validation, rows: bool) -> None:
         table.add_row(name, *_error_cells(errors))
     console.print("Step time, predicted over measured:")
     console.print(table)
-    held, lost = found.memory, found.regret
-    console.print(f"Memory: {held.n} runs, MAPE {held.mape:.1%}; {held.maybe:.1%} of those that ran are a maybe.")
+    memory, regret = found.memory, found.regret
+    console.print(f"Memory: {memory.n} runs, MAPE {memory.mape:.1%}; {memory.maybe:.1%} of the runs that fit: maybe.")
     console.print(
-        f"Out of memory: {held.oom_missed} of {held.oom} were predicted to fit; {held.false_oom} that ran were not."
+        f"Out of memory: {memory.oom_missed} of {memory.oom} runs were predicted to fit; "
+        f"{memory.false_oom} runs that fit were predicted not to."
     )
-    console.print(f"Regret of the pick: {lost.mean:.1%} mean over {lost.n} groups, {lost.worst:.1%} at worst.")
+    console.print(
+        f"Regret (measured time of the recommended layout over the fastest, less 1): {regret.mean:.1%} mean over "
+        f"{regret.n} groups, {regret.worst:.1%} worst."
+    )
     _print_refused(console, found)
     if rows:
         _print_rows(console, found)
@@ -101,17 +105,17 @@ def _error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
 
 def _print_refused(console: Console, found: Validation) -> None:
     reasons: dict[str, list[str]] = {}
-    for it in found.refused:
-        reasons.setdefault(it.why, []).append(it.id)
+    for run in found.refused:
+        reasons.setdefault(run.why, []).append(run.id)
     for why, ids in reasons.items():
         shown = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
         console.print(f"Refused {len(ids)}: {why} ({shown})", markup=False)
 
 
 def _print_rows(console: Console, found: Validation) -> None:
-    table = Table("run", "measured s", "predicted s", "off", "fits", box=None)
+    table = Table("run", "measured s", "predicted s", "error", "fits", box=None)
     timed = [row for row in found.rows if np.isfinite(row.ratio)]
-    for row in sorted(timed, key=lambda it: -abs(np.log(it.ratio))):
-        off = f"{row.ratio - 1:+.1%}"
-        table.add_row(row.run.id, f"{row.run.seconds:.4g}", f"{row.seconds:.4g}", off, row.fits)
+    for row in sorted(timed, key=lambda row: -abs(np.log(row.ratio))):
+        error = f"{row.ratio - 1:+.1%}"
+        table.add_row(row.run.id, f"{row.run.seconds:.4g}", f"{row.seconds:.4g}", error, row.fits)
     console.print(table)

@@ -89,10 +89,10 @@ def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
 
 def _switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
     """Return the switches above these nodes, restricted to these nodes."""
-    kept: dict[str, Switch] = {}
-    for switch in sorted(switches, key=lambda it: it.level):
-        held = tuple(node for node in switch.nodes if node in nodes)
-        below = tuple(name for name in switch.switches if name in kept)
-        if held or below:
-            kept[switch.name] = replace(switch, nodes=held, switches=below)
-    return tuple(kept.values())
+    switches_above: dict[str, Switch] = {}
+    for switch in sorted(switches, key=lambda switch: switch.level):
+        nodes_below = tuple(node for node in switch.nodes if node in nodes)
+        below = tuple(name for name in switch.switches if name in switches_above)
+        if nodes_below or below:
+            switches_above[switch.name] = replace(switch, nodes=nodes_below, switches=below)
+    return tuple(switches_above.values())

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from hpc_train.cli.arguments import add_examples, add_json, add_overrides
+from hpc_train.cli.arguments import add_command, add_examples, add_json, add_overrides
 
 _OVERRIDES = "a setting as key=value, such as cluster=dgx_h100, cluster.nodes=64 or parallel.tp=8"
 _PICTURE = "also draw it, as .svg, .png or .pdf"
@@ -15,17 +15,12 @@ _PICTURE = "also draw it, as .svg, .png or .pdf"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the sub-commands show, read and place; each sets `run`, a function of the parsed arguments."""
     commands = parser.add_subparsers(dest="topology", required=True, metavar="command")
-    _add_show(
-        _add_command(
-            commands, "show", "show GPUs, NICs, links and switches of this machine, this job or a described cluster"
-        )
-    )
-    _add_read(
-        _add_command(commands, "read", "read a topology file of Slurm, nvidia-smi, rocm-smi, NCCL or InfiniBand tools")
-    )
-    _add_place(
-        _add_command(commands, "place", "place the ranks of a run on nodes, and compare the cost with the given order")
-    )
+    show = "show GPUs, NICs, links and switches of this machine, this job or a described cluster"
+    read = "read a topology file of Slurm, nvidia-smi, rocm-smi, NCCL or InfiniBand tools"
+    place = "place the ranks of a run on nodes, and compare the cost with the given order"
+    _add_show(add_command(commands, "show", show))
+    _add_read(add_command(commands, "read", read))
+    _add_place(add_command(commands, "place", place))
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -48,12 +43,6 @@ def run_place(args: argparse.Namespace) -> int:
 
     options = PlaceOptions(args.nodes, args.shuffle, args.axis, args.picture, args.json)
     return place_command(args.overrides, args.config_dir, os.environ, options)
-
-
-def _add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -9,17 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Nic, Node, sum_rates
+from hpc_train.cluster.spec import LINK_LAYERS, PORT_RATE, UNNAMED_HOST, Cluster, Nic, Node, parse_port_rate, sum_rates
 from hpc_train.errors import UserError
 
 _ADAPTER = re.compile(r"(?:CA|Switch|Router|iWARP RNIC|\?\?\?):? '([^']+)'")
 _PORT = re.compile(r"Port (\d{1,3}):")
 _STATUS = re.compile(r"Infiniband device '([^']+)' port (\d{1,3}) status:")
 _FIELD = re.compile(r"([A-Za-z][\w ]*?):(?:\s+(.*))?")
-_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(?: Gb/sec)?(?: \([^()]*\))?")
 _KINDS = {"ibstat": ("state", "physical state", "rate", "port guid"), "ibstatus": ("state", "phys state", "rate")}
 """What every version of the tool prints of a port."""
-_LAYERS = {"infiniband": "infiniband", "ib": "infiniband", "ethernet": "ethernet"}
 
 
 @dataclass
@@ -86,7 +84,7 @@ def _add_port(adapter: _Adapter, port: int, line: int, name: str) -> _Section:
 def _make_nic(id: str, adapter: _Adapter, kind: str, name: str) -> Nic:
     _check_ports(adapter, kind, name)
     up = [port.fields for port in adapter.ports.values() if _is_up(port.fields)]
-    rates = [_parse_rate(port) for port in up]
+    rates = [parse_port_rate(port["rate"]) for port in up]
     layers = [_parse_layer(port, name) for port in adapter.ports.values()]
     live = [layer for layer, port in zip(layers, adapter.ports.values(), strict=True) if _is_up(port.fields)]
     return Nic(
@@ -111,7 +109,9 @@ def _check_ports(adapter: _Adapter, kind: str, name: str) -> None:
             if needed not in section.fields:
                 raise UserError(f"{name}:{section.line}: port {port} of {adapter.device} has no {needed}; expected one")
         rate = section.fields["rate"]
-        if rate not in ("", "unknown") and not (_RATE.fullmatch(rate) and ("Gb/sec" in rate) == (kind == "ibstatus")):
+        if rate not in ("", "unknown") and not (
+            PORT_RATE.fullmatch(rate) and ("Gb/sec" in rate) == (kind == "ibstatus")
+        ):
             raise UserError(
                 f"{name}:{section.line}: rate {rate[:40]!r}; expected 100, or 100 Gb/sec (4X EDR) of ibstatus"
             )
@@ -123,17 +123,11 @@ def _is_up(fields: Mapping[str, str]) -> bool:
     return fields["state"].lower().split(":")[-1].strip() == "active"
 
 
-def _parse_rate(fields: Mapping[str, str]) -> float | None:
-    """Parse the rate: 100 for `100`, `100 (FDR10)` and `100 Gb/sec (4X EDR)`."""
-    match = _RATE.fullmatch(fields["rate"])
-    return float(match[1]) if match else None
-
-
 def _parse_layer(section: _Section, name: str) -> str | None:
     text = section.fields.get("link layer", "")
-    if text and text.lower() not in {*_LAYERS, "unspecified", "unknown"}:
+    if text and text.lower() not in {*LINK_LAYERS, "unspecified", "unknown"}:
         raise UserError(f"{name}:{section.line}: link layer {text[:40]!r}; expected InfiniBand or Ethernet")
-    return _LAYERS.get(text.lower())
+    return LINK_LAYERS.get(text.lower())
 
 
 def _parse_guid(text: str, line: int, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The process that holds the ranks of a local job: submitit's controller, taught to end all ranks when one fails.
+"""The process that holds the ranks of a local job: submitit's controller, but if one fails or hangs, all end.
 
 Started as `python -m hpc_train.launch.local.controller FOLDER LOGS LAUNCHER`, with stop signals blocked.
 """
@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 from submitit.local.local import Controller
 
-from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE
 from hpc_train.launch.failures import EXIT_CODES
+from hpc_train.launch.rank_stacks import STACK_SIGNAL
 from hpc_train.launch.state.attempts import write_result_marker
+from hpc_train.launch.watching import HangResponse, read_watch_settings, report_notice
+from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
 
 _GRACE_SECONDS = 2.0
@@ -35,6 +39,10 @@ class RankController(Controller):
         self._logs = logs
         self._parent = launcher
         self._exits: list[tuple[int, int]] = []
+        settings = read_watch_settings(logs)
+        self._watcher = HangResponse(logs, settings, self._request_stacks) if settings else None
+        self._notices = NoticeWatch(**settings.notice) if settings else None
+        self._hung = False
         for number in STOP_SIGNALS:
             signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
 
@@ -46,11 +54,17 @@ class RankController(Controller):
             self._watch()
         finally:
             self.kill_tasks()
+            if self._watcher:
+                self._watcher.close()
+            if self._notices:
+                self._notices.close()
         (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
+        if self._hung:
+            return EXIT_FAILED
         return _shell_exit_code(next((code for _, code in self._exits if code != 0), 0))
 
     def _watch(self) -> None:
-        """Return when every task has ended, or a moment after the first that failed."""
+        """Return when every task has ended, or a moment after the first that failed, or when they hang."""
         deadline = None
         while True:
             self._notice_exits()
@@ -65,7 +79,23 @@ class RankController(Controller):
             if os.getppid() != self._parent:  # whoever asked for this job is gone: save and stop
                 self._parent = os.getppid()
                 self._forward_signal(signal.SIGTERM)
+            self._heed_notice()
+            if deadline is None and self._watcher and self._watcher.must_end():
+                self._hung = True
+                return
             time.sleep(_POLL_SECONDS)
+
+    def _heed_notice(self) -> None:
+        """Ask the ranks to save and stop if this machine is about to be taken away."""
+        if self._notices is None or not (notice := self._notices.poll()):
+            return
+        self._notices.close()
+        self._notices = None
+        report_notice(self._logs, socket.gethostname(), notice)
+        self._forward_signal(signal.SIGUSR2)
+
+    def _request_stacks(self) -> None:
+        self._forward_signal(STACK_SIGNAL)
 
     def _notice_exits(self) -> None:
         exited = {task for task, _ in self._exits}

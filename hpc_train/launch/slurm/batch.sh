@@ -10,6 +10,8 @@
 #   hpc_threads        CPU threads of a rank; empty: its CPUs
 #   hpc_python_path    where the code of the job is; empty: where it is installed
 #   hpc_modules, hpc_module_path, hpc_module_purge
+#   hpc_watch          command that watches the ranks; empty: nobody does
+#   hpc_restart        command that decides whether ranks that failed are started again here; empty: they are not
 #   hpc_begin_points   (arrays) command that writes job.json of points
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
@@ -141,9 +143,33 @@ load_modules() {
 
 # run_ranks SRUN...: nothing starts in a job that was cancelled by then.
 run_ranks() {
+  local ranks watcher code
   doing=""
   [ ! -e "$run/logs/cancel-$job" ] || return "$exit_requeue"
-  "$@" 2>"$logs/srun.err"
+  if [ "${#hpc_watch[@]}" -eq 0 ]; then
+    "$@" 2>"$logs/srun.err"
+    return
+  fi
+  "$@" 2>"$logs/srun.err" &
+  ranks=$!
+  "${hpc_watch[@]}" "$logs" "$ranks" >"$logs/watch.log" 2>&1 &
+  watcher=$!
+  wait_for "$ranks" || code=$?
+  wait_for "$watcher"
+  return "${code:-0}"
+}
+
+# wait_for PROCESS: a signal ends `wait`, not the process that it waits for.
+wait_for() {
+  local code
+  while :; do
+    wait "$1"
+    code=$?
+    if [ "$code" -le 128 ] || ! kill -0 "$1" 2>/dev/null; then break; fi
+  done
+  # The signal may have come just before the end: bash remembers how a process ended.
+  [ "$code" -le 128 ] || { wait "$1" && code=0 || code=$?; }
+  return "$code"
 }
 
 # Slurm itself requeues a job whose node dies, but only after SlurmdTimeout (300 s by default); the ranks on the other
@@ -159,7 +185,7 @@ settle_attempt() {
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
   if [ -e "$logs/requeue" ] || [ "$code" -eq "$stopped_early_usr2" ] || [ "$code" -eq "$stopped_early_term" ]; then
     why="the ranks stopped on purpose" stopped=1
-  elif [ "$code" -ne 0 ] && has_lost_node; then
+  elif [ "$code" -ne 0 ] && { [ -e "$logs/lost-node" ] || has_lost_node; }; then
     why="a node of the job does not answer" stopped=1
   fi
   # A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.
@@ -168,6 +194,8 @@ settle_attempt() {
     why="stopped by hpc-train cancel" next=cancel
   elif [ -n "$stopped" ] && [ "${state%% *}" = RUNNING ]; then
     continue_after_stop
+  elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ] && [ "${#hpc_restart[@]}" -gt 0 ]; then
+    "${hpc_restart[@]}" "$run" "$attempt" "$code" && next=restart
   fi
   write_result "$code"
   [ "$code" -eq 0 ] || "${hpc_report[@]}" "$run" "$attempt" "$code" "$requeue"
@@ -185,9 +213,22 @@ continue_after_stop() {
   fi
 }
 
+# restart_ranks: the next attempt, in the same allocation.
+restart_ranks() {
+  doing="" why="" next="" state="" stopped=""
+  make_attempt
+  mark_started
+  export_attempt
+  start_ranks
+}
+
 # finish_run CODE: the end of a script that has one run.
 finish_run() {
   settle_attempt "$1"
+  while [ "$next" = restart ]; do
+    restart_ranks
+    settle_attempt $?
+  done
   # The jobs that wait to go on with a run that is over, however it ended, have nothing to do.
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"

@@ -62,7 +62,20 @@ def setting_lines(config: RunConfig, python_path: Sequence[str]) -> list[str]:
         f"hpc_python_path={shlex.quote(':'.join(python_path))}",
         f"hpc_modules=({shlex.join(cluster.modules)}) hpc_module_path=({shlex.join(cluster.module_path)})",
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
+        f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
     ]
+
+
+def _watch_command(config: RunConfig) -> str:
+    if not config.resilience.watch:
+        return ""
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervise"))
+
+
+def _restart_command(config: RunConfig) -> str:
+    if not config.resilience.act or not config.resilience.restarts:
+        return ""
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.restarting"))
 
 
 def setup_lines(config: RunConfig) -> list[str]:
@@ -100,6 +113,15 @@ def python_command(config: RunConfig, inside: bool, *words: str) -> list[str]:
     """
     python = config.container.python if inside else sys.executable
     return [python, *(["-P"] if config.launch.snapshot != "off" else []), *words]
+
+
+START_RANKS = "start_ranks"
+"""Shell function of each script that starts the ranks, at first and again."""
+
+
+def define_start(command: str) -> list[str]:
+    """Return the lines that define START_RANKS. command: as srun_line returns it."""
+    return [f"{START_RANKS}() {{", f"  {command}", "}"]
 
 
 LINE_AFTER_RANKS = "finish_run $?"

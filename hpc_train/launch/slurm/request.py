@@ -102,10 +102,11 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
     options["setup"] = [
         *batch_script.lines_before_ranks(config, folder, code.python_path if code else ()),
         *container.before,
+        *batch_script.define_start(batch_script.srun_line(config, container)),
     ]
     options["teardown"] = [batch_script.LINE_AFTER_RANKS]
-    command, export = batch_script.srun_line(config, container), tuple(config.launch.export)
-    return JobRequest(nodes, per_node, command, options, config.launch.chain, export, code)
+    export = tuple(config.launch.export)
+    return JobRequest(nodes, per_node, batch_script.START_RANKS, options, config.launch.chain, export, code)
 
 
 def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
@@ -296,8 +297,9 @@ def _largest(fitting: Sequence[PartitionNodes]) -> int:
 def _too_many(request: JobRequest, name: str, nodes: int) -> str:
     per_node = request.ranks_per_node
     return (
-        f"cluster.nodes={request.nodes}: partition {name} has {nodes} such nodes, at most {nodes * per_node} ranks "
-        f"of {per_node} a node, and this run needs {request.ranks}; use cluster.nodes={nodes} with smaller degrees"
+        f"cluster.nodes={request.nodes}: partition {name} has {nodes} suitable nodes, for at most "
+        f"{nodes * per_node} ranks at {per_node} a node; this run needs {request.ranks} ranks; "
+        f"use cluster.nodes={nodes} with smaller degrees"
     )
 
 

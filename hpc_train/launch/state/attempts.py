@@ -48,7 +48,8 @@ class AttemptResult:
 
     exit_code: int
     then: str = ""
-    """requeue: the job runs again; chain: the next job of the chain goes on; cancel: stopped by `hpc-train cancel`."""
+    """requeue: the job runs again; chain: the next job of the chain goes on; restart: the ranks are started again in
+    the same allocation; cancel: stopped by `hpc-train cancel`."""
     why: str = ""
     slurm: str = ""
     """State and reason of the job at that moment, in Slurm's words."""
@@ -56,7 +57,7 @@ class AttemptResult:
 
     @property
     def goes_on(self) -> bool:
-        return self.then in ("requeue", "chain")
+        return self.then in ("requeue", "chain", "restart")
 
     @property
     def done(self) -> bool:

@@ -226,7 +226,7 @@ def _status_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
 def _status_of_local_end(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
     status = replace(status, exit_code=result.exit_code)
     if result.exit_code == EXIT_REQUEUE:
-        why = "stopped on purpose and saved; the same command goes on"
+        why = "stopped on purpose and saved; the same command continues it"
         return replace(status, state=State.CANCELLED, reason=why)
     if facts.cancelled or result.exit_code == _EXIT_INTERRUPTED:
         return replace(

@@ -222,6 +222,7 @@ ArrayElements = Sequence[Sequence[str]]
 
 def array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> JobRequest:
     """Return the request for an array with one point an element. base: of one of its points, as if it were alone."""
+    container = _make_container(base, config, sweep)
     setup = [
         *_setting_lines(base, config, sweep, elements),
         batch_script.shell_functions(),
@@ -229,7 +230,8 @@ def array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: Ar
         'enter_point "$point"',
         "begin_run",
         *batch_script.setup_lines(config),
-        *_make_container(base, config, sweep).before,
+        *container.before,
+        *batch_script.define_start(batch_script.srun_line(config, container)),
         'freeze_points "$point"',
     ]
     return replace(base, parameters={**base.parameters, "setup": setup})
@@ -247,9 +249,7 @@ def packed_array_request(
         *_setting_lines(base, config, sweep, elements),
         f"hpc_points_per_job={size} hpc_ranks_per_node={size * config.cluster.ranks_per_node}",
         batch_script.shell_functions(),
-        "start_ranks() {",
-        f"  {batch_script.srun_line(config, container, _share_options(base, config, size))}",
-        "}",
+        *batch_script.define_start(batch_script.srun_line(config, container, _share_options(base, config, size))),
         # shell words: the ids of an element, which have neither spaces nor patterns
         "begin_points ${points[$SLURM_ARRAY_TASK_ID]}",
         *batch_script.setup_lines(config),

@@ -30,6 +30,7 @@ from hpc_train._torch import (
     backward_of_stage,
     backward_of_weights,
     defer_receive_memory,
+    drop_last_output,
     release_received,
     run_pipeline_order,
     take_over_gathering,
@@ -79,9 +80,7 @@ class Stage(PipelineStage):
         with self.timeline.record("F", self.stage_index, fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last:  # torch would keep the logits of every micro-batch; only its loss is used again
-            _, inputs = self.fwd_cache.pop(fwd_chunk_id)
-            if self.has_backward:
-                self.fwd_cache[fwd_chunk_id] = (), inputs
+            drop_last_output(self, fwd_chunk_id)
         return out
 
     def backward_one_chunk(

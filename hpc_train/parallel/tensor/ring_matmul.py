@@ -154,31 +154,30 @@ def _differentiate_gathered(
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
-        output, shards = _scatter_product(x, weight, ring)
         ctx.ring = ring
-        ctx.save_for_backward(shards, weight)
-        return output
+        ctx.save_for_backward(x, weight)  # not its split copy: attention keeps x too, which is its result
+        return _scatter_product(x, weight, ring)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shards, weight = ctx.saved_tensors
-        return (*_differentiate_scattered(gradient, shards, weight, ctx.ring, ctx.needs_input_grad[:2]), None)
+        x, weight = ctx.saved_tensors
+        return (*_differentiate_scattered(gradient, x, weight, ctx.ring, ctx.needs_input_grad[:2]), None)
 
 
-def _scatter_product(x: Tensor, weight: Tensor, ring: MatmulRing) -> tuple[Tensor, Tensor]:
-    """Return this rank's positions of the summed product (B, T / size, N), and x (size, B T / size, K) for backward."""
+def _scatter_product(x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
+    """Return this rank's positions of the summed product, (B, T / size, N)."""
     shards = _split_positions(x, ring)
     total = x.new_empty(shards.shape[1], len(weight))
     reduce_products(lambda place: shards[place] @ weight.t(), total, ring)
-    return total.view(len(x), -1, len(weight)), shards
+    return total.view(len(x), -1, len(weight))
 
 
 def _differentiate_scattered(
-    gradient: Tensor, shards: Tensor, weight: Tensor, ring: MatmulRing, wanted: Sequence[bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, ring: MatmulRing, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
-    blocks = _room_around(gradient, ring)
+    blocks, shards = _room_around(gradient, ring), _split_positions(x, ring)
     found = torch.empty_like(shards) if wanted[0] else None
     weighed = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype)) if wanted[1] else None
     for place in circulate_shards(blocks, ring):
@@ -243,7 +242,7 @@ _compiled_gather_matmul.register_autograd(_backward_gathered, setup_context=_sav
 
 @torch.library.custom_op("hpc_train::matmul_scatter", mutates_args=())
 def _compiled_matmul_scatter(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
-    return _scatter_product(x, weight, MatmulRing(find_group(group), chunk_bytes))[0]
+    return _scatter_product(x, weight, MatmulRing(find_group(group), chunk_bytes))
 
 
 @_compiled_matmul_scatter.register_fake
@@ -257,7 +256,7 @@ def _compiled_differentiate_scattered(
 ) -> list[Tensor]:
     """Return the gradients; an empty tensor stands for one that is not wanted."""
     ring = MatmulRing(find_group(group), chunk_bytes)
-    found = _differentiate_scattered(gradient, _split_positions(x, ring), weight, ring, wanted)
+    found = _differentiate_scattered(gradient, x, weight, ring, wanted)
     return [x.new_empty(0) if one is None else one for one in found]
 
 

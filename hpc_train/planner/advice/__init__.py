@@ -1,1 +1,1 @@
-"""Advice: what of a run's configuration is wrong, slow or risky, why, and what to write instead."""
+"""Lints of a run's configuration: each finds one thing that is wrong, slow or risky, and says what to change."""

@@ -1,4 +1,4 @@
-"""Facts that lints look at, and the Advice that they return: a configuration and the planner's own estimate of it."""
+"""Input and output of the lints: RunFacts (a configuration and the planner's estimate of it) and Advice."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "hint")
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change, and why."""
+    """One finding: what to change in the configuration, and why."""
 
     about: str
-    """Key of the configuration, such as model.vocab_size."""
+    """Configuration key, such as model.vocab_size."""
     why: str
-    """What is wrong with it, with its numbers, in one line."""
+    """What is wrong, with numbers, in one line."""
     fix: str
-    """What to write instead, or to do, in one line."""
+    """What to set or do instead, in one line."""
     severity: Severity
-    """error: it cannot run so, or misses a goal; warning: it costs or risks much; hint: it may be better."""
+    """error: the run would fail or miss a goal; warning: it costs or risks much; hint: another value may be better."""
     overrides: tuple[tuple[str, ...], ...] = ()
-    """The settings in `fix`, each alternative as overrides of the run; all of them have been checked for it."""
+    """The settings that `fix` names, each alternative as overrides. All were checked to be valid for this run."""
 
 
 def format_advice(advice: Sequence[Advice]) -> list[str]:
-    """For a person: two lines each."""
+    """Format advice for a terminal, two lines each."""
     found = []
-    for it in advice:
-        found += [f"{it.severity:<7}  {it.about}: {it.why}", f"{'':<9}{it.fix}"]
+    for item in advice:
+        found += [f"{item.severity:<7}  {item.about}: {item.why}", f"{'':<9}{item.fix}"]
     return found
 
 
 def advice_to_json(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     """Return advice as `plan --json` prints it."""
-    return [asdict(it) for it in advice]
+    return [asdict(item) for item in advice]
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The planner's estimate of a run; a lint that needs a figure which is None says nothing."""
+    """The planner's estimate of a run. A lint is skipped if a figure it needs is None."""
 
     job: ProjectedJob | None = None
     rate: AssumedFailureRate | None = None
-    """None: of outlook.rate_of."""
+    """Failure rate of nodes; None: choose_failure_rate decides."""
     bubble: float | None = None
-    """Share of a step that the pipeline idles; None: by the closed form of the schedule, where it has one."""
+    """Share of a step that the pipeline idles; None: the schedule's closed form is used, if it has one."""
     memory_without_recompute: float | None = None
-    """Bytes of the rank that needs most, with parallel.recompute.mode=none."""
+    """Bytes on the rank that needs most, with parallel.recompute.mode=none; None: it is none already."""
     memory_without_offload: float | None = None
-    """The same with nothing offloaded."""
+    """Bytes on the rank that needs most, with nothing offloaded; None: nothing is."""
     memory_margin: float = 0.1
-    """Error of those to expect, a fraction."""
+    """Expected relative error of the two memory figures."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class RunFacts:
 
     @property
     def transformer(self) -> TransformerConfig | None:
-        """The model, where its shape is one of these."""
+        """The model configuration if it is a transformer, else None."""
         return self.config.model if isinstance(self.config.model, TransformerConfig) else None
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether products run in 16 bits on a GPU that conf/cluster describes."""
+        """Whether matrix products run in 16 bits on a GPU of known speed."""
         return bool(self.config.cluster.gpu.peak_tflops) and self.config.precision.name in ("bf16", "fp16")
 
     @property
     def rows(self) -> float:
-        """Sequences of a rank in a step."""
+        """Sequences that a data-parallel rank reads in a step."""
         return self.config.train.global_batch / self.degrees.data_parallel
 
     @property
@@ -102,7 +102,7 @@ class RunFacts:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages that a rank has."""
+        """Pipeline stages on each rank."""
         return len(stage_placement(self.config.parallel.pipeline, self.degrees.pp)) // self.degrees.pp
 
     @property
@@ -117,7 +117,7 @@ class RunFacts:
 
     @property
     def tokens(self) -> float | None:
-        """Of the whole run, where somebody said so: steps by default are none that a law is asked about."""
+        """Return the tokens of the whole run; None if neither plan.tokens nor train.steps is set."""
         steps = self.config.train.steps
         if self.config.plan.tokens is not None or self.tokens_per_step is None:
             return self.config.plan.tokens
@@ -129,7 +129,10 @@ class RunFacts:
 
 
 def collect_facts(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> RunFacts:
-    """world: ranks; None: those of the configuration. Raises UserError for degrees that do not fit them."""
+    """Collect what lints need of a run. world: number of ranks; None: the configuration's.
+
+    Raises UserError for degrees that do not multiply to the world.
+    """
     world = world or count_nodes(config) * count_ranks_per_node(config)
     return RunFacts(config, resolve_degrees(config.parallel, world), figures or RunEstimate())
 
@@ -137,9 +140,9 @@ def collect_facts(config: RunConfig, figures: RunEstimate | None = None, world: 
 def estimate_for_advice(
     config: RunConfig, world: int, constants: Constants, rate: AssumedFailureRate | None = None
 ) -> RunEstimate:
-    """Of a run on so many ranks; rate: of outlook.rate_of, where it is there already.
+    """Estimate a run on `world` ranks, as far as the machine's figures are known; the rest is None.
 
-    What rests on a figure of the machine that is not known is left out. Raises UserError as `jobs_of` does.
+    rate: failure rate of nodes, if chosen already. Raises UserError as jobs_from_config does.
     """
     jobs, missing = jobs_from_config(config, world), list_assumptions(config.cluster, config.precision.name)
     figures = RunEstimate(rate=rate)
@@ -152,22 +155,22 @@ def estimate_for_advice(
         )
     if missing:
         return figures
-    found = estimate_jobs(jobs, constants)
+    estimate = estimate_jobs(jobs, constants)
     nodes = max(1, -(-world // round(_single(jobs.gpus_per_node))))
     parameters = count_parameters(config.model) or _single(jobs.parameters)
-    job = ProjectedJob(world, nodes, _step_without_saves(found.time), _single(jobs.tokens), parameters)
-    return replace(figures, job=job, bubble=_single(found.time.bubble / found.time.step))
+    job = ProjectedJob(world, nodes, _step_without_saves(estimate.time), _single(jobs.tokens), parameters)
+    return replace(figures, job=job, bubble=_single(estimate.time.bubble / estimate.time.step))
 
 
 def _memory_without(jobs: Jobs, constants: Constants, name: str, off: int) -> float | None:
-    """Bytes of the rank that needs most with a technique off; None where it is off already."""
+    """Return the bytes on the rank that needs most with a technique switched off; None if it is off already."""
     if _single(getattr(jobs, name)) == off:
         return None
     return _single(estimate_memory(replace_columns(jobs, **{name: off}), constants).total)
 
 
 def _step_without_saves(time: StepTime) -> Percentiles:
-    """Return the step time without saving, which the projection adds itself."""
+    """Return the step time without checkpoints: the projection adds their cost itself."""
     share = _single(1 - time.checkpoint / time.step)
     return Percentiles(*(_single(time.quantile(p)) * share for p in (0.1, 0.5, 0.9)))
 

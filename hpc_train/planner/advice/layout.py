@@ -1,4 +1,4 @@
-"""Lints of how a model is spread: degrees, stages, micro-batches, recomputation, offload."""
+"""Lints of the parallel layout: degrees, stages, micro-batches, recomputation, offload."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hpc_train.traffic.stages import block_costs, costs_from_config, stage_parts
 from hpc_train.units import GIB
 
 _UNEVEN = 0.05
-"""Time of the slowest stage over the mean of all, less 1, from which a pipeline counts as uneven."""
+"""A pipeline counts as uneven if its slowest stage takes this much longer than the mean (a fraction)."""
 _BUBBLE = 0.10
-"""Share of a step that a pipeline may idle without a word: what 1F1B has with m = 9 (p - 1)."""
+"""A larger idle share of a step is reported. 1F1B has this one with m = 9 (p - 1) micro-batches."""
 _LAUNCH_SECONDS = 8e-6
-"""An elementwise operation that takes less time than this on the GPU takes longer to launch. From measured rows: GPTs
-of hidden 2048 on A100 with one sequence of 2048 (16.8 MB read and written at 2,039 GB/s), which a roofline without
-launches makes 55 % too fast (vTrain, arXiv:2312.12391, single node)."""
+"""An elementwise operation that runs shorter than this on the GPU takes longer to launch than to run. From measured
+runs: GPTs of hidden 2048 on A100 with one sequence of 2048 (16.8 MB read and written at 2,039 GB/s), for which a
+roofline without launch times predicts 55 % too little time (vTrain, arXiv:2312.12391, single node)."""
 
 
 def check_tensor_divides(facts: RunFacts) -> Advice | None:
-    """heads and feed_forward % tp."""
+    """Report a tp that does not divide the heads or the feed-forward width."""
     model, tp = facts.transformer, facts.degrees.tp
     if model is None or tp == 1:
         return None
@@ -37,17 +37,17 @@ def check_tensor_divides(facts: RunFacts) -> Advice | None:
 
 
 def check_kv_head_sharing(facts: RunFacts) -> Advice | None:
-    """kv_heads % tp: the ranks that need a key head compute it each for itself (parallel.tensor.heads)."""
+    """Report a tp that does not divide kv_heads: ranks then compute the same key and value heads twice."""
     model, tp = facts.transformer, facts.degrees.tp
     if model is None or count_kv_heads(model) % tp == 0:
         return None
     heads = count_kv_heads(model)
     why = f"tp={tp} does not divide kv_heads {heads}: several ranks hold and compute the same key and value heads"
-    return Advice("parallel.tp", why, f"parallel.tp={math.gcd(tp, heads)}, which shares none", "hint")
+    return Advice("parallel.tp", why, f"parallel.tp={math.gcd(tp, heads)}, where no two ranks do", "hint")
 
 
 def check_tensor_domain(facts: RunFacts) -> Advice | None:
-    """tp within the NVLink domain."""
+    """Report a tp whose groups leave the NVLink domain."""
     tp, per_node = facts.degrees.tp, count_ranks_per_node(facts.config)
     node = facts.config.cluster.node
     domain = max(node.nvlink_domain_gpus, per_node)
@@ -58,47 +58,50 @@ def check_tensor_domain(facts: RunFacts) -> Advice | None:
     what = (
         f"is more than the {domain} GPUs of a {where}" if tp > domain else f"does not divide the {domain} of a {where}"
     )
-    slower = _slower(facts)
-    why = f"tp={tp} {what}: groups reduce activations over the network, twice in every layer each way{slower}"
+    slower = _compare_bandwidths(facts)
+    why = (
+        f"tp={tp} {what}: its groups reduce activations over the network, twice per layer forward and backward{slower}"
+    )
     fix = f"parallel.tp={inside}, and parallel.pp or a zero strategy for the rest of the memory"
     return Advice("parallel.tp", why, fix, "warning")
 
 
-def _slower(facts: RunFacts) -> str:
+def _compare_bandwidths(facts: RunFacts) -> str:
+    """Compare the network bandwidth of a GPU with its links in the node; empty if not slower, or unknown."""
     node = facts.config.cluster.node
     network = node.nics * node.nic_gbit_s / 8 / max(node.gpus, 1)
     if not network or node.gpu_link_gb_s <= network:
         return ""
-    return f", where a GPU has {network:.0f} GB/s in place of {node.gpu_link_gb_s:.0f}"
+    return f" (a GPU has {network:.0f} GB/s there, {node.gpu_link_gb_s:.0f} in the node)"
 
 
 def check_uneven_stages(facts: RunFacts) -> Advice | None:
-    """layers % (pp x v), and what embedding and head do to the balance: by FLOPs, as the layers will be split."""
+    """Report pipeline stages of unequal work, by FLOPs, with the layers split as the run will split them."""
     model, degrees = facts.config.model, facts.degrees
     layers = getattr(model, "layers", None)
     stages = degrees.pp * facts.virtual_stages
     if degrees.pp == 1 or layers is None or layers < stages:
         return None
     pipeline = facts.config.parallel.pipeline
-    told = (
+    costs = (
         costs_from_config(pipeline.costs)
         if pipeline.costs
         else block_costs(model, facts.config.train.sequence_length, layers)
     )
     parts = [part for rank in stage_parts(facts.config, degrees.pp, layers) for part in rank]
-    block = sum(told.blocks) / layers
-    times = [part.blocks * block + part.first * told.before + part.last * told.after for part in parts]
+    block = sum(costs.blocks) / layers
+    times = [part.blocks * block + part.first * costs.before + part.last * costs.after for part in parts]
     slowest = max(times) * len(times) / sum(times) - 1
     if slowest <= _UNEVEN:
         return None
-    ends = (told.before / block, told.after / block) if block else (0.0, 0.0)
+    ends = (costs.before / block, costs.after / block) if block else (0.0, 0.0)
     head = f"; the head weighs {ends[1]:.1f} layers" if ends[1] > 0.5 else ""
     why = f"{layers} layers over {stages} stages: the slowest has {slowest:.0%} more work than the mean{head}"
-    return Advice("parallel.pp", why, _more_even(facts, layers, ends), "warning")
+    return Advice("parallel.pp", why, _suggest_even_stages(facts, layers, ends), "warning")
 
 
-def _more_even(facts: RunFacts, layers: int, ends: tuple[float, float]) -> str:
-    """Numbers of layers near this one, and fewer stages, that are even enough."""
+def _suggest_even_stages(facts: RunFacts, layers: int, ends: tuple[float, float]) -> str:
+    """Suggest nearby numbers of layers, or fewer stages, that balance well enough."""
     pp, virtual = facts.degrees.pp, facts.virtual_stages
     stages = pp * virtual
     near = [n for n in range(stages, layers + stages + 1) if stage_imbalance(n, stages, ends) <= _UNEVEN]
@@ -109,40 +112,38 @@ def _more_even(facts: RunFacts, layers: int, ends: tuple[float, float]) -> str:
 
 
 def stage_imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
-    """Slowest stage over the mean, less 1, where layers are split as well as they can be.
+    """Return how much longer than the mean the slowest stage takes, with the best split of the layers (a fraction).
 
-    ends: what precedes the first layer and follows the last one, in layers.
+    ends: work before the first layer and after the last one, in units of a layer.
     """
     times = sorted({count + extra for count in range(1, layers + 1) for extra in (0.0, *ends, sum(ends))})
 
-    def room(time: float) -> int:
-        """Layers that all stages have time for, each with one at least."""
+    def count_layers_within(time: float) -> int:
+        """Return how many layers all stages can run within this time, at least one each."""
         each = [time - ends[0], *[time] * (stages - 2), time - ends[1]] if stages > 1 else [time - sum(ends)]
-        counts = [math.floor(it + 1e-9) for it in each]
+        counts = [math.floor(limit + 1e-9) for limit in each]
         return sum(counts) if min(counts) >= 1 else 0
 
-    slowest = next((time for time in times if room(time) >= layers), math.inf)
+    slowest = next((time for time in times if count_layers_within(time) >= layers), math.inf)
     return slowest * stages / (layers + sum(ends)) - 1
 
 
 def check_interleaving_rounds(facts: RunFacts) -> Advice | None:
-    """micro-batches % pp for the interleaved schedules."""
+    """Report a number of micro-batches that pp does not divide, for the interleaved schedules."""
     pipeline, pp, count = facts.config.parallel.pipeline, facts.degrees.pp, facts.micro_batches
     if pp == 1 or not pipeline.schedule.startswith("interleaved") or count % pp == 0:
         return None
     batch = facts.config.train.micro_batch * facts.degrees.data_parallel
     below, above = count // pp * pp * batch, (count // pp + 1) * pp * batch
     sizes = f"{below} or {above}" if below else str(above)
-    why = (
-        f"{count} micro-batches over pp={pp}: an interleaved schedule goes by rounds of {pp}, and the last is not full"
-    )
-    broken = count % max(1, count // pp) != 0
+    why = f"{count} micro-batches over pp={pp}: an interleaved schedule runs rounds of {pp}, and the last is not full"
+    fails = count % max(1, count // pp) != 0
     fix = f"train.global_batch={sizes}, or parallel.pipeline.schedule=looped_bfs"
-    return Advice("train.global_batch", why, fix, "error" if broken else "warning")
+    return Advice("train.global_batch", why, fix, "error" if fails else "warning")
 
 
 def check_bubble(facts: RunFacts) -> Advice | None:
-    """Share of the step that the pipeline idles."""
+    """Report a pipeline that idles too much of a step."""
     pp = facts.degrees.pp
     share = facts.figures.bubble if facts.figures.bubble is not None else _closed_form_bubble(facts)
     if pp == 1 or share is None or share <= _BUBBLE:
@@ -158,12 +159,12 @@ def check_bubble(facts: RunFacts) -> Advice | None:
     if pipeline.schedule in ("naive", "gpipe", "1f1b"):
         ways.append("parallel.pipeline.schedule=interleaved_1f1b")
     ways.append("fewer stages")
-    why = f"pp={pp} with {count} micro-batches idles {share:.0%} of a step"
+    why = f"pp={pp} with {count} micro-batches: the pipeline idles {share:.0%} of a step"
     return Advice("parallel.pipeline", why, ", or ".join(ways), "warning")
 
 
 def _closed_form_bubble(facts: RunFacts) -> float | None:
-    """Of the whole step, for stages that are even (head of schedules/simulate.py); None for other schedules."""
+    """Return the idle share of a step for equal stages (formulas: schedules/simulate.py); None: no closed form."""
     pp, count, virtual = facts.degrees.pp, facts.micro_batches, facts.virtual_stages
     name = facts.config.parallel.pipeline.schedule
     if name == "naive":
@@ -174,7 +175,7 @@ def _closed_form_bubble(facts: RunFacts) -> float | None:
 
 
 def check_launch_bound(facts: RunFacts) -> Advice | None:
-    """A micro-batch so small that the GPU waits for the host to launch its kernels."""
+    """Report a micro-batch so small that the GPU waits for the host to launch its kernels."""
     gpu, train = facts.config.cluster.gpu, facts.config.train
     hidden = getattr(facts.config.model, "hidden", None)
     vision = isinstance(facts.config.model, VisionTransformerConfig)
@@ -190,29 +191,28 @@ def check_launch_bound(facts: RunFacts) -> Advice | None:
     larger = f"train.micro_batch={most}, or " if most > train.micro_batch else ""
     why = (
         f"a micro-batch of {train.micro_batch} at hidden {hidden}: an elementwise operation takes {seconds * 1e6:.1f} "
-        "us on the GPU, less than its launch, so the host sets the pace"
+        "us on the GPU, less than its launch, so the GPU waits for the host"
     )
     return Advice("train.micro_batch", why, f"{larger}parallel.compile=true", "warning")
 
 
 def check_needless_recompute(facts: RunFacts) -> Advice | None:
-    """Recomputation where memory is enough without."""
+    """Report recomputation in a run that would fit without."""
     mode, without = facts.config.parallel.recompute.mode, facts.figures.memory_without_recompute
     if mode == "none" or without is None or not _fits(facts, without):
         return None
-    why = f"recomputation ({mode}) costs up to a third of the FLOPs, and without it {_of_memory(facts, without)}"
+    why = f"recomputation ({mode}) costs up to a third of the FLOPs, and without it {_describe_memory(facts, without)}"
     return Advice("parallel.recompute.mode", why, "parallel.recompute.mode=none", "warning")
 
 
 def check_needless_offload(facts: RunFacts) -> Advice | None:
-    """Offload where memory is enough without."""
+    """Report offload in a run that would fit without."""
     offload, without = facts.config.parallel.offload, facts.figures.memory_without_offload
     on = [name for name in ("optimizer", "parameters") if getattr(offload, name) != "none"]
     if not on or without is None or not _fits(facts, without):
         return None
-    why = (
-        f"offload of {' and '.join(on)} moves them over PCIe in every step, and without it {_of_memory(facts, without)}"
-    )
+    moved = " and ".join(on)
+    why = f"offload of {moved} moves them over PCIe in every step, and without it {_describe_memory(facts, without)}"
     keys = " ".join(f"parallel.offload.{name}=none" for name in on)
     return Advice("parallel.offload", why, keys, "warning")
 
@@ -221,5 +221,5 @@ def _fits(facts: RunFacts, size: float) -> bool:
     return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * GIB
 
 
-def _of_memory(facts: RunFacts, size: float) -> str:
+def _describe_memory(facts: RunFacts, size: float) -> str:
     return f"a rank needs {size / GIB:.1f} of {facts.config.cluster.gpu.memory_gib:g} GiB"

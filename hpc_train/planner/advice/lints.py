@@ -1,6 +1,6 @@
-"""run_lints: every lint over one configuration, errors first, and only what can really run.
+"""Run all lints on a configuration, and remove advice that the run could not follow.
 
-To add a lint: a function from RunFacts to Advice or None, in the file of its subject, entered in LINTS.
+To add a lint: write a function from RunFacts to Advice or None in the file of its subject, and list it in LINTS.
 """
 
 from __future__ import annotations
@@ -57,49 +57,50 @@ LINTS: tuple[Lint, ...] = (
     operation.check_budget,
     operation.check_spot_price,
 )
-"""In the order in which they are told, within a severity."""
+"""Advice of one severity is printed in this order."""
 
 
 def run_lints(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> list[Advice]:
     """Run all lints and return what to change, errors first.
 
-    figures: what has been estimated of the run; lints that need what is not there say nothing. world: ranks; None:
-    those of the configuration. Raises UserError for degrees that do not fit the world, and for a failure log that is
-    none.
+    figures: the planner's estimate of the run; lints that need a missing figure are skipped. world: number of ranks;
+    None: the configuration's. Raises UserError for degrees that do not multiply to the world and for invalid
+    failure logs.
     """
     facts = collect_facts(config, figures, world)
     found = [
-        keep_runnable_advice(it, config, facts.degrees.world)
-        for it in (lint(facts) for lint in LINTS)
-        if it is not None
+        keep_runnable_advice(advice, config, facts.degrees.world)
+        for advice in (lint(facts) for lint in LINTS)
+        if advice is not None
     ]
-    return sorted(found, key=lambda it: SEVERITIES.index(it.severity))
+    return sorted(found, key=lambda advice: SEVERITIES.index(advice.severity))
 
 
-NO_RUNNABLE_SETTING = "no setting of this run by itself mends it; leave more of it for `hpc-train plan` to choose"
+NO_RUNNABLE_SETTING = "no single setting fixes this; fix fewer settings, so that `hpc-train plan` can choose them"
 _OR = ", or "
 _SETTING = re.compile(r"\b((?:model|parallel|train|optim|checkpoint|plan)(?:\.\w+)+)=([^\s,;()]+)((?: or [\d.e+-]+)*)")
-"""key=value, or key=value or value."""
-_SPLITS = ("parallel.pp", "parallel.cp", "parallel.tp")
+"""Matches `key=value` and `key=value or value`."""
+_MODEL_DEGREES = ("parallel.pp", "parallel.cp", "parallel.tp")
 
 
 def keep_runnable_advice(advice: Advice, config: RunConfig, world: int) -> Advice:
-    """Return the advice without the alternatives that the run cannot have; world: ranks.
+    """Return the advice without the alternatives that would fail in this run. world: number of ranks.
 
-    If a degree changes, data parallelism takes the remaining ranks, and the advice says so.
+    If an alternative changes a degree, the data-parallel degree that it requires is added to it.
     """
     texts: list[str] = []
     overrides: list[tuple[str, ...]] = []
-    for way in advice.fix.split(_OR):
-        found = list(_SETTING.finditer(way))
+    for alternative in advice.fix.split(_OR):
+        found = list(_SETTING.finditer(alternative))
         if not found:
-            texts.append(way)
+            texts.append(alternative)
             continue
-        tried = [_accepted(config, settings, world) for settings in _variants(found)]
+        tried = [_complete_settings(config, settings, world) for settings in _variants(found)]
         accepted = [settings for settings in tried if settings]
         if accepted:
             overrides += [tuple(settings_to_overrides(settings)) for settings in accepted]
-            texts.append(way[: found[0].start()] + _format_settings(accepted) + way[found[-1].end() :])
+            before, after = alternative[: found[0].start()], alternative[found[-1].end() :]
+            texts.append(before + _format_settings(accepted) + after)
     return replace(advice, fix=_OR.join(texts) or NO_RUNNABLE_SETTING, overrides=tuple(overrides))
 
 
@@ -110,10 +111,10 @@ def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
         return
     (one,) = found
     for value in (one[2], *one[3].split(" or ")[1:]):
-        yield {one[1]: _number(value)}
+        yield {one[1]: _parse_value(value)}
 
 
-def _number(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return int(text)
     except ValueError:
@@ -132,24 +133,24 @@ def _format_settings(accepted: list[dict[str, Any]]) -> str:
     return _OR.join(" ".join(settings_to_overrides(settings)) for settings in accepted)
 
 
-def _accepted(config: RunConfig, settings: dict[str, Any], world: int) -> dict[str, Any] | None:
-    """Return the settings plus the data-parallel degree they need; None: the run cannot have them."""
+def _complete_settings(config: RunConfig, settings: dict[str, Any], world: int) -> dict[str, Any] | None:
+    """Add the data-parallel degree that the settings require; None: the run has them already, or would fail."""
     if all(get_value(config, key) == value for key, value in settings.items()):
         return None
-    for more in ({}, *_data_parallel_choices(config, settings, world)):
-        both = {**settings, **more}
-        if _can_run(config, both, world):
-            return both
+    for data_parallel in ({}, *_data_parallel_choices(config, settings, world)):
+        completed = {**settings, **data_parallel}
+        if _can_run(config, completed, world):
+            return completed
     return None
 
 
 def _data_parallel_choices(config: RunConfig, settings: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
-    """Yield the data-parallel degrees that fit when other degrees change."""
-    if not settings.keys() & set(_SPLITS):
+    """Yield the data-parallel degrees with which the changed degrees multiply to the world."""
+    if not settings.keys() & set(_MODEL_DEGREES):
         return
     degrees = resolve_degrees(config.parallel, world)
     used = 1
-    for key in _SPLITS:
+    for key in _MODEL_DEGREES:
         used *= int(settings.get(key, getattr(degrees, key.partition(".")[2])))
     for name, other in (("dp_shard", degrees.dp_replicate), ("dp_replicate", degrees.dp_shard)):
         if world % (used * other) == 0:
@@ -164,12 +165,12 @@ def _can_run(config: RunConfig, settings: Mapping[str, Any], world: int) -> bool
         check_support(changed, world)
     except (UserError, TypeError):
         return False
-    return not _too_large(changed, world) or _too_large(config, world)
+    return not _exceeds_memory(changed, world) or _exceeds_memory(config, world)
 
 
-def _too_large(config: RunConfig, world: int) -> bool:
-    """Whether the memory is known not to fit."""
+def _exceeds_memory(config: RunConfig, world: int) -> bool:
+    """Whether the estimate says for sure that the run does not fit; False if the GPU's memory is unknown."""
     if not config.cluster.gpu.memory_gib or not isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
         return False
-    found = estimate_memory(jobs_from_config(config, world), cluster_constants(config.cluster))
-    return FITS[int(found.fits.reshape(-1)[0])] == FITS[NO]
+    memory = estimate_memory(jobs_from_config(config, world), cluster_constants(config.cluster))
+    return FITS[int(memory.fits.reshape(-1)[0])] == FITS[NO]

@@ -19,7 +19,7 @@ from hpc_train.planner.constants import Constants
 
 @dataclass(frozen=True)
 class CalibrationSources:
-    """Measurements to learn from; each may be missing."""
+    """Measurements to calibrate with; each may be missing."""
 
     device: DeviceMeasurement | None
     """Result of `bench gemm`."""
@@ -28,7 +28,7 @@ class CalibrationSources:
     runs: tuple[Path, ...]
     """Directories of short runs."""
     check_runs: tuple[Path, ...]
-    """Runs that are only predicted: nothing is learned from them."""
+    """Runs that are only predicted, as a check."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CalibrationReport:
     runs: dict[str, dict[str, float]]
     """Run -> measured seconds, and those predicted before ("blind") and after ("calibrated")."""
     blind: ErrorStatistics
-    """Errors before, of the check runs, or of all runs where there are none."""
+    """Errors without calibration: of the check runs, or of all runs if there are none."""
     calibrated: ErrorStatistics
 
 
@@ -77,7 +77,7 @@ def calibrate_cluster(sources: CalibrationSources, out: Path) -> tuple[Calibrati
 
 
 def _merge_benchmarks(sources: CalibrationSources) -> Calibration:
-    """Merge device and network. Raises UserError where runs and network are of different clusters."""
+    """Merge device and network measurements. Raises UserError if runs and network are of different clusters."""
     names = cluster_names([*sources.runs, *sources.check_runs])
     if len(names) > 1:
         raise UserError(f"plan calibrate: runs of {', '.join(sorted(names))}; give those of one cluster")

@@ -44,15 +44,15 @@ def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[n
 Floats = NDArray[np.float64]
 
 _PRIOR = 0.03
-"""Weight of a constant's distance from where it starts, in shares of its range: what no run tells stays there."""
+"""Weight of a constant's distance from its start, in shares of its range: without data it stays there."""
 _TOLERATED = 0.15
-"""Error of log(time) from which on a run counts less: some published runs have faults that no model has."""
+"""Runs with a larger error of log(time) count less: some published runs have errors that no model can explain."""
 FOLDS = 5
-"""One group of so many is kept out of the fit of the constants that the package comes with."""
+"""One of this many groups is held out from the fit of the shipped constants."""
 
 
 def assign_fold(group: str, folds: int) -> int:
-    """The part of the data that a group of runs is in: a function of its name only (CRC-32), so it never changes."""
+    """Return the fold of a group of runs: a function of its name only (CRC-32), so it never changes."""
     return zlib.crc32(group.encode()) % folds
 
 
@@ -62,7 +62,7 @@ def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
 
 
 def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -> Constants:
-    """Constants of time from the runs that state a time, and of memory from those that state memory."""
+    """Fit the constants of time to runs with a stated time, and those of memory to runs with stated memory."""
     start = start or Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
     held = [run for run in runs if np.isfinite(run.memory)]
@@ -90,13 +90,13 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
 
 
 def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
-    """Weight runs so that a family of n counts as n to the power of a quarter: no long table decides alone."""
+    """Weight runs so that a family of n runs counts as n^(1/4): no long table dominates."""
     counts = Counter(run.family for run in runs)
     return np.array([counts[run.family] ** -0.375 for run in runs])
 
 
 def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants], Floats], weights: Floats) -> Constants:
-    """Least squares with a robust loss, within bounds."""
+    """Minimise squared errors with a robust loss, within bounds."""
     limits = constant_bounds()
     low, high = (np.array([limits[name][side] for name in names]) for side in (0, 1))
     begin = np.array([getattr(start, name) for name in names])
@@ -114,7 +114,7 @@ def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants],
 
 
 def _soft_l1_root(errors: Floats) -> Floats:
-    """The root of soft_l1: linear beyond what is tolerated (Triggs et al. 2000, section 2.2)."""
+    """Return the root of the soft-L1 loss: linear beyond the tolerance (Triggs et al. 2000, section 2.2)."""
     scaled = (errors / _TOLERATED) ** 2
     found: Floats = np.sign(errors) * _TOLERATED * np.sqrt(2 * (np.sqrt(1 + scaled) - 1))
     return found
@@ -122,14 +122,14 @@ def _soft_l1_root(errors: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class HeldOutFit:
-    """Runs that a fit has not seen, and what it found without them."""
+    """Runs held out from a fit, and the fit's constants."""
 
     runs: tuple[MeasuredRun, ...]
     constants: Constants
 
 
 def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], object]) -> tuple[HeldOutFit, ...]:
-    """For each part of the timed runs (those with the same key) a fit of time to all others."""
+    """For each group of timed runs with the same key, fit the constants of time to all other runs."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
     parts: dict[str, list[MeasuredRun]] = {}
     for run in timed:
@@ -142,12 +142,12 @@ def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], ob
 
 
 _ERROR = 0.05
-"""Of log(time) of a run by itself; what is far beyond it hardly counts (a Cauchy distribution): of three runs that two
-agree on, the third was disturbed."""
+"""Scale of a single run's error of log(time), a Cauchy distribution: if two of three runs agree, the third, which was
+disturbed, hardly counts."""
 _WIDTH = 0.2
-"""How far from cluster to cluster a constant is expected to differ, in shares of its range (standard deviation)."""
+"""Standard deviation of a constant over clusters, in shares of its range."""
 _SCALE_DEVIATION = 0.05
-"""The same of log(scale), what none of them explains; a Cauchy distribution too, so that a cluster may be far off."""
+"""Scale of log(scale) over clusters, which the constants do not explain: a Cauchy distribution, for outliers."""
 
 
 def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Constants:
@@ -157,7 +157,7 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
     timed = [run for run in runs if np.isfinite(run.seconds)]
     if not timed:
         return constants
-    limits = {name: it for name, it in constant_bounds().items() if name not in MEMORY_CONSTANTS}
+    limits = {name: bounds for name, bounds in constant_bounds().items() if name not in MEMORY_CONSTANTS}
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 
@@ -187,14 +187,14 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
 
 
 def _matrix_root(matrix: Floats) -> Floats:
-    """A root of a symmetric matrix that may be singular, as that of runs with the same settings is."""
+    """Return a root of a symmetric matrix, which is singular if runs have equal settings."""
     values, vectors = np.linalg.eigh(matrix)
     found: Floats = vectors * np.sqrt(np.maximum(values, 0))
     return found
 
 
 def _cauchy_root(errors: Floats) -> Floats:
-    """Roots of the Cauchy distribution's loss."""
+    """Return the roots of the Cauchy loss."""
     found: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
     return found
 
@@ -210,14 +210,16 @@ def choose_calibration_runs(
 
 
 def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> list[int]:
-    """`count` of the rows `among` those of jobs, one after the other, each of which leaves least to guess of all jobs
-    (the sum of the variances of the process of `discrepancy`, and of a scale that all share, given the rows before:
-    Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3), A-optimality)."""
+    """Choose `count` rows `among` those of jobs, each time the one that leaves the least uncertainty about all jobs.
+
+    Uncertainty is the sum of the variances of the jobs' errors and of a scale that all share, given the rows chosen
+    before (A-optimality: Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3)).
+    """
     variance = _SCALE_DEVIATION**2 + RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)
     found: list[int] = []
     for _ in range(min(count, len(among))):
-        told = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
-        place = max((row for row in among if row not in found), key=lambda row: (told[row], -row))
+        gain = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
+        place = max((row for row in among if row not in found), key=lambda row: (gain[row], -row))
         found.append(place)
         column = variance[:, place]
         variance = variance - np.outer(column, column) / (column[place] + _ERROR**2)
@@ -225,7 +227,7 @@ def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> lis
 
 
 def group_by_cluster(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
-    """Runs of one cluster and one software, in order."""
+    """Group runs by cluster and software, in order."""
     found: dict[tuple[str, str], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         found[run.cluster, run.software].append(run)

@@ -58,17 +58,17 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class FitReport:
-    """How well a fit predicts runs that it has not seen."""
+    """Errors of a fit on the runs it was fitted to and on held-out ones."""
 
     constants: Constants
     trained: ErrorStatistics
-    """On the groups that it was fitted to."""
+    """Errors on the groups it was fitted to."""
     held_out: ErrorStatistics
-    """On the groups that it has not seen."""
+    """Errors on the held-out groups."""
     folds: dict[str, ErrorStatistics]
-    """Family -> its errors by cross-validation over groups, and `overall`; empty: not asked for."""
+    """Errors by family and `overall`, by cross-validation over groups; empty: not requested."""
     clusters: dict[str, ErrorStatistics]
-    """The same with each cluster left out once."""
+    """Errors by family with each cluster left out once."""
     calibrated: dict[str, ErrorStatistics]
     """The same, then calibrated with three of its runs by one software, which are left out of the errors: the mean of
     several choices of the three."""
@@ -107,7 +107,7 @@ def error_spread(rows: Sequence[PredictedRun]) -> float:
     errors_of: dict[str, list[float]] = {}
     for row in rows:
         errors_of.setdefault(row.run.family, []).append(abs(math.log(row.ratio)))
-    within = [float(np.quantile(it, 0.8)) for it in errors_of.values()]
+    within = [float(np.quantile(errors, 0.8)) for errors in errors_of.values()]
     return round(float(np.mean(within)) / NormalDist().inv_cdf(0.9), 4)
 
 
@@ -138,7 +138,9 @@ def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, Erro
     found = {}
     for name in tables[0]:
         same = [table[name] for table in tables if name in table]
-        means = (float(np.mean([getattr(it, field) for it in same])) for field in ("mape", "median", "bias"))
+        means = (
+            float(np.mean([getattr(statistics, field) for statistics in same])) for field in ("mape", "median", "bias")
+        )
         found[name] = ErrorStatistics(same[0].n, *means)
     return found
 

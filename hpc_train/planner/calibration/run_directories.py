@@ -1,4 +1,4 @@
-"""Runs of one's own as measured runs: run directories with config.yaml and metrics.jsonl."""
+"""Read run directories of hpc_train (config.yaml, metrics.jsonl) as measured runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_run_directory(folder: Path, calibration: Path | None = None) -> Measure
     cluster = replace(config.cluster, calibration=str(calibration) if calibration else None)
     config = seal_config(replace(config, cluster=cluster))
     ranks = _ranks(folder, config)
-    columns = {name: float(it) for name, it in job_columns(jobs_from_config(config, ranks)).items()}
+    columns = {name: float(value) for name, value in job_columns(jobs_from_config(config, ranks)).items()}
     return MeasuredRun(
         id=str(folder),
         family="own",
@@ -55,7 +55,7 @@ def read_run_directory(folder: Path, calibration: Path | None = None) -> Measure
 
 
 def cluster_names(folders: Sequence[Path]) -> set[str]:
-    """Names of the clusters that the runs were on."""
+    """Return the names of the clusters that the runs ran on."""
     return {_config(folder).cluster.name for folder in folders}
 
 
@@ -80,7 +80,7 @@ def _ranks(folder: Path, config: RunConfig) -> int:
 
 
 def _median_step_seconds(folder: Path) -> float:
-    """Median of the steps after the first ones."""
+    """Return the median step time without the first steps."""
     lines = read_metrics(folder / "metrics.jsonl")
     steps = [float(line["step_seconds"]) for line in lines[_WARM_UP:] if line.get("step_seconds")]
     if len(steps) < _FEWEST:

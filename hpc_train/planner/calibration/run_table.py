@@ -2,9 +2,8 @@
 
 A test compares the page with this file.
 
-One line of the table is checked for numbers that cannot be (CsvRow), then becomes a MeasuredRun, or a RefusedRun with
-the reason. What the run's software does, and no table says, comes from find_software: Megatron, DeepSpeed, FSDP or
-our own.
+Each line (CsvRow) is checked for impossible numbers, and becomes a MeasuredRun, or a RefusedRun with the reason. How
+the run's software (Megatron, DeepSpeed, FSDP or hpc_train) works is not in the table; find_software supplies it.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
     *("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
 )
-"""Whole numbers, at least 1."""
+"""Columns of whole numbers, at least 1."""
 _POSITIVE = ("iter_time_s", "mem_gib")
 _RATES = ("intra_link_gbs", "inter_link_gbps_per_gpu", "experts")
-"""0 says that there is none."""
+"""Columns of numbers that may be 0, which means none."""
 _FLAGS = ("gated_mlp", "sp")
-_MOST = 1e12
-"""No number of a training run is larger."""
+_MAX_VALUE = 1e12
+"""Larger numbers are refused."""
 
 
 class CsvRow:
-    """Cells by name; a number is NaN where its cell is empty or holds none."""
+    """One line of the table: cells by column name. A number is NaN if its cell is empty or not a number."""
 
     def __init__(self, cells: Mapping[str, str | None]) -> None:
         self._cells = cells
@@ -48,11 +47,11 @@ class CsvRow:
     def text(self, name: str) -> str:
         return (self._cells.get(name) or "").strip()
 
-    def number(self, name: str, usual: float = math.nan) -> float:
-        """usual: where the cell is empty."""
+    def number(self, name: str, default: float = math.nan) -> float:
+        """Return a cell as a number. default: value of an empty cell."""
         text = self.text(name)
         try:
-            return float(text) if text else usual
+            return float(text) if text else default
         except ValueError:
             return math.nan
 
@@ -61,17 +60,17 @@ class CsvRow:
 
     @property
     def year(self) -> int:
-        """The latest where none is stated."""
+        """Return the year of the run; 9999 if none is stated."""
         year = self.number("year")
         return int(year) if math.isfinite(year) else 9999
 
 
 def explain_impossible(row: CsvRow) -> str | None:
-    """Why the numbers of a row cannot be those of a run; None: they can. Empty cells are possible."""
+    """Say why the numbers of a row are impossible; None: they are possible. Empty cells are."""
     for names, fault in (
         (_COUNTS, _is_not_a_count),
         (_POSITIVE, _is_not_an_amount),
-        (_RATES, _is_not_a_rate),
+        (_RATES, _is_not_a_bandwidth),
         (_FLAGS, _is_not_a_flag),
     ):
         for name in names:
@@ -81,15 +80,15 @@ def explain_impossible(row: CsvRow) -> str | None:
 
 
 def _is_not_a_count(value: float) -> str | None:
-    return None if 1 <= value <= _MOST and value == int(value) else "which is no count"
+    return None if 1 <= value <= _MAX_VALUE and value == int(value) else "which is not a whole number from 1"
 
 
 def _is_not_an_amount(value: float) -> str | None:
-    return None if 0 < value <= _MOST else "which is no amount"
+    return None if 0 < value <= _MAX_VALUE else "which is not a number above 0"
 
 
-def _is_not_a_rate(value: float) -> str | None:
-    return None if 0 <= value <= _MOST else "which is no amount"
+def _is_not_a_bandwidth(value: float) -> str | None:
+    return None if 0 <= value <= _MAX_VALUE else "which is not a number from 0"
 
 
 def _is_not_a_flag(value: float) -> str | None:
@@ -97,17 +96,16 @@ def _is_not_a_flag(value: float) -> str | None:
 
 
 def _contradiction(row: CsvRow) -> str | None:
-    """Numbers that are possible each by itself, and not together. NaN compares as false: what is not stated is not
-    compared."""
+    """Find two numbers that contradict each other. Empty cells are NaN, which compares as false."""
     heads, stages = row.number("heads"), row.number("pp") * row.number("vpp", 1)
-    at_once = row.number("dp") * row.number("micro_batch")
+    sequences_at_once = row.number("dp") * row.number("micro_batch")
     pairs = (
         (row.number("kv_heads"), heads, "kv_heads", "heads"),
         (row.number("tp"), heads, "tp", "heads"),
         (row.number("cp"), row.number("seq"), "cp", "seq"),
         # Some stacks count the embedding and the head as a layer each.
         (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
-        (at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
+        (sequences_at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
     )
     over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
     return over and f"{over[2]} = {over[0]:g} is more than {over[3]} = {over[1]:g}"
@@ -115,12 +113,12 @@ def _contradiction(row: CsvRow) -> str | None:
 
 @dataclass(frozen=True)
 class SoftwareTraits:
-    """Facts of a training stack, none of them fitted."""
+    """How a training stack works; nothing here is fitted."""
 
     name: str
-    """What runs of one software have in common."""
+    """Runs of one software are calibrated together under this name."""
     stack: str
-    """Of jobs.STACKS."""
+    """One of jobs.STACKS."""
     fused_attention: bool = False
     fused_elementwise: bool = False
     overlap_data: bool = False
@@ -128,12 +126,12 @@ class SoftwareTraits:
     new_attention: bool = False
     """Attention kernels written for the device (cuDNN, FlashAttention-3)."""
     triton_attention: bool = False
-    """FlashAttention as it first was in Triton."""
+    """FlashAttention in its first Triton version."""
     parallel_block: bool = False
     gradient_bytes: int = 2
-    """Of a 16-bit gradient kept between micro-batches."""
+    """Bytes of a gradient element that is accumulated over micro-batches."""
     logit_bytes: int = 10
-    """Of a logit at the peak of the loss: 16-bit, fp32, and its gradient in fp32; a fused loss works in place."""
+    """Bytes per logit at the memory peak of the loss: 16-bit, fp32 and fp32 gradient; a fused loss works in place."""
 
 
 _OLD_MEGATRON = SoftwareTraits("megatron", "megatron")
@@ -141,7 +139,7 @@ _MEGATRON = SoftwareTraits("megatron", "megatron", True, True, True, True, True,
 _FSDP = SoftwareTraits("fsdp", "fsdp", True, False, True, False, False, gradient_bytes=4)
 _DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
 
-_KNOWN = (
+_SOFTWARE = (
     (r"megatron-deepspeed|deepspeed|bigscience", _DEEPSPEED),
     (r"llm-foundry", replace(_FSDP, logit_bytes=4)),
     (r"torchtitan|fms-fsdp|fsdp", _FSDP),
@@ -153,14 +151,14 @@ _KNOWN = (
 )
 
 
-_QUOTED = re.compile(r"\balso in [^|)]*")
-"""Who else prints a figure is not who measured it."""
+_QUOTATION = re.compile(r"\balso in [^|)]*")
+"""Other publications that quote the run: they do not tell which software ran it."""
 
 
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
-    """Name the software from a run's source and notes; if they name none, the usual one of that year."""
-    text = _QUOTED.sub("", f"{source} | {notes}".lower())
-    found = next((it for pattern, it in _KNOWN if re.search(pattern, text)), None)
+    """Find the software in a run's source and notes; if they name none, assume the usual one of that year."""
+    text = _QUOTATION.sub("", f"{source} | {notes}".lower())
+    found = next((settings for pattern, settings in _SOFTWARE if re.search(pattern, text)), None)
     found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
     if re.search(r"compile", text):
         found = replace(found, fused_elementwise=True)
@@ -173,16 +171,16 @@ def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
     return found
 
 
-_NEEDED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
+_REQUIRED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
 _WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
-"""Formats of a precision whose speeds are not known here."""
+"""Precisions whose speeds are not in the table of accelerators."""
 _ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
 _NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
-"""Gbit/s a GPU where a run does not say: of the vendor's own servers; 400 for others."""
+"""Assumed network bandwidth per GPU, Gbit/s: that of the vendor's own servers; 400 for other GPUs."""
 _NO_NVLINK = 64
-"""GB/s in both directions together, of GPUs that no other link joins: PCIe 4.0 x16."""
-_USUAL_VOCAB = 51200
-"""GPT-2's 50,257 filled up, as Megatron's scripts have it."""
+"""GB/s, both directions together, of GPUs without NVLink: PCIe 4.0 x16."""
+_DEFAULT_VOCAB = 51200
+"""Assumed vocabulary: GPT-2's 50,257 padded as in Megatron's scripts."""
 
 
 @dataclass(frozen=True)
@@ -191,29 +189,29 @@ class MeasuredRun:
 
     id: str
     family: str
-    """What the id begins with, a version left out: whose series of runs it is."""
+    """Series of runs: the beginning of the id, without a version."""
     model: str
     cluster: str
-    """Family and device: runs that share a machine."""
+    """Family and device; runs with equal ones share a machine."""
     software: str
-    """Whose software ran it: runs of one cluster and one software are calibrated together."""
+    """Name of the software; runs of one cluster and one software are calibrated together."""
     group: str
     """Family, model and device: runs that a split of the data keeps together."""
     contest: str
-    """Group, GPUs and batch: runs of which one was the fastest way to do the same."""
+    """Group, GPUs, batch and precision: runs that do the same work, of which one was the fastest."""
     seconds: float
-    """Of a step; NaN: not stated."""
+    """Step time; NaN: not stated."""
     memory: float
-    """Bytes; NaN: not stated."""
+    """Peak memory in bytes; NaN: not stated."""
     first_stage: bool
-    """Whether memory is that of the first stage; else of the rank that needs most."""
+    """Whether memory is the first stage's; otherwise it is that of the rank that needs most."""
     memory_of: str
-    """What memory counts: device (nvidia-smi), reserved (by torch's allocator) or allocated (in it)."""
+    """How memory was measured: device (nvidia-smi), reserved or allocated (torch's allocator)."""
     out_of_memory: bool
     columns: dict[str, float]
     assumed: tuple[str, ...]
-    """What is not stated, and was taken to be usual. Where `recompute` is among it, times are those without, and memory
-    is that with full recomputation, the least there can have been."""
+    """Columns that are not stated, for which usual values were assumed. With `recompute` among them, times are those
+    without recomputation and memory that with full recomputation, the least possible."""
 
 
 @dataclass(frozen=True)
@@ -232,37 +230,37 @@ class RunTable:
     refused: tuple[RefusedRun, ...]
 
     def jobs(self) -> Jobs:
-        """A row a run."""
+        """Return the jobs of all runs, one row per run."""
         return jobs_from_runs(self.runs)
 
 
 def jobs_from_runs(runs: Sequence[MeasuredRun]) -> Jobs:
-    """A row a run, in order."""
+    """Turn runs into jobs, one row per run, in order."""
     names = runs[0].columns
     return Jobs(**{name: as_column([run.columns[name] for run in runs]) for name in names})
 
 
 def measured_seconds(runs: Sequence[MeasuredRun]) -> NDArray[np.float64]:
-    """[runs]: measured seconds of a step."""
+    """Return the measured step times in seconds, [runs]."""
     return np.array([run.seconds for run in runs])
 
 
 def read_runs(path: Path) -> RunTable:
-    """Raises UserError, one line, for a file that is no such table."""
+    """Read a table of measured runs. Raises UserError for a file that is not one."""
     try:
         with io.StringIO(read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig"), newline="") as file:
             rows = rename_vtrain_columns(list(csv.DictReader(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; give a table of measured runs") from None
-    lacking = [name for name in _NEEDED if not rows or name not in rows[0]]
-    if lacking:
+    missing = [name for name in _REQUIRED if not rows or name not in rows[0]]
+    if missing:
         raise UserError(
-            f"{path}: no column {', '.join(lacking)}; docs/run_tables.md lists what a table of measured runs has"
+            f"{path}: no column {', '.join(missing)}; docs/run_tables.md lists the columns of a table of measured runs"
         )
     found = [parse_run(row) for row in rows]
     return RunTable(
-        tuple(it for it in found if isinstance(it, MeasuredRun)),
-        tuple(it for it in found if isinstance(it, RefusedRun)),
+        tuple(run for run in found if isinstance(run, MeasuredRun)),
+        tuple(run for run in found if isinstance(run, RefusedRun)),
     )
 
 
@@ -283,14 +281,14 @@ Megatron-DeepSpeed on A100, every layer recomputed, as in its configurations."""
 
 
 def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows of vTrain's own table in the columns of ours; others as they are."""
+    """Rename the columns of vTrain's table to those of RUNS.csv; other tables are returned unchanged."""
     if not rows or "iteration time (ms)" not in rows[0]:
         return rows
     same = {"source": "VIA-Research/vTrain, Megatron-DeepSpeed", "year": "2024", "gpu_type": "A100-80GB"}
     same |= {"gpus_per_node": "8", "sharding": "ddp", "recompute": "full", "precision": "fp16"}
     found = []
     for number, row in enumerate(rows, 1):
-        shape = {name: row[told] for told, name in _VTRAIN.items()}
+        shape = {name: row[column] for column, name in _VTRAIN.items()}
         seconds = str(float(row["iteration time (ms)"]) / 1e3)
         named = {"id": f"single-{number}", "model": f"GPT-{shape['hidden']}x{shape['layers']}"}
         found.append({**same, **named, **shape, "iter_time_s": seconds})
@@ -300,16 +298,16 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
     """Parse one line of the table."""
     row = CsvRow(cells)
-    known = find_accelerator(row.text("gpu_type"))
-    why = _explain_refusal(row, known)
-    if why or known is None:
-        return RefusedRun(row.text("id"), why or "the device is not known")
+    accelerator = find_accelerator(row.text("gpu_type"))
+    why = _explain_refusal(row, accelerator)
+    if why or accelerator is None:
+        return RefusedRun(row.text("id"), why or "unknown device")
     software = find_software(row.text("source"), f"{row.text('id')} | {row.text('notes')}", row.year)
     columns = {
-        **_shape(row, software),
-        **_layout(row, software),
-        **_formats(row, software),
-        **_machine(row, known, software),
+        **_shape_columns(row, software),
+        **_layout_columns(row, software),
+        **_format_columns(row, software),
+        **_machine_columns(row, accelerator, software),
     }
     family = re.sub(r"\d+(\.\d+)+$", "", row.text("id").split("-")[0]) or "other"
     model, kind = row.text("model") or f"{row.text('layers')}x{row.text('hidden')}", row.text("gpu_type")
@@ -328,12 +326,12 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
         memory_of=_memory_convention(row, software),
         out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
         columns=columns,
-        assumed=_assumed(row),
+        assumed=_list_assumed(row),
     )
 
 
 def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
-    """torchtitan reports what is reserved; users of DeepSpeed quote nvidia-smi; papers what is allocated."""
+    """Say how the memory was measured: torchtitan reports reserved, DeepSpeed's users nvidia-smi, papers allocated."""
     if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
         return "device"
     return "reserved" if software.stack == "fsdp" else "allocated"
@@ -342,16 +340,16 @@ def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
 _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
 
 
-def _explain_refusal(row: CsvRow, known: Accelerator | None) -> str | None:
-    """Why a row cannot be modelled; None: it can."""
-    if known is None:
-        return f"{row.text('gpu_type') or 'no device'} is not a GPU whose figures are known"
+def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None:
+    """Say why a row cannot be modelled; None: it can."""
+    if accelerator is None:
+        return f"{row.text('gpu_type') or 'no device'} is not a GPU of known speed"
     if row.number("experts", 0) > 1 or row.number("ep", 1) > 1:
-        return "mixture of experts, which the model does not have"
+        return "mixture of experts, which the planner does not model"
     unknown = [name for name in _STATED if not row.stated(name)]
     if unknown:
         return f"not stated: {', '.join(unknown)}"
-    if why := explain_impossible(row) or _unknown_word(row):
+    if why := explain_impossible(row) or _find_unknown_word(row):
         return why
     degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
     if math.prod(degrees) != row.number("gpus"):
@@ -361,21 +359,21 @@ def _explain_refusal(row: CsvRow, known: Accelerator | None) -> str | None:
     return None
 
 
-def _unknown_word(row: CsvRow) -> str | None:
-    known = {
+def _find_unknown_word(row: CsvRow) -> str | None:
+    valid = {
         "sharding": row.text("sharding").lower() in _ZERO,
         "recompute": row.text("recompute").lower() in ("", *RECOMPUTE),
         "precision": not _WIDE.match(row.text("precision")),
     }
-    return next((f"{name} {row.text(name)!r} is not known" for name, is_known in known.items() if not is_known), None)
+    return next((f"unknown {name} {row.text(name)!r}" for name, is_valid in valid.items() if not is_valid), None)
 
 
-def _assumed(row: CsvRow) -> tuple[str, ...]:
+def _list_assumed(row: CsvRow) -> tuple[str, ...]:
     names = ("vocab", "recompute", "vpp", "inter_link_gbps_per_gpu", "ffn_hidden")
     return tuple(name for name in names if not row.text(name))
 
 
-def _shape(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+def _shape_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     hidden, heads, gated = row.number("hidden"), row.number("heads"), row.number("gated_mlp", 0)
     return {
         "layers": row.number("layers"),
@@ -384,9 +382,11 @@ def _shape(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "heads": heads,
         "kv_heads": row.number("kv_heads", heads),
         "head_dim": row.number("head_dim", hidden / heads),
-        "vocab": row.number("vocab", _USUAL_VOCAB),
+        "vocab": row.number("vocab", _DEFAULT_VOCAB),
         "gated": gated,
         "parallel_block": software.parallel_block,
+        "learned_positions": 0,
+        "dropout": 0,
         "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
         "sequence": row.number("seq"),
     }
@@ -395,11 +395,11 @@ def _shape(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
 def _schedule(row: CsvRow) -> str:
     named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
     kind = named[1].lower().replace("-", "") if named else ""
-    known = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
-    return known.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
+    schedules = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
+    return schedules.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
 
 
-def _layout(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     zero, dp, cp = _ZERO[row.text("sharding").lower()], row.number("dp"), row.number("cp", 1)
     if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
         zero = 1  # what its users run unless they say otherwise
@@ -431,15 +431,15 @@ def _layout(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     }
 
 
-def _formats(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
-    """Megatron and DeepSpeed keep 16-bit weights and an fp32 copy in the optimizer; FSDP keeps fp32 weights."""
+def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    """Element sizes. Megatron and DeepSpeed hold 16-bit weights and an fp32 copy, FSDP holds fp32 weights."""
     fp32 = software.stack == "fsdp"
-    kept = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
+    gradient_bytes = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
     return {
         "activation_bytes": 2,
         "weight_bytes": 4 if fp32 else 2,
-        "gradient_bytes": kept,
-        "reduce_bytes": 2 if fp32 else kept,
+        "gradient_bytes": gradient_bytes,
+        "reduce_bytes": 2 if fp32 else gradient_bytes,
         "optimizer_bytes": 8 if fp32 else 12,
         "logit_bytes": software.logit_bytes,
         "checkpoint_every": math.inf,
@@ -451,23 +451,23 @@ def _bits(precision: str) -> int:
     return 8 if "fp8" in precision else 4 if "fp4" in precision else 16
 
 
-def _machine(row: CsvRow, known: Accelerator, software: SoftwareTraits) -> dict[str, float]:
+def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTraits) -> dict[str, float]:
     kind, bits = row.text("gpu_type"), _bits(row.text("precision").lower())
     stated = re.search(r"-(\d+)GB$", kind)
     nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
     per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
     rack = 72 if kind.startswith("GB") else per_node
-    half = known.flops.get(bits, known.flops[16])
+    half = accelerator.flops.get(bits, accelerator.flops[16])
     return {
         "gpus_per_node": per_node,
         "nvlink_domain": max(rack, per_node),
         "peak_flops": half,
-        "peak_flops_attention": known.flops[16],
-        "gemm_ceiling": known.ceiling,
-        "attention_ceiling": attention_peak(known, software.new_attention, software.triton_attention),
-        "multiprocessors": known.multiprocessors,
-        "memory_bytes": (float(stated[1]) if stated else known.memory_gb) * GIB,
-        "memory_bandwidth": known.bandwidth,
+        "peak_flops_attention": accelerator.flops[16],
+        "gemm_ceiling": accelerator.ceiling,
+        "attention_ceiling": attention_peak(accelerator, software.new_attention, software.triton_attention),
+        "multiprocessors": accelerator.multiprocessors,
+        "memory_bytes": (float(stated[1]) if stated else accelerator.memory_gb) * GIB,
+        "memory_bandwidth": accelerator.bandwidth,
         "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
         "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
         "host_bandwidth": 0,

@@ -1,4 +1,4 @@
-"""Suggest short runs to calibrate a cluster with: the ones that tell most of the layouts the planner would take."""
+"""Suggest short runs to calibrate a cluster with: the most informative ones for the layouts the planner prefers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUGGESTED_RUNS = 3
 LAYOUTS_CONSIDERED = 30
 """Meshes of the plan that the suggested runs are chosen from."""
 SUGGESTED_STEPS = 20
-"""Steps of a run: the first ones do not count, and the median of the others is steady."""
+"""Steps of a run: enough for a stable median without the first steps."""
 
 
 @dataclass(frozen=True)

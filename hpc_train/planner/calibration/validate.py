@@ -26,25 +26,25 @@ from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout
 
 Floats = NDArray[np.float64]
 _LEAST_CONTEST = 2
-"""Configurations that a group needs for a choice between them."""
+"""Least number of configurations in a group whose fastest one the planner can miss."""
 
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """One measured run beside its prediction."""
+    """One measured run and its prediction."""
 
     run: MeasuredRun
     seconds: float
-    """Predicted, of a step."""
+    """Predicted step time."""
     memory: float
-    """Predicted bytes, of the rank and counted as the run says: of the one that needs most, unless it names another."""
+    """Predicted bytes, counted as the run counts, on the rank it reports (default: the one that needs most)."""
     fits: str
     ranked: float = 0.0
-    """What a search orders by: seconds by the constants alone. 0: as predicted."""
+    """Step time by the constants alone, by which a search orders candidates; 0: as predicted."""
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured time; NaN where no time was stated."""
+        """Predicted over measured time; NaN if no time is stated."""
         return self.seconds / self.run.seconds
 
     @property
@@ -64,18 +64,18 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Errors of memory, and of the answer to "does it fit"."""
+    """Errors of predicted memory, and of the prediction whether a run fits."""
 
     n: int
     mape: float
     oom_missed: int
-    """Runs that ran out of memory and that were predicted to fit."""
+    """Runs that ran out of memory but were predicted to fit."""
     false_oom: int
-    """Runs that ran and were predicted not to fit."""
+    """Runs that fitted but were predicted not to."""
     oom: int
     """Runs that ran out of memory."""
     maybe: float
-    """Share of the runs that ran, of which the answer was maybe."""
+    """Share of the runs that fitted for which the prediction was maybe."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,11 @@ class Validation:
 
 
 def validate_predictions(runs: RunTable, constants: Constants, calibrated: int = 0) -> Validation:
-    """Every run that can be modelled. calibrated: runs of each cluster and software that its constants are
-    moved to; these are then left out of the errors of time."""
+    """Predict every run that can be modelled, and compare.
+
+    calibrated: number of runs of each cluster and software to calibrate its constants with; these runs are left out of
+    the errors of time.
+    """
     spare: set[str] = set()
     rows: list[PredictedRun] = []
     for members in group_by_cluster(runs.runs):
@@ -117,7 +120,7 @@ def validate_predictions(runs: RunTable, constants: Constants, calibrated: int =
 def summarize_rows(
     rows: Sequence[PredictedRun], timed: Sequence[PredictedRun], refused: Sequence[RefusedRun]
 ) -> Validation:
-    """timed: of the rows, those whose time counts."""
+    """Summarise the errors. timed: the rows whose time counts."""
     return Validation(
         overall=error_statistics(row.ratio for row in timed),
         families=errors_by_family(timed),
@@ -129,7 +132,7 @@ def summarize_rows(
 
 
 def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[PredictedRun]:
-    """A row a run."""
+    """Predict all runs, one row per run."""
     if not runs:
         return []
     jobs = jobs_from_runs(runs)
@@ -148,7 +151,7 @@ def _least(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
 
 
 def errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]:
-    """Family -> its errors, by name; those without a stated time are left out."""
+    """Return the errors of each family, sorted by name; runs without a stated time are left out."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if np.isfinite(row.ratio):
@@ -157,7 +160,7 @@ def errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]
 
 
 def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
-    """NaN are left out."""
+    """Summarise errors; NaN are left out."""
     off = np.array([ratio - 1 for ratio in ratios if np.isfinite(ratio)])
     if not len(off):
         return ErrorStatistics(0, 0.0, 0.0, 0.0)
@@ -165,12 +168,12 @@ def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
 
 
 def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
-    told = error_statistics(row.memory_ratio for row in rows)
+    errors = error_statistics(row.memory_ratio for row in rows)
     ran = [row for row in rows if not row.run.out_of_memory and _on_device(row.run)]
     out = [row for row in rows if row.run.out_of_memory]
     return MemoryErrors(
-        n=told.n,
-        mape=told.mape,
+        n=errors.n,
+        mape=errors.mape,
         oom_missed=sum(row.fits == FITS[YES] for row in out),
         false_oom=sum(row.fits == FITS[NO] for row in ran),
         oom=len(out),
@@ -179,18 +182,20 @@ def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
 
 
 def _on_device(run: MeasuredRun) -> bool:
-    """Whether it ran: what was only computed on paper may need more than there is."""
+    """Whether the run really ran: one computed on paper may need more memory than there is."""
     return np.isfinite(run.seconds) or (np.isfinite(run.memory) and run.memory < run.columns["memory_bytes"])
 
 
 def measure_regret(rows: Iterable[PredictedRun]) -> Regret:
-    """Over contests: same model, device, GPUs, batch and precision, in two configurations at least. Runs that are the
-    same to the planner (other versions of the software) are one configuration, as fast as their mean."""
+    """Compute the regret over contests: the same model, device, GPUs, batch and precision in several configurations.
+
+    Runs that are equal to the planner (other versions of the software) count as one configuration of their mean time.
+    """
     contests: dict[str, dict[tuple[float, ...], list[PredictedRun]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if np.isfinite(row.ratio):
             contests[row.run.contest][tuple(row.run.columns.values())].append(row)
-    found = [_regret(list(it.values())) for it in contests.values() if len(it) >= _LEAST_CONTEST]
+    found = [_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
     return Regret(len(found), float(np.mean(found)) if found else 0.0, max(found, default=0.0))
 
 
@@ -200,7 +205,7 @@ def _regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
 
 
 def _pick(configurations: Sequence[PredictedRun]) -> int:
-    """Pick as `hpc-train plan` does: the simplest of those equal to the quickest."""
+    """Choose as `hpc-train plan` does: the simplest of the candidates equal to the fastest."""
     limit = min(map(_ranked, configurations)) * (1 + EQUAL_TIME_TOLERANCE)
     alike = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
     return min(alike, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
@@ -216,7 +221,10 @@ def _ranked(row: PredictedRun) -> float:
 
 
 def draw_validation(found: Validation, path: Path) -> None:
-    """Raises UserError, one line, without matplotlib, without a run to draw, or for a file that cannot be written."""
+    """Plot predicted over measured step time to a file.
+
+    Raises UserError without matplotlib, without a run to draw, or if the file cannot be written.
+    """
     rows = [row for row in found.rows if np.isfinite(row.ratio)]
     if not rows:
         raise UserError("--plot: nothing to draw: no run states a time and can be modelled")

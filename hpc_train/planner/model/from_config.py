@@ -58,12 +58,15 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "gated": model.activation == "swiglu",
             "parallel_block": 0,
             "tied": model.tied_embeddings,
+            "learned_positions": model.max_positions if model.positions == "learned" else 0,
+            "dropout": model.dropout > 0,
             "sequence": sequence,
         }
     if isinstance(model, VisionTransformerConfig):
         width = model.hidden // model.heads
         shape = {"heads": model.heads, "kv_heads": model.heads, "head_dim": width, "vocab": model.classes}
         plain = {"gated": 0, "parallel_block": 0, "tied": 0, "sequence": count_vit_tokens(model)}
+        plain |= {"learned_positions": count_vit_tokens(model), "dropout": model.dropout > 0}
         sizes = {"layers": model.layers, "hidden": model.hidden, "feed_forward": model.feed_forward}
         return {**sizes, **shape, **plain}
     raise UserError(
@@ -120,7 +123,7 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "optimizer_bytes": 2 * kept,
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * kept,
         "stack": STACKS.index("hpc_train"),
-        "fused_attention": 1,
+        "fused_attention": getattr(config.model, "dropout", 0.0) == 0,  # models.dropout computes scores and masks
         "fused_elementwise": config.parallel.compile,
         "overlap_data": 1,
         "launch_blocking": 0,

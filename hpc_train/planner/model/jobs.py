@@ -48,6 +48,11 @@ class Jobs:
     Komatsuzaki 2021, GPT-J)."""
     tied: Column
     """1: embedding and head are one table."""
+    learned_positions: Column
+    """Vectors of a learned table of positions, which hpc_train's tp leaves whole; 0: none, or of a published run."""
+    dropout: Column
+    """1: hpc_train's own layers drop activations and attention weights, with masks of their own; 0 for published runs,
+    whose layers' masks are counted anyway."""
     sequence: Column
     """Tokens of a sequence."""
     # Batch, in sequences.
@@ -171,6 +176,19 @@ class Jobs:
         """Weights of the matrices of one layer."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + (2 + self.gated) * self.hidden * self.feed_forward
+
+    @property
+    def rank_layer_parameters(self) -> Column:
+        """Return the weights of one layer on a rank of tp; hpc_train splits keys and values if tp divides them."""
+        keys = 2 * self.hidden * self.head_dim * self.kv_heads
+        whole = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
+        return (self.layer_parameters - keys) / self.tp + keys / np.where(whole, 1.0, self.tp)
+
+    @property
+    def rank_key_heads(self) -> Column:
+        """Return the heads of keys and values that a rank of tp computes."""
+        share = self.kv_heads / self.tp
+        return np.where(self.stack == STACKS.index("hpc_train"), np.ceil(share), share)
 
     @property
     def tokens(self) -> Column:

@@ -215,6 +215,10 @@ _MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 _WIDE = 4.0
 """Bytes of fp32."""
+_MASK = 1.0
+"""Bytes of an element of a mask of dropout."""
+MAX_SCORES, MIN_QUERIES = 2.0**24, 16.0
+"""Scores of attention with dropout that are computed together, and queries at least: as models.dropout has them."""
 
 
 def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
@@ -223,11 +227,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     Published stacks by Korthikanti et al. 2022, arXiv:2205.05198, table 2, taken apart: inputs of norms and linear
     layers, what attention and the activation function keep; dropout masks for GPTs.
     """
-    everything, some, full = _published_activations(jobs)
-    ours = jobs.stack == _OURS
-    if np.any(ours):
-        pairs = zip(_own_activations(jobs), (everything, some, full), strict=True)
-        everything, some, full = (np.where(ours, mine, theirs) for mine, theirs in pairs)
+    everything, some, full = _activations(jobs)
     kept = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     kept = share * kept + (1 - share) * everything
@@ -235,9 +235,26 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    again = np.where(ours & (jobs.recompute == _SELECTIVE), everything - some, everything)
-    alive = again * np.where(jobs.recompute > 0, 1.0, 0.0) + wide_gradient + gathered
-    return tokens * kept * constants.activations, tokens * alive * constants.activations
+    kept, alive = tokens * kept * constants.activations, tokens * (wide_gradient + gathered) * constants.activations
+    return kept, alive + recomputed_activations(jobs, constants, tokens)
+
+
+def recomputed_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+    """Return the bytes that the backward of a recomputed layer makes again; 0 if nothing is recomputed."""
+    everything, some, _ = _activations(jobs)
+    again = np.where((jobs.stack == _OURS) & (jobs.recompute == _SELECTIVE), everything - some, everything)
+    found: Column = tokens * again * (jobs.recompute > 0) * constants.activations
+    return found
+
+
+def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
+    """Bytes a token with nothing, with some (selective) and with all recomputed."""
+    found = _published_activations(jobs)
+    ours = jobs.stack == _OURS
+    if np.any(ours):
+        everything, some, full = (np.where(ours, *it) for it in zip(_own_activations(jobs), found, strict=True))
+        return everything, some, full
+    return found
 
 
 def last_norm_bytes(jobs: Jobs, tokens: Column) -> Column:
@@ -249,14 +266,15 @@ def last_norm_bytes(jobs: Jobs, tokens: Column) -> Column:
 def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
     """Return the bytes kept per layer and micro-batch between a split backward's two parts, for hpc_train's own models.
 
-    These are gradients of the results of products and norms, from which weight gradients will be computed.
+    These are gradients of the results of products and norms, from which weight gradients will be computed; those of
+    row-parallel layers gathered over tp.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
     norms = 2 * np.where(eager, _WIDE, item) * hidden / width
-    heads = (jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp
-    return tokens * (norms + item * (heads + 2 * hidden / width + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
+    heads = (jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim
+    return tokens * (norms + item * (heads + 2 * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
 
 
 def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:
@@ -270,13 +288,69 @@ def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:
     return np.where(autocast, _WIDE, item) * hidden / width, norms
 
 
+def _dropout_bytes(jobs: Jobs) -> Column:
+    """Return the bytes per token that dropout adds to a layer: two masks, and keys and values for every head.
+
+    Over cp, attention with dropout gathers the keys and values of the whole sequence (parallel.context).
+    """
+    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    more_heads = jobs.heads / jobs.tp * _key_share(jobs) - jobs.rank_key_heads
+    more_keys = 2 * more_heads * jobs.head_dim * jobs.activation_bytes
+    return jobs.dropout * (2 * _MASK * jobs.hidden / width + more_keys)
+
+
+def _key_share(jobs: Jobs) -> Column:
+    """Return the keys that a rank's attention sees over the positions that it has."""
+    return np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+
+
+def embedding_mask_bytes(jobs: Jobs, tokens: Column) -> Column:
+    """Return the bytes of the mask of the embedding's dropout, kept for every micro-batch in flight."""
+    return jobs.dropout * tokens * _MASK * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+
+
+def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
+    """Return the bytes that the backward of attention with dropout needs, for hpc_train's own models; else 0.
+
+    Scores of a block of queries (models.dropout): weights, their gradients before and after the mask, one more while
+    that is made, each in fp32, and the mask. Then gradients of queries and of what is given, and of keys and values in
+    fp32.
+    """
+    wide = np.maximum(jobs.activation_bytes, _WIDE)
+    heads = jobs.heads / jobs.tp / np.where(jobs.ulysses > 0, jobs.cp, 1.0)
+    queries = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    rows = jobs.micro_batch * heads * jobs.sequence
+    scores = rows * np.minimum(queries, np.maximum(MIN_QUERIES, np.floor(MAX_SCORES / rows)))
+    made = tokens * jobs.heads * jobs.head_dim / jobs.tp
+    gradients = made * (2 * jobs.activation_bytes + 2 * wide * _key_share(jobs))
+    found: Column = jobs.dropout * (scores * (4 * wide + _MASK) + gradients)
+    return found
+
+
+def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:
+    """Return the bytes that asynchronous tensor parallelism needs besides in the backward of a feed-forward layer.
+
+    The gradient of its second weight, added up in fp32, and the layer's input and that one's gradient as they are split
+    over positions (parallel.tensor.ring_matmul).
+    """
+    width = jobs.feed_forward / jobs.tp
+    wide = np.maximum(jobs.activation_bytes, _WIDE)
+    split = tokens * width * jobs.activation_bytes * (2 - jobs.gated)
+    return jobs.overlap_tensor * (jobs.tp > 1) * (jobs.hidden * width * wide + split)
+
+
+def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
+    """Return the part of full_layer_activations that the feed-forward half keeps, for hpc_train's own models."""
+    item, hidden = jobs.activation_bytes, jobs.hidden
+    between, norms = _norm_bytes(jobs)
+    widened = np.where(jobs.gated > 0, 3 + (jobs.fused_elementwise == 0), 2.0) * jobs.feed_forward / jobs.tp * item
+    masks = jobs.dropout * _MASK * hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    return tokens * (between + norms / 2 + item * hidden + widened + masks)
+
+
 def full_layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Bytes of one layer and one micro-batch of which nothing is recomputed."""
-    everything = _published_activations(jobs)[0]
-    ours = jobs.stack == _OURS
-    if np.any(ours):
-        everything = np.where(ours, _own_activations(jobs)[0], everything)
-    return tokens * everything * constants.activations
+    return tokens * _activations(jobs)[0] * constants.activations
 
 
 def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
@@ -306,8 +380,10 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)
     eager = jobs.fused_elementwise == 0
-    heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
+    heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
     widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
-    everything = 2 * between + norms + 2 * item * hidden + heads + widened
+    # ulysses keeps attention's result as its kernel returns it, and again as the output layer reads it.
+    exchanged = (jobs.ulysses > 0) * (jobs.cp > 1) * jobs.heads * jobs.head_dim / jobs.tp * item
+    everything = 2 * between + norms + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
     return everything, some, between

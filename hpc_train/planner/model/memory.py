@@ -14,10 +14,15 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, job_columns
 from hpc_train.planner.model.layer import (
+    asynchronous_working,
+    dropout_attention_working,
+    embedding_mask_bytes,
+    feed_forward_activations,
     full_layer_activations,
     last_norm_bytes,
     layer_activations,
     pending_gradient_bytes,
+    recomputed_activations,
 )
 from hpc_train.planner.model.pipeline import (
     SPLITS_BACKWARD,
@@ -89,7 +94,7 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     held = _PeakSearch(jobs, constants)
     worst: PeakMemory | None = None
     for moment in peak_moments(jobs):
-        for found in (held.in_block(moment), held.at_loss(moment), held.at_end(moment)):
+        for found in (held.in_block(moment), held.at_reduction(moment), held.at_loss(moment), held.at_end(moment)):
             worst = found if worst is None else _elementwise_worse(worst, found)
     assert worst is not None
     return worst
@@ -109,14 +114,20 @@ class _PeakSearch:
         tokens = jobs.micro_batch * jobs.sequence / jobs.cp
         self.stages = split_stages(jobs)
         self.table = jobs.vocab * jobs.hidden / jobs.tp
-        self.block = jobs.layer_parameters / jobs.tp
-        self.weights = self.stages.layers * self.block + self.stages.tables * self.table
+        self.block = jobs.rank_layer_parameters
+        self.ends = self.stages.tables * self.table + self._on_first * jobs.learned_positions * jobs.hidden
+        self.weights = self.stages.layers * self.block + self.ends
         self.shards = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
         self.keeps_parameters = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
         self.keeps_gradients = keeps_gradients(jobs.zero)
         self.moved = jobs.offload_activations > 0
         self.layer, self.working = layer_activations(jobs, constants, tokens)
         self.unmoved = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0) * self.moved
+        again = recomputed_activations(jobs, constants, tokens) + self.unmoved
+        self.attention = dropout_attention_working(jobs, tokens)
+        self.before_attention = again - feed_forward_activations(jobs, tokens)
+        self.embedding_mask = embedding_mask_bytes(jobs, tokens)
+        self.asynchronous = asynchronous_working(jobs, tokens)
         self.pending = pending_gradient_bytes(jobs, tokens)
         width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
         self.hidden = tokens * jobs.hidden * jobs.activation_bytes / width
@@ -127,31 +138,77 @@ class _PeakSearch:
     def in_block(self, moment: PipelineMoment) -> PeakMemory:
         """Peak in the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
-        # zero 1 reduces in place of the whole gradients it has accumulated.
-        reduced = np.where(self.keeps_gradients, 0.0, self._group() * jobs.reduce_bytes)
-        # The second block is already freed when the gradients of the first are reduced.
+        # When the gradients of the first block are reduced, its activations are freed.
+        reduced = self._reduced + self._first_shards(moment)
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
+        behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
         between = moment.kept + moment.kept_last > 0
-        working = np.where(between, 0.0, self.working + self.unmoved + widest)
+        complete = self.block * jobs.activation_bytes + 2 * self.hidden - self._freed
+        working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
+        working = np.where(between, 0.0, working)
+        working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
         # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
-        # The gradient of the head lives from the beginning of the backward to its end.
-        head = moment.loss * self.table * jobs.activation_bytes
-        losses = np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
-        buffers = self._largest_buffers(behind, copied) + head
-        return self._peak(moment, working, losses, buffers)
+        return self._peak(moment, working, self._losses(moment), self._buffers(behind, copied) + self._head(moment))
 
-    def _largest_buffers(self, behind: Column, copied: Column) -> Column:
+    def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
+        """Peak when the backward of the first group of blocks of a stage ends: its gradients are put together."""
+        jobs = self.jobs
+        group = self._group()
+        # Gradients in 16 bits until they are copied, then the shards that come out. The group's parameters are freed.
+        beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
+        between = moment.kept + moment.kept_last > 0
+        working = self._reduced + beside - self._freed - between * self.pending
+        working = np.where(self.keeps_gradients, 0.0, working)
+        ahead = np.clip(self._stage_layers - 1, 0, 1)
+        whole = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
+        return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
+
+    @property
+    def _reduced(self) -> Column:
+        """Bytes of gradients while they are reduced. zero 1 does so in place of the whole ones it has accumulated."""
+        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group() * self.jobs.reduce_bytes)
+        return reduced
+
+    def _first_shards(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of the shards of the first group's gradients, if no micro-batch before has made them."""
+        new = (self.jobs.offload < 2) * (1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
+        return np.where(self.keeps_gradients, 0.0, new * self._group() * self.jobs.gradient_bytes / self.shards)
+
+    def _losses(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of logits and of what losses keep, in the backward of blocks."""
+        return np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
+
+    def _head(self, moment: PipelineMoment) -> Column:
+        """Return the bytes of the gradient of the head, which lives from the beginning of the backward to its end."""
+        head: Column = moment.loss * self.table * self.jobs.activation_bytes
+        return head
+
+    @property
+    def _freed(self) -> Column:
+        """Bytes of a layer's activations that are freed when all its weight gradients are there: all but its input."""
+        return np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
+
+    @property
+    def _frees(self) -> Column:
+        """Whether a block's parameters are freed after each use."""
+        frees: Column = ~self.keeps_parameters & (self.jobs.reshard > 0)
+        return frees
+
+    @property
+    def _stage_layers(self) -> Column:
+        """Layers of the rank's largest stage."""
+        return np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
+
+    def _buffers(self, behind: Column, copied: Column) -> Column:
         """Gathered blocks, and beside them either gradients being reduced (behind) or a copied embedding (copied).
 
         With two blocks in a stage, none is left to gather when the gradients of the second are reduced.
         """
-        jobs = self.jobs
-        layers = np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
-        freed = ~self.keeps_parameters & (jobs.reshard > 0)
+        layers, freed = self._stage_layers, self._frees
         most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
         several = layers * self.block > self._group() * (1 + 1e-9)
@@ -161,7 +218,10 @@ class _PeakSearch:
         """Peak at the end of the backward of a stage with the embedding or the head."""
         jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
         tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
-        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes, 0.0) + jobs.activation_bytes
+        # Gradients that are reduced, and the shards that come out, before they are added to those that are there.
+        added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
+        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
+        reduced = reduced + jobs.activation_bytes
         whole = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
         whole = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, whole)
@@ -173,6 +233,7 @@ class _PeakSearch:
             last=moment.last - has_last,
             kept=np.maximum(moment.kept - 1, 0),
             kept_last=np.maximum(moment.kept_last - has_last, 0),
+            reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
         return self._peak(later, np.zeros(()), losses * self._loss_kept, whole + tables * reduced)
 
@@ -180,7 +241,7 @@ class _PeakSearch:
         """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        whole = self._whole(np.where(sharded, 0.0, self.weights - self.stages.tables * self.table))
+        whole = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
         kept = moment.losses * self._loss_kept + moment.loss * self._last_logits
@@ -189,9 +250,14 @@ class _PeakSearch:
     @property
     def _embedding(self) -> Column:
         """Return [3, 1...]: parameters of the embedding, on the first rank."""
-        first: Column = np.array([1.0, 0.0, 0.0]).reshape(3, *[1] * (self.weights.ndim - 1))
-        embedding: Column = first * self.table
+        embedding: Column = self._on_first * self.table
         return embedding
+
+    @property
+    def _on_first(self) -> Column:
+        """Return [3, n]: 1 on the first rank of a pipeline, else 0."""
+        alone = self.jobs.pp == 1
+        return _stack_stages(1.0, alone, alone)
 
     @property
     def _loss_kept(self) -> Column:
@@ -212,6 +278,9 @@ class _PeakSearch:
         # A stage keeps its output for every micro-batch, and the gradients it receives and sends for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
+        stages_of_first = np.maximum(jobs.virtual_stages - self.stages.has_last * (jobs.pp > 1), 1)
+        in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
+        ends = ends + self._on_first * in_flight * self.embedding_mask
         pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
         pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
@@ -226,11 +295,15 @@ class _PeakSearch:
         )
 
     def _gradients(self, moment: PipelineMoment) -> Column:
-        """Whole or sharded gradients of the stages that have had a backward, plus those of the current block."""
-        jobs = self.jobs
-        whole = self.weights * jobs.gradient_bytes * np.where(jobs.zero >= 1, moment.accumulated, 1.0)
-        shards = self.weights * jobs.gradient_bytes / self.shards
-        return np.where(self.keeps_gradients, np.maximum(whole, shards), shards)
+        """Whole or sharded gradients of the stages that have had a backward.
+
+        ddp's buckets are there from the first step on. Sharded gradients of a stage come with its first backward.
+        """
+        gradients = self.weights * self.jobs.gradient_bytes
+        shards = gradients / self.shards
+        whole = np.where(self.keeps_gradients, gradients, shards)
+        found: Column = np.where(self.jobs.zero >= 1, moment.accumulated * whole + moment.reduced * shards, gradients)
+        return found
 
     def _unsent_sums(self) -> Column:
         """Gradients of offloaded parameters that stay on the device between micro-batches.
@@ -246,8 +319,7 @@ class _PeakSearch:
     def _whole(self, gathered: Column) -> Column:
         """Gathered parameters: always those of the ends, and of blocks as given."""
         jobs = self.jobs
-        ends = self.stages.tables * self.table
-        found = np.where(self.keeps_parameters, self.weights, ends + gathered) * jobs.activation_bytes
+        found = np.where(self.keeps_parameters, self.weights, self.ends + gathered) * jobs.activation_bytes
         cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
         return np.where(jobs.zero >= 1, found, cast)
 
@@ -415,7 +487,7 @@ def _accumulated(jobs: Jobs, weights: Column) -> Column:
 def _weights(jobs: Jobs) -> Column:
     """[3, n]: parameters of a rank before any sharding over data-parallel axes."""
     layers = split_layers(jobs)
-    table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.layer_parameters / jobs.tp
+    table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.rank_layer_parameters
     whole = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
     return _stack_stages(*(np.where(jobs.pp == 1, whole, it) for it in stages))

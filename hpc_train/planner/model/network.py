@@ -133,7 +133,7 @@ class DataUses:
 
 
 def count_uses(jobs: Jobs) -> DataUses:
-    """Apply parallel.support.sharding to columns of jobs, for an average stage of the first rank.
+    """Apply traffic.sharding to columns of jobs, for an average stage of the first rank.
 
     Pipelines of other stacks reduce once a step and, like torch's, free nothing that a backward has gathered before its
     end: of what each forward frees, every one of m forwards is followed by a gather, and one goes before them.

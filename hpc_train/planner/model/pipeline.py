@@ -7,7 +7,7 @@ schedules that split their backward; bubble_seconds is the waiting of the slowes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -139,6 +139,7 @@ V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() i
 SPLITS_BACKWARD = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
 """Codes of the schedules that split backwards."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
+_INTERLEAVED = tuple(SCHEDULES.index(name) for name in ("interleaved_1f1b", "looped_bfs"))
 _ENOUGH = 4
 """Micro-batches simulated per pipeline rank; more would not change the peak."""
 
@@ -158,7 +159,9 @@ class PipelineMoment:
     kept_last: Column
     """Members of `last` whose input gradients are computed."""
     accumulated: Column
-    """Share of the rank's stages that have gradients from an earlier micro-batch."""
+    """Share of the rank's stages that have gradients from an earlier micro-batch, and wait for more."""
+    reduced: Column
+    """Share of the rank's stages whose gradients are complete."""
     loss: Column
     """1 if the backward of a loss begins, else 0."""
 
@@ -166,7 +169,7 @@ class PipelineMoment:
 def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     """Return enough moments to include the peak."""
     plain = _whole_backward_moments(jobs)
-    split = (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
+    split = (jobs.pp > 1) & (np.isin(jobs.schedule, SPLITS_BACKWARD) | _has_no_steady_state(jobs))
     if not np.any(split):
         return plain
     walked = _split_backward_moments(jobs, split)
@@ -176,8 +179,18 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     return [PipelineMoment(*(np.where(split, getattr(b, it), getattr(a, it)) for it in names)) for a, b in padded]
 
 
+def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether so few micro-batches are in a step that some stages have no gradients when most is in flight."""
+    few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
+    found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
+    return found
+
+
 def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one."""
+    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one.
+
+    In interleaved_1f1b, also a backward of another stage than the last one when nothing of the last is in flight.
+    """
     v, m = jobs.virtual_stages, jobs.micro_batches
     counts = np.stack(np.broadcast_arrays(*map(np.atleast_1d, micro_batches_in_flight(jobs)))) * v
     shape = (3, *[1] * (counts.ndim - 1))
@@ -187,14 +200,20 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     # If more micro-batches follow, every stage of the rank has had a backward before the most are in flight.
     before = np.where(m * v > counts, 1.0, 0.0) * (rank >= 0)
     nothing = np.zeros(shape)
-    first = PipelineMoment(counts - together, together, together, nothing, nothing, before, has_loss)
+    first = PipelineMoment(counts - together, together, together, nothing, nothing, before, nothing, has_loss)
     fewer = np.minimum(counts, 1)
     later_last = np.maximum(together - has_loss, np.where(counts > 1, 0.0, has_loss) * (m > 1))
+    # looped_bfs goes back through one stage with all micro-batches before it begins with the next.
+    one_stage = jobs.schedule == _SCHEDULE_CODE["looped_bfs"]
     second = PipelineMoment(
         np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
-        (m > 1) * np.ones(shape), has_loss,
+        np.where(m > 1, np.where(one_stage, 1 / v, np.ones(shape)), 0.0), nothing, has_loss,
     )  # fmt: skip
-    return [first, second]
+    without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
+    others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
+    names = [it.name for it in fields(PipelineMoment)]
+    third = PipelineMoment(*(np.where(without_last, getattr(others, it), getattr(first, it)) for it in names))
+    return [first, second, third]
 
 
 def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[PipelineMoment]:
@@ -219,20 +238,20 @@ def _moments_of(
 ) -> tuple[tuple[_Counts, ...], ...]:
     """Return the moments of the first rank, the next one and the last; each rank's worst moments separately."""
     if not split:
-        return (((0.0,) * 7,) * 3,)
+        return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
         micro_batches = _ENOUGH * pp
     order = generate_order(SCHEDULES[schedule], pp, micro_batches, virtual)
-    ranks = [_worst(set(_walk(order, rank))) for rank in (0, min(1, pp - 1), pp - 1)]
+    ranks = [_worst(set(_walk(order, rank, micro_batches))) for rank in (0, min(1, pp - 1), pp - 1)]
     most = max(map(len, ranks))
     return tuple(tuple(found[min(at, len(found) - 1)] for found in ranks) for at in range(most))
 
 
-def _walk(order: Order, rank: int) -> Iterator[_Counts]:
+def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
     """Yield the counts at the start of every backward of a rank."""
     end, virtual = order.stages - 1, order.placement.count(rank)
-    live, kept, losses = [0, 0], [0, 0], 0
-    accumulated: set[int] = set()
+    live, kept, losses, reduced = [0, 0], [0, 0], 0, 0
+    accumulated: dict[int, int] = {}  # micro-batches added up, by stage; the last one reduces them
     for action in _actions(order, rank):
         last = action.stage == end
         if action.kind is Kind.F:
@@ -242,15 +261,18 @@ def _walk(order: Order, rank: int) -> Iterator[_Counts]:
         if action.kind is Kind.I and action.stage == 0:
             continue  # nothing to compute
         begins = last and action.kind is not Kind.W
-        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, float(begins))
+        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, float(begins))
         losses -= begins
         if action.kind is Kind.I:
             kept[last] += 1
-            yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, 0.0)
+            yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, 0.0)
             continue
         kept[last] -= action.kind is Kind.W and action.stage > 0
         live[last] -= 1
-        accumulated.add(action.stage)
+        accumulated[action.stage] = accumulated.get(action.stage, 0) + 1
+        if accumulated[action.stage] == micro_batches:
+            del accumulated[action.stage]
+            reduced += 1
 
 
 def _actions(order: Order, rank: int) -> Iterator[Action]:
@@ -263,7 +285,7 @@ def _worst(found: set[_Counts]) -> list[_Counts]:
     chosen = set()
     for with_loss in (False, True):
         among = [one for one in found if bool(one[-1]) == with_loss]
-        for most in (_held_of, _of_last, _of_gradients) if among else ():
+        for most in (_held_of, _of_last, _of_gradients, _of_accumulated) if among else ():
             chosen.add(max(among, key=most))
     return sorted(one for one in chosen if not any(_less(one, other) for other in chosen))
 
@@ -273,15 +295,19 @@ def _less(one: _Counts, other: _Counts) -> bool:
 
 
 def _held_of(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1], one[3] + one[4], one[2], one[5]
+    return one[0] + one[1], one[3] + one[4], one[2], one[5], one[6]
 
 
 def _of_last(one: _Counts) -> tuple[float, ...]:
-    return one[4], one[2], one[1], one[0] + one[3], one[5]
+    return one[4], one[2], one[1], one[0] + one[3], one[5], one[6]
 
 
 def _of_gradients(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5]
+    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5], one[6]
+
+
+def _of_accumulated(one: _Counts) -> tuple[float, ...]:
+    return one[5], one[0] + one[1] + one[3] + one[4], one[6]
 
 
 _SPLITS = _SCHEDULE_CODE["interleaved_zero_bubble"]

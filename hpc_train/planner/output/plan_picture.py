@@ -1,4 +1,4 @@
-"""A plan as a picture: memory against the device, where the time of a step goes, and the pipeline's schedule."""
+"""Draw a plan: memory against the device's, the parts of a step's time, and the pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read
 from hpc_train.units import GIB, format_seconds
 
 MAX_ROUNDS_SHOWN = 2
-"""Micro-batches a rank that are drawn; a step that has more goes on in the same way in between."""
+"""Micro-batches per rank that are drawn. The middle of a longer step repeats the same pattern."""
 _WORK_PARTS = ("compute", "launch", "tensor", "context")
 
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """The pipeline's schedule, simulated as far as it is drawn."""
+    """The simulated part of the pipeline's schedule that is drawn."""
 
     simulation: Simulation
     drawn: int
-    """Micro-batches."""
-    of: int
-    """Those of a step."""
+    """Micro-batches that are drawn."""
+    total: int
+    """Micro-batches of a step."""
 
 
-def simulate_timeline(it: Candidate) -> PipelineTimeline | None:
-    """None without a pipeline, and where no time is known.
+def simulate_timeline(candidate: Candidate) -> PipelineTimeline | None:
+    """Simulate the schedule of a candidate; None without a pipeline, or if step times are unknown.
 
-    Forward, backward for inputs and for weights take a third each of what a rank does for a micro-batch, evenly over
-    its stages.
+    Forward, backward for inputs and backward for weights are drawn as a third each of a rank's time for a micro-batch,
+    divided evenly over its stages.
     """
-    degrees = resolve_degrees(it.config.parallel, it.ranks)
-    if degrees.pp == 1 or it.parts is None:
+    degrees = resolve_degrees(candidate.config.parallel, candidate.ranks)
+    if degrees.pp == 1 or candidate.parts is None:
         return None
-    pipeline, count = it.config.parallel.pipeline, count_micro_batches(it.config, degrees)
-    seconds = sum(it.parts[name] for name in _WORK_PARTS) / count
+    pipeline, count = candidate.config.parallel.pipeline, count_micro_batches(candidate.config, degrees)
+    seconds = sum(candidate.parts[name] for name in _WORK_PARTS) / count
     if is_schedule_file(pipeline):
         order = read_schedule_file(pipeline)
         return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), count, count)
     needs = REQUIREMENTS[pipeline.schedule]
-    drawn = _drawn(needs, degrees.pp, count)
+    drawn = _choose_drawn(needs, degrees.pp, count)
     order = generate_order(pipeline.schedule, degrees.pp, drawn, pipeline.virtual_stages or needs.virtual_stages)
     return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), drawn, count)
 
 
-def _drawn(needs: Requirements, pp: int, count: int) -> int:
-    """Few enough to see, and as many as the schedule can do."""
+def _choose_drawn(needs: Requirements, pp: int, count: int) -> int:
+    """Choose how many micro-batches to draw: few enough to see, enough for the schedule to be valid."""
     most = max(MAX_ROUNDS_SHOWN, needs.micro_batches_per_rank) * pp
     return count if count <= most else most
 
@@ -68,25 +68,25 @@ _COLOURS = {Kind.F: "tab:blue", Kind.I: "tab:orange", Kind.W: "tab:green", Kind.
 _WORDS = {Kind.F: "forward", Kind.I: "backward, inputs", Kind.W: "backward, weights", Kind.B: "backward"}
 
 
-def draw_plan(answer: Plan, path: Path) -> None:
-    """Draw the best candidate. Raises UserError if there is none, and for a file that cannot be written."""
-    if answer.best is None:
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw the best candidate to a file. Raises UserError if there is none, or if the file cannot be written."""
+    if plan.best is None:
         raise UserError(f"--plot {path}: nothing fits, so there is nothing to draw")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
-    best, pipeline = answer.best, simulate_timeline(answer.best)
+    best, pipeline = plan.best, simulate_timeline(plan.best)
     panels = 1 + (best.step is not None) + (pipeline is not None)
     heights = [3.2] * (panels - (pipeline is not None)) + [_height(pipeline)] * (pipeline is not None)
     figure = Figure(figsize=(9.0, sum(heights)), layout="constrained")
     axes = list(figure.subplots(panels, 1, squeeze=False, height_ratios=heights)[:, 0])
     figure.suptitle(_title(best), fontsize=10)
-    _memory(axes[0], best)
+    _draw_memory(axes[0], best)
     if best.step is not None:
-        _waterfall(axes[1], best)
+        _draw_step(axes[1], best)
     if pipeline is not None:
-        _pipeline(axes[-1], pipeline)
+        _draw_pipeline(axes[-1], pipeline)
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -102,8 +102,8 @@ def _title(best: Candidate) -> str:
     return f"{where}\n{describe_candidate(best)}"
 
 
-def _memory(axes: Any, best: Candidate) -> None:
-    """A bar a stage, its parts on top of one another."""
+def _draw_memory(axes: Any, best: Candidate) -> None:
+    """Draw one stacked bar per stage."""
     left = [0.0] * len(STAGES)
     for number, (name, part) in enumerate(best.memory.items()):
         sizes = [value / GIB for value in part]
@@ -112,14 +112,14 @@ def _memory(axes: Any, best: Candidate) -> None:
     if best.capacity is not None:
         axes.axvline(best.capacity / GIB, color="black", linestyle="--", label="device")
     axes.invert_yaxis()
-    axes.set_xlabel("GiB of a rank")
+    axes.set_xlabel("GiB per rank")
     axes.set_ylabel("stage")
-    axes.set_title(f"memory: fits {best.fits}", fontsize=9)
+    axes.set_title(f"memory: fits: {best.fits}", fontsize=9)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _waterfall(axes: Any, best: Candidate) -> None:
-    """Each part from where the one before ended."""
+def _draw_step(axes: Any, best: Candidate) -> None:
+    """Draw the parts of a step as a waterfall: each starts where the one before ended."""
     assert best.parts is not None
     assert best.step is not None
     shown = {name: value for name, value in best.parts.items() if value > 0}
@@ -136,8 +136,8 @@ def _waterfall(axes: Any, best: Candidate) -> None:
     axes.set_title(f"step: {format_seconds(best.step.p50)} (whisker: p10 - p90)", fontsize=9)
 
 
-def _pipeline(axes: Any, pipeline: PipelineTimeline) -> None:
-    """A row a rank."""
+def _draw_pipeline(axes: Any, pipeline: PipelineTimeline) -> None:
+    """Draw one row per pipeline rank."""
     seen: set[Kind] = set()
     for rank, spans in enumerate(pipeline.simulation.spans):
         for span in spans:
@@ -155,8 +155,8 @@ def _pipeline(axes: Any, pipeline: PipelineTimeline) -> None:
                 label=word,
             )
     axes.invert_yaxis()
-    axes.set_ylabel("rank of pp")
+    axes.set_ylabel("pp rank")
     axes.set_xlabel("seconds")
-    part = "" if pipeline.drawn == pipeline.of else f"; {pipeline.drawn} of {pipeline.of} micro-batches"
+    part = "" if pipeline.drawn == pipeline.total else f"; {pipeline.drawn} of {pipeline.total} micro-batches"
     axes.set_title(f"pipeline: {pipeline.simulation.mean_bubble:.1%} idle{part}", fontsize=9)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""Print a plan: 40 lines of 100 columns that say what to run and why, or everything with --all."""
+"""Format a plan as text: 40 lines of 100 columns that say what to run and why, or everything with --all."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from hpc_train.units import GIB, format_amount, format_percent, format_seconds
 
 MAX_LINES, MAX_COLUMNS = 40, 100
 _BAR = 10
-_FITS = {"yes": "green", "maybe": "yellow", "no": "red", "unknown": "yellow"}
-_SMALL = 0.005
-"""Share of a total below which a part is merged with others."""
+"""Columns of the bar of a part that takes a whole step."""
+_SMALL_SHARE = 0.005
+"""Parts below this share of the total are merged with others."""
 _NUMBERS = 35
 """Columns taken by a candidate's numbers; its description stands beside them."""
 
@@ -45,7 +45,7 @@ class Section:
 
 
 def format_plan(plan: Plan, show_all: bool = False) -> Iterator[Text]:
-    """Return what to print, one line each, top to bottom; show_all: without a limit on lines."""
+    """Yield the lines to print. show_all: without a limit on their number."""
     for section in _sections(plan, show_all):
         for number, line in enumerate(section.lines):
             yield Text(line, style=section.first if section.first and not number else section.style, overflow="fold")
@@ -55,7 +55,7 @@ def _sections(plan: Plan, show_all: bool) -> list[Section]:
     best = plan.best
     if best is None:
         baselines = [Section(["", _title_line("").rstrip()]), _baseline_section(plan)] if plan.baselines else []
-        return [*_explain_nothing(plan), *baselines, *_remark_sections(plan, None if show_all else MAX_LINES - 20)]
+        return [*_explain_no_candidate(plan), *baselines, *_remark_sections(plan, None if show_all else MAX_LINES - 20)]
     top = [
         _heading_section(best),
         Section(["", *_command_lines(plan, best)], style="cyan"),
@@ -65,7 +65,7 @@ def _sections(plan: Plan, show_all: bool) -> list[Section]:
         top.append(Section(_projection_lines(best.projection)))
     if show_all:
         return [*top, *_table_sections(plan, len(plan.candidates), show_all), *_remark_sections(plan, None)]
-    left = MAX_LINES - sum(len(it.lines) for it in top)
+    left = MAX_LINES - sum(len(section.lines) for section in top)
     remarks = _remark_sections(plan, 7)
     rows = len(plan.candidates)
     tables = _table_sections(plan, rows, show_all)
@@ -81,28 +81,28 @@ def _limit_lines(sections: list[Section]) -> list[Section]:
     """Drop lines from the end until at most MAX_LINES are left, however long the user's overrides are."""
     over = _count_lines(sections) - MAX_LINES
     for section in reversed(sections[3:]):
-        gone = min(over, max(0, len(section.lines) - 1)) if over > 0 else 0
-        if gone:
-            del section.lines[-gone:]
-            over -= gone
+        dropped = min(over, max(0, len(section.lines) - 1)) if over > 0 else 0
+        if dropped:
+            del section.lines[-dropped:]
+            over -= dropped
     return sections
 
 
 def _count_lines(sections: Sequence[Section]) -> int:
-    return sum(len(it.lines) for it in sections)
+    return sum(len(section.lines) for section in sections)
 
 
-def _explain_nothing(plan: Plan) -> Iterator[Section]:
+def _explain_no_candidate(plan: Plan) -> Iterator[Section]:
     """Say why there is no candidate."""
     if plan.outside:
-        yield Section(["Nothing is within the limits of the plan."], style="bold red")
+        yield Section(["No candidate meets the limits of the plan (deadline, budget, nodes)."], style="bold red")
         return
-    yield Section(["Nothing fits: no candidate's memory is within that of the device."], style="bold red")
-    yield Section(["Use more nodes (cluster.nodes, plan.nodes), or free what is fixed."])
+    yield Section(["Nothing fits: every candidate needs more memory than the device has."], style="bold red")
+    yield Section(["Use more nodes (cluster.nodes, plan.nodes), or leave more settings for the plan to choose."])
 
 
 def _remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
-    """Say what was searched, advise, and say what is unknown; with a limit, the last line counts what is left out."""
+    """Say what was searched, then print advice and notes; with a limit, the last line counts what was left out."""
     blocks = [_wrap(_describe_search(plan, max_lines is None), "")]
     advice = format_advice(plan.advice)
     pairs = zip(advice[::2], advice[1::2], strict=True)
@@ -111,7 +111,7 @@ def _remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
     shown = list(blocks[:1])
     for at, block in enumerate(blocks[1:], 1):
         if max_lines is not None and sum(map(len, shown)) + len(block) + (at + 1 < len(blocks)) > max_lines:
-            shown.append([f"({len(blocks) - at} more: --all)"])
+            shown.append([f"({len(blocks) - at} more with --all)"])
             break
         shown.append(block)
     return [Section(block, style="dim" if not number else "") for number, block in enumerate(shown)]
@@ -119,7 +119,7 @@ def _remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
 
 def _list_notes(plan: Plan, show_all: bool) -> list[str]:
     projection = plan.best.projection if plan.best else None
-    unknown = [] if projection is None else [f"not known: {line}" for line in projection.unknown]
+    unknown = [] if projection is None else [f"unknown: {line}" for line in projection.unknown]
     return [*plan.notes, *unknown] if show_all else plan.notes
 
 
@@ -136,9 +136,11 @@ def _wrap(text: str, indent: str, first: str = "") -> list[str]:
 
 def _describe_search(plan: Plan, show_all: bool) -> str:
     if plan.request.complete:
-        return "the run as it is given; leave out parallel=<option> to search for a better one"
-    bounds = f"all but {plan.estimated:,} ruled out by bounds" if plan.estimated < plan.searched else "all estimated"
-    return f"{plan.searched:,} candidates in {plan.seconds:.1f} s, {bounds}{'' if show_all else '; more: --all'}"
+        return "the layout given by the run; leave out parallel=<option> to search for a better one"
+    estimated = (
+        f"{plan.estimated:,} estimated, the rest ruled out" if plan.estimated < plan.searched else "all estimated"
+    )
+    return f"{plan.searched:,} candidates in {plan.seconds:.1f} s, {estimated}{'' if show_all else '; more with --all'}"
 
 
 def _heading_section(best: Candidate) -> Section:
@@ -150,12 +152,12 @@ def _heading_section(best: Candidate) -> Section:
     what = ", ".join(filter(None, words))
     lines = [*_wrap(where, "  "), *_wrap(what, "  "), _memory_line(best)]
     if best.step is None:
-        lines.append("step time: not known, as the accelerator's figures are not (cluster.gpu)")
+        lines.append("step time: unknown, because the accelerator's speed is (cluster.gpu)")
         return Section(lines, first="bold")
     assert best.tokens_per_second is not None
     rates = (
-        f"{format_amount(best.tokens_per_second)} tokens/s a GPU, "
-        f"{format_amount(best.tokens_per_second * best.ranks)} in all"
+        f"{format_amount(best.tokens_per_second)} tokens/s per GPU, "
+        f"{format_amount(best.tokens_per_second * best.ranks)} total"
     )
     percentiles = f"p10 - p90: {format_seconds(best.step.p10)} - {format_seconds(best.step.p90)}"
     lines += _wrap(
@@ -170,9 +172,9 @@ def _heading_section(best: Candidate) -> Section:
 
 def _memory_line(best: Candidate) -> str:
     if not best.capacity:
-        return f"memory: {best.total / GIB:.1f} GiB on the rank that needs most; what the device has is not known"
-    sure = {"yes": "yes", "maybe": "maybe, within the error of the estimate", "no": "no"}[best.fits]
-    return f"fits: {sure}; {best.total / GIB:.1f} of {best.capacity / GIB:.0f} GiB on the rank that needs most"
+        return f"memory: {best.total / GIB:.1f} GiB on the largest rank; the device's memory is unknown"
+    verdict = {"yes": "yes", "maybe": "maybe, within the error of the estimate", "no": "no"}[best.fits]
+    return f"fits: {verdict}; {best.total / GIB:.1f} of {best.capacity / GIB:.0f} GiB on the largest rank"
 
 
 def _describe_costs(projection: Projection) -> str:
@@ -185,7 +187,7 @@ def _describe_costs(projection: Projection) -> str:
         facts += [f"{format_amount(market.gpu_hours)} GPU-hours"] if market.gpu_hours is not None else []
         if market.money is not None:
             facts.append(
-                f"money {format_amount(market.money.p50)} "
+                f"cost {format_amount(market.money.p50)} "
                 f"({format_amount(market.money.p10)} - {format_amount(market.money.p90)})"
             )
     facts += ["plan.deadline_days missed"] if projection.late else []
@@ -219,7 +221,7 @@ def _memory_lines(best: Candidate, show_all: bool) -> list[str]:
     one = best.stages[0] == best.stages[1] == best.stages[2]
     shown = range(1) if one else range(len(STAGES))
     head = ["GiB"] if one else [f"{STAGES[number]}" for number in shown]
-    lines = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{it:>8}" for it in head)]
+    lines = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{name:>8}" for name in head)]
     for name, part in _shown_memory(best, show_all).items():
         lines.append(f"{name:<17}" + "".join(f"{part[number] / GIB:>8.2f}" for number in shown))
     total = f"{'total':<17}" + "".join(f"{best.stages[number] / GIB:>8.2f}" for number in shown)
@@ -227,26 +229,26 @@ def _memory_lines(best: Candidate, show_all: bool) -> list[str]:
 
 
 def _shown_memory(best: Candidate, show_all: bool) -> dict[str, tuple[float, float, float]]:
-    """Show parts by stage; the short form merges parts the user cannot change and drops negligible ones."""
+    """Return memory parts by stage; the short form merges parts a user cannot change and drops negligible ones."""
     if show_all:
         return best.memory
-    around = ("fragmentation", "context")
+    overhead = ("fragmentation", "context")
     state = ("parameters", "gradients", "optimizer", "activations")
-    parts = {name: sizes for name, sizes in best.memory.items() if name not in around}
-    shown = {name: sizes for name, sizes in parts.items() if name in state or max(sizes) >= _SMALL * best.total}
-    first, middle, last = (sum(sizes) for sizes in zip(*(best.memory[name] for name in around), strict=True))
+    parts = {name: sizes for name, sizes in best.memory.items() if name not in overhead}
+    shown = {name: sizes for name, sizes in parts.items() if name in state or max(sizes) >= _SMALL_SHARE * best.total}
+    first, middle, last = (sum(sizes) for sizes in zip(*(best.memory[name] for name in overhead), strict=True))
     return {**shown, "allocator, driver": (first, middle, last)}
 
 
 def _time_lines(best: Candidate, show_all: bool) -> list[str]:
-    """Show the seconds of each share of a step."""
+    """Show the time of each part of a step and its share."""
     if best.step is None or best.parts is None:
         return []
     lines = [f"{'time of a step':<20}{'':>9} {'share':>6}"]
     other = 0.0
     for name in TIME_PARTS:
         value = best.parts[name]
-        if value <= 0 or (not show_all and value < _SMALL * best.step.p50):
+        if value <= 0 or (not show_all and value < _SMALL_SHARE * best.step.p50):
             other += max(value, 0.0)
             continue
         share = value / best.step.p50
@@ -260,7 +262,7 @@ def _time_lines(best: Candidate, show_all: bool) -> list[str]:
 
 
 def _projection_lines(projection: Projection) -> list[str]:
-    """Show everything known about the whole run."""
+    """Show goodput, checkpoint interval and failures of the whole run."""
     lines = [""]
     for name, market in (("", projection.demand), ("spot: ", projection.spot)):
         if market is not None:
@@ -275,11 +277,11 @@ def _market_lines(market: Market) -> Iterator[tuple[str, str]]:
         f"{format_percent(market.effective.p50)} ({format_range(market.effective, '.1%')})",
     )
     if market.best_every is not None:
-        yield "checkpoint.every that wastes least", str(market.best_every)
+        yield "optimal checkpoint.every", str(market.best_every)
 
 
 def _table_sections(plan: Plan, rows: int, show_all: bool) -> list[Section]:
-    """Show the candidates, the familiar layouts and, with --all, candidates that need less memory."""
+    """Show the candidates, the baselines and, with --all, the Pareto front."""
     sections = []
     several = len({(candidate.ranks, candidate.global_batch) for candidate in plan.candidates}) > 1
     if len(plan.candidates) > 1 or plan.baselines:
@@ -287,19 +289,19 @@ def _table_sections(plan: Plan, rows: int, show_all: bool) -> list[Section]:
     if plan.baselines:
         sections.append(_baseline_section(plan))
     if show_all and len(plan.front) > 1:
-        title = "less memory for more time (Pareto front)"
+        title = "less memory, longer steps (Pareto front)"
         if len({(candidate.ranks, candidate.global_batch) for candidate in plan.front}) > 1:
-            title = "time, memory or GPU-hours for one another (Pareto front)"
+            title = "trade-offs of time, memory and GPU-hours (Pareto front)"
         sections.append(Section(["", _title_line(title), *_candidate_rows(plan, plan.front, several)]))
     return sections
 
 
 def _candidate_section(plan: Plan, shown: Sequence[Candidate], several: bool) -> Section:
-    lines = ["", _title_line("candidates, the best first"), *_candidate_rows(plan, shown, several)]
+    lines = ["", _title_line("candidates, best first"), *_candidate_rows(plan, shown, several)]
     if plan.ties > 1:
         lines.append(
-            f"=  within {EQUAL_TIME_TOLERANCE:.0%} of the quickest: no estimate tells them apart, "
-            "and the simplest is first"
+            f"=  within {EQUAL_TIME_TOLERANCE:.0%} of the fastest, closer than the estimate is accurate: "
+            "the simplest comes first"
         )
     return Section(lines)
 
@@ -317,7 +319,7 @@ def _candidate_rows(plan: Plan, shown: Sequence[Candidate], several: bool) -> li
 
 
 def _format_row(plan: Plan, candidate: Candidate | None, what: str) -> list[str]:
-    """Format a row: its numbers, and its description beside them over as many lines as needed."""
+    """Format a row: its numbers, and beside them its description, wrapped."""
     text = textwrap.wrap(what, MAX_COLUMNS - _NUMBERS, break_on_hyphens=False) or [""]
     numbers = "" if candidate is None else _format_numbers(plan, candidate)
     return [f"{numbers:<{_NUMBERS}}{text[0]}", *(" " * _NUMBERS + line for line in text[1:])]
@@ -335,8 +337,8 @@ def _format_numbers(plan: Plan, candidate: Candidate) -> str:
 
 
 def _baseline_section(plan: Plan) -> Section:
-    """Show one row per familiar layout, with the reason why row is not the best."""
-    lines = [f"{'':<{_NUMBERS}}familiar layouts, each at its best"]
+    """Show one row per baseline, with the reason why it is not the best."""
+    lines = [f"{'':<{_NUMBERS}}baselines, each in its best variant"]
     for row in plan.baselines:
         if row.candidate is None:
             lines += _format_row(plan, None, f"{row.name}: {row.why}")

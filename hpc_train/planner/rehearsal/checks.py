@@ -147,7 +147,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     shards = degrees.dp_shard * degrees.cp if uses_fully_shard(config, degrees) else 1
     vocabulary = config.parallel.tensor.vocabulary and isinstance(config.model, TransformerConfig)
     how = Splitting(degrees.tp, heads, vocabulary, shards)
-    kept = step_work(config, degrees).kept
+    kept = step_work(config, degrees).stored
     stages = [
         list(_stage_weights(weights, stage)) for stage in stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
@@ -279,7 +279,9 @@ def check_memory_fit(
     fullest = max(stepped, key=lambda built: needs[built.rank])
     if wrong:
         return MemoryFit(within_plan, None if device is None else not over, tuple(wrong))
-    return MemoryFit(True, None if device is None else True, (_good(fullest, needs[fullest.rank], planned, device),))
+    plan = sum(planned.get(fullest.rank, {}).values())
+    real_plan = plan + changed.get(fullest.rank, 0.0) if plan else None
+    return MemoryFit(True, None if device is None else True, (_good(fullest, needs[fullest.rank], real_plan, device),))
 
 
 def _compare(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
@@ -291,10 +293,17 @@ def _compare(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
     expected = {part: _sum(plan, names) for part, names in _PLANNED_AS.items()}
     part = max(counted, key=lambda name: counted[name] - expected[name])
     return [
-        f"{_where(built)} needs {_format_size(peak, peak)}, {peak / total - 1:.0%} more than the "
-        f"{_format_size(total, peak)} of the plan (allowed: {TOLERANCE:.0%}); most of it {part}: "
+        f"{_where(built)} needs {_format_size(peak, peak)}, {_format_excess(peak / total)} the "
+        f"{_format_size(total, peak)} of the plan (allowed: {TOLERANCE:.0%} more); most of it {part}: "
         f"{_format_size(counted[part], peak)} counted, {_format_size(expected[part], peak)} planned"
     ]
+
+
+def _format_excess(ratio: float) -> str:
+    """Format a ratio over 1 to stand before what it is compared with."""
+    if ratio >= 2:
+        return f"{ratio:.1f} times"
+    return f"{ratio - 1:.1%} more than" if ratio < 1.1 else f"{ratio - 1:.0%} more than"
 
 
 def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
@@ -308,10 +317,8 @@ def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
     )
 
 
-def _good(
-    fullest: RehearsedRank, needed: float, planned: Mapping[int, Mapping[str, float]], device: DeviceMemory | None
-) -> str:
-    plan = sum(planned.get(fullest.rank, {}).values())
+def _good(fullest: RehearsedRank, needed: float, plan: float | None, device: DeviceMemory | None) -> str:
+    """Return the line of a run that is all well. needed, plan: bytes of the real run, not of its stand-in."""
     against = f", the plan says {_format_size(plan, needed)}" if plan else ""
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"

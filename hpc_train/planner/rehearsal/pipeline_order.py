@@ -56,12 +56,14 @@ def choose_micro_batches(
     """(micro-batches of a rehearsed step, what it therefore does not show)
 
     As many as are ever in flight and then a round, in which as many are in flight beside gradients; more change nothing
-    in memory. Two without a pipeline, whose second one adds to gradients. blocks: of one rank; where they would take
-    minutes, fewer micro-batches, and a line says so.
+    in memory. Two without a pipeline, whose second one adds to gradients; three with HSDP and offloaded parameters,
+    which keep sums on the device until the last one takes them away block by block. blocks: of one rank; where they
+    would take minutes, fewer micro-batches, and a line says so.
     """
     count = count_micro_batches(config, degrees)
     if proof is None:
-        return min(count, 2), None
+        keeps_sums = degrees.dp_replicate > 1 and config.parallel.offload.parameters != "none"
+        return min(count, 3 if keeps_sums else 2), None
     pipeline = config.parallel.pipeline
     if is_schedule_file(pipeline):
         return count, None

@@ -1,7 +1,7 @@
-"""Failure rate of nodes: published by other sites, and updated by a site's own history.
+"""Failure rate of nodes: published rates of other sites, updated with a site's own history.
 
-A failure rate is a distribution (gamma); Percentiles carry it through every figure that depends on it. Histories come
-from text files that the user gives: Slurm's accounting, or events.jsonl of our runs.
+A failure rate is a gamma distribution; figures computed from it are Percentiles. Histories are text files that the user
+names: output of sacct, or events.jsonl of runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpc_train.regular_files import read_text
 
 @dataclass(frozen=True)
 class Percentiles:
-    """p10 <= p50 <= p90."""
+    """10th, 50th and 90th percentile of an uncertain number, ascending."""
 
     p10: float
     p50: float
@@ -32,18 +32,18 @@ class Percentiles:
 
     @staticmethod
     def exactly(value: float) -> Percentiles:
-        """Return percentiles of a number that is known."""
+        """Return the percentiles of a number without uncertainty."""
         return Percentiles(value, value, value)
 
     def through(self, function: Callable[[float], float]) -> Percentiles:
-        """Return percentiles of a monotone function of the number, rising or falling."""
+        """Return the percentiles of a monotone function of the number, rising or falling."""
         low, middle, high = function(self.p10), function(self.p50), function(self.p90)
         return Percentiles(min(low, high), middle, max(low, high))
 
     def times(self, other: Percentiles) -> Percentiles:
-        """Of the product with an independent number; both are taken as log-normal on each side of the middle.
+        """Return the percentiles of the product with an independent number.
 
-        All six percentiles must be positive.
+        Both are taken as log-normal on each side of the median. All six percentiles must be positive.
         """
         down = math.hypot(math.log(self.p50 / self.p10), math.log(other.p50 / other.p10))
         up = math.hypot(math.log(self.p90 / self.p50), math.log(other.p90 / other.p50))
@@ -57,7 +57,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class FailureHistory:
-    """Failures counted in so much time of nodes at work."""
+    """Failures counted over a number of node-days of running jobs."""
 
     failures: float
     node_days: float
@@ -90,12 +90,12 @@ PUBLISHED_RATES = (
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Gamma(shape, rate = node_days) of the failures per node and day."""
+    """Failures per node and day: the distribution Gamma(shape, rate = node_days)."""
 
     shape: float
-    """Failures that were as good as counted."""
+    """Number of failures that the rate rests on."""
     node_days: float
-    """In so much time."""
+    """Node-days in which they happened."""
 
     @property
     def mean(self) -> float:
@@ -103,11 +103,11 @@ class FailureRate:
         return self.shape / self.node_days
 
     def quantile(self, p: float) -> float:
-        """Failures per node-day that are not exceeded with probability p."""
+        """Return the rate (failures per node-day) that is not exceeded with probability p."""
         return float(gammaincinv(self.shape, p)) / self.node_days
 
     @property
-    def band(self) -> Percentiles:
+    def percentiles(self) -> Percentiles:
         """Failures per node-day."""
         return Percentiles(self.quantile(0.1), self.quantile(0.5), self.quantile(0.9))
 
@@ -120,17 +120,17 @@ class FailureRate:
         return FailureRate(self.shape, self.shape / mean)
 
     def interruption_seconds(self, nodes: float) -> Percentiles:
-        """Mean time to interruption of a job on so many nodes, by their failures."""
-        return self.band.through(lambda rate: DAY / (rate * nodes))
+        """Return the mean time to interruption of a job on `nodes` nodes, in seconds."""
+        return self.percentiles.through(lambda rate: DAY / (rate * nodes))
 
     def failures(self, nodes: float, days: float) -> Percentiles:
-        """Failures to count with in a run: negative binomial, as the rate and chance are both unknown."""
+        """Return how many failures to expect in a run: negative binomial, because the rate is uncertain too."""
         chance = self.node_days / (self.node_days + nodes * days)
         return Percentiles(*(_negative_binomial(p, self.shape, chance) for p in (0.1, 0.5, 0.9)))
 
 
 def _negative_binomial(p: float, shape: float, chance: float) -> float:
-    """The fewest events whose probability, and that of fewer, is p: I_chance(shape, k + 1) >= p."""
+    """Return the p-quantile of the negative binomial: the least k with I_chance(shape, k + 1) >= p."""
     high = 1
     while betainc(shape, high + 1, chance) < p:
         high *= 2
@@ -138,10 +138,10 @@ def _negative_binomial(p: float, shape: float, chance: float) -> float:
 
 
 def prior_failure_rate(sites: tuple[PublishedRate, ...] = PUBLISHED_RATES) -> FailureRate:
-    """Return the rate of an unknown site: mean and variance of the published ones.
+    """Return the rate assumed for a site without history: mean and variance of the published rates.
 
-    p10 to p90 is 1.8 to 7.0 failures per 1,000 node-days, the mean 4.2; it weighs as much as about 950 node-days of own
-    counts, a week of 135 nodes.
+    Mean 4.2 failures per 1,000 node-days, p10 to p90 1.8 to 7.0. It weighs as much as about 950 node-days of a site's
+    own history, a week of 135 nodes.
     """
     rates = [site.per_1000_node_days / 1000 for site in sites]
     middle, spread = mean(rates), variance(rates)
@@ -151,12 +151,12 @@ def prior_failure_rate(sites: tuple[PublishedRate, ...] = PUBLISHED_RATES) -> Fa
 SACCT_COMMAND = (
     "sacct --allusers --allocations --duplicates --parsable2 --format=JobID,State,NNodes,ElapsedRaw --starttime=..."
 )
-"""What a site runs to get its history; --duplicates shows each run of a requeued job."""
+"""The command with which a site exports its history; --duplicates lists each run of a requeued job."""
 
 _NODE_STATES = {"NODE_FAIL", "BOOT_FAIL"}
-"""Slurm's words for jobs that a node ended (man sacct, JOB STATE CODES)."""
+"""Slurm's states of jobs that ended because of a node (man sacct, JOB STATE CODES)."""
 _OTHER_FAILURES = {"FAILED", "OUT_OF_MEMORY"}
-"""A program's fault or a node's: Slurm cannot know."""
+"""States after which the program or a node may be at fault: Slurm does not say."""
 _STATES = (
     _NODE_STATES
     | _OTHER_FAILURES
@@ -178,32 +178,32 @@ _STATES = (
 )
 _ELAPSED = re.compile(r"(?:(?:(?P<days>\d+)-)?(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:\.\d+)?")
 _LOST_NODE = "does not answer"
-"""In the reason that a batch script of ours gives for a requeue (launch/slurm.py)."""
+"""Part of the reason that the batch script records for a requeue after a node failure (launch/slurm/batch.sh)."""
 _ENDINGS = ("end", "signal", "requeue", "failure")
-"""Events of ours that say how an attempt ended."""
+"""Kinds of events that say how an attempt ended."""
 
 
 @dataclass(frozen=True)
 class FailureLog:
-    """Failures counted in one log file, or several."""
+    """Failures counted in one or several log files."""
 
     node_days: float
     by_node: int
-    """Ended by a node, as far as the text says."""
+    """Jobs that ended because of a node, according to the log."""
     unexplained: int
-    """Failed for a reason that it does not say: a program's fault or a node's. Not counted as failures of nodes."""
+    """Jobs that failed for an unrecorded reason, program or node. Not counted as node failures."""
     preempted: int
     runs: int
-    """Jobs, or attempts of ours."""
+    """Slurm jobs, or attempts of our runs."""
 
     @property
     def history(self) -> FailureHistory:
-        """For FailureRate.after."""
+        """Return the counts that update a FailureRate."""
         return FailureHistory(self.by_node, self.node_days)
 
     @property
     def most(self) -> FailureHistory:
-        """Return the counts if nodes were to blame for every unexplained failure."""
+        """Return the counts if every unexplained failure was a node's fault."""
         return FailureHistory(self.by_node + self.unexplained, self.node_days)
 
     def __add__(self, other: FailureLog) -> FailureLog:
@@ -217,92 +217,96 @@ class FailureLog:
 
 
 def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
-    """Read all log files together. ranks_per_node: of our runs, whose events name ranks.
+    """Read all log files and add them up. ranks_per_node: converts the ranks in events.jsonl to nodes.
 
-    Raises UserError, one line with file and line number, for what is neither, or tells of no time of nodes.
+    Raises UserError with file and line number for a file of another format, and for logs without any node time.
     """
     log = sum((read_log(Path(path).expanduser(), ranks_per_node) for path in paths), FailureLog(0.0, 0, 0, 0, 0))
     if log.node_days <= 0:
-        raise UserError(f"plan.failure_logs={','.join(paths)}: no job in there ran; give a longer history")
+        raise UserError(
+            f"plan.failure_logs={','.join(paths)}: no job in these logs ran for any time; give a longer history"
+        )
     return log
 
 
 def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
-    """Read one file: events.jsonl if it begins with a brace, else Slurm's accounting."""
+    """Read one log file: events.jsonl if it begins with a brace, else output of sacct."""
     try:
         text = read_text(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not a text file; give the output of `{SACCT_COMMAND}`") from None
+        raise UserError(f"{path}: not a text file; give the output of `{SACCT_COMMAND}`") from None
     if text.lstrip().startswith("{"):
         return read_events(text, str(path), ranks_per_node)
     return read_sacct(text, str(path))
 
 
 def read_sacct(text: str, name: str) -> FailureLog:
-    """Output of sacct --parsable2 (or --parsable), header first.
+    """Read the output of sacct --parsable2 (or --parsable), header first.
 
-    Needs the columns State, NNodes (or AllocNodes) and ElapsedRaw (or Elapsed); lines of steps, with a dot in JobID,
-    are left out.
+    Needs the columns State, NNodes (or AllocNodes) and ElapsedRaw (or Elapsed). Job steps, with a dot in JobID, are
+    skipped.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise UserError(f"{name}: is empty; give the output of `{SACCT_COMMAND}`")
+        raise UserError(f"{name}: empty; give the output of `{SACCT_COMMAND}`")
     columns = [column.strip().lower() for column in lines[0][1].split("|")]
-    where = _Columns.of(columns, f"{name}:{lines[0][0]}")
-    rows = (_row(line, len(columns), where, f"{name}:{number}") for number, line in lines[1:])
+    indices = _ColumnIndices.find(columns, f"{name}:{lines[0][0]}")
+    rows = (_parse_job(line, len(columns), indices, f"{name}:{number}") for number, line in lines[1:])
     return sum((row for row in rows if row is not None), FailureLog(0.0, 0, 0, 0, 0))
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _ColumnIndices:
     """Index of each column in a line."""
 
     state: int
     nodes: int
     elapsed: int
     raw: bool
-    """Elapsed is in seconds."""
+    """The elapsed column is in seconds."""
     job: int | None
 
     @staticmethod
-    def of(columns: Sequence[str], where: str) -> _Columns:
-        at = {column: index for index, column in enumerate(columns) if column}
-        nodes = at.get("nnodes", at.get("allocnodes"))
-        elapsed = at.get("elapsedraw", at.get("elapsed"))
-        wanted = {"State": at.get("state"), "NNodes": nodes, "ElapsedRaw": elapsed}
+    def find(columns: Sequence[str], where: str) -> _ColumnIndices:
+        """Find the columns by name. where: file and line, for errors."""
+        index_of = {column: index for index, column in enumerate(columns) if column}
+        nodes = index_of.get("nnodes", index_of.get("allocnodes"))
+        elapsed = index_of.get("elapsedraw", index_of.get("elapsed"))
+        wanted = {"State": index_of.get("state"), "NNodes": nodes, "ElapsedRaw": elapsed}
         if missing := [column for column, index in wanted.items() if index is None]:
             raise UserError(
                 f"{where}: no column {', '.join(missing)}; give the output of `{SACCT_COMMAND}`, header included"
             )
         assert nodes is not None
         assert elapsed is not None
-        return _Columns(at["state"], nodes, elapsed, "elapsedraw" in at, at.get("jobid"))
+        return _ColumnIndices(index_of["state"], nodes, elapsed, "elapsedraw" in index_of, index_of.get("jobid"))
 
 
-def _row(line: str, width: int, where: _Columns, place: str) -> FailureLog | None:
-    """Parse one job; None for a step of one."""
+def _parse_job(line: str, width: int, indices: _ColumnIndices, place: str) -> FailureLog | None:
+    """Parse the line of one job; None for a job step. place: file and line, for errors."""
     cells = [cell.strip() for cell in line.split("|")]
     if len(cells) != width:
         raise UserError(f"{place}: {len(cells)} columns where the header has {width}; is the file cut off?")
-    if where.job is not None and "." in cells[where.job]:
+    if indices.job is not None and "." in cells[indices.job]:
         return None
-    state = cells[where.state].split(" ")[0].rstrip("+").upper()  # CANCELLED by 1000
+    state = cells[indices.state].split(" ")[0].rstrip("+").upper()  # CANCELLED by 1000
     if state not in _STATES:
-        raise UserError(f"{place}: no such state of a job: {cells[where.state]!r}; expected COMPLETED, NODE_FAIL, ...")
-    days = _nodes(cells[where.nodes], place) * _seconds(cells[where.elapsed], where.raw, place) / DAY
+        raise UserError(f"{place}: unknown job state {cells[indices.state]!r}; expected COMPLETED, NODE_FAIL, ...")
+    seconds = _parse_elapsed(cells[indices.elapsed], indices.raw, place)
+    days = _parse_nodes(cells[indices.nodes], place) * seconds / DAY
     by_node, unexplained = state in _NODE_STATES, state in _OTHER_FAILURES
     return FailureLog(days, int(by_node), int(unexplained), int(state == "PREEMPTED"), 1)
 
 
-def _nodes(text: str, place: str) -> int:
+def _parse_nodes(text: str, place: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{place}: {text!r} nodes; expected a whole number")
     return int(text)
 
 
-def _seconds(text: str, raw: bool, place: str) -> float:
+def _parse_elapsed(text: str, raw: bool, place: str) -> float:
     if raw and text.isdecimal():
         return float(text)
     match = None if raw else _ELAPSED.fullmatch(text)
@@ -313,13 +317,13 @@ def _seconds(text: str, raw: bool, place: str) -> float:
 
 
 def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
-    """events.jsonl of one run: each attempt counts from its start or resume to its last event.
+    """Read events.jsonl of one run: each attempt counts from its start or resume to its last event.
 
-    A node ended it where the batch script says that one does not answer. Other failures are unexplained, and so is an
-    attempt that ended without a word before another one.
+    An attempt failed because of a node if the batch script recorded that one does not answer. Other failures are
+    unexplained, and so is an attempt without an end event that was followed by another attempt.
     """
     attempts: dict[int, _Attempt] = {}
-    for number, event in _events(text, name):
+    for number, event in _parse_events(text, name):
         attempts.setdefault(int(event["attempt"]), _Attempt()).add(event, f"{name}:{number}")
     newest = max(attempts, default=0)
     begun = {number: attempt for number, attempt in attempts.items() if attempt.begun is not None}
@@ -327,8 +331,8 @@ def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
     return sum(logs, FailureLog(0.0, 0, 0, 0, 0))
 
 
-def _events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines with their numbers; a torn last one, of a run that was killed, is left out."""
+def _parse_events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, event). A torn last line, of a run that was killed, is skipped."""
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -337,7 +341,7 @@ def _events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 return
-            raise UserError(f"{name}:{number}: is no event; expected events.jsonl of a run directory") from None
+            raise UserError(f"{name}:{number}: not an event; expected events.jsonl of a run directory") from None
         yield number, event
 
 
@@ -365,7 +369,7 @@ class _Attempt:
         self.lost_node |= kind in ("requeue", "failure") and _LOST_NODE in str(event.get("why"))
 
     def log(self, ranks_per_node: int, followed: bool) -> FailureLog:
-        """followed: there is a later attempt."""
+        """Return the counts of this attempt. followed: a later attempt exists."""
         assert self.begun is not None
         days = -(-self.ranks // ranks_per_node) * (self.last - self.begun) / DAY
         unexplained = not self.lost_node and (self.failed or (followed and not self.ended))

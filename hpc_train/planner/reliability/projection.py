@@ -1,6 +1,6 @@
-"""project_run: how long a run will really take and what it will cost, with failures, saves and prices counted.
+"""Project a whole run: its duration and cost with failures, saves and prices taken into account.
 
-Every price is the site's or the user's: none is here.
+Prices come from the configuration only; none is built in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MONTH = 365.25 / 12 * 86400.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Per unit, in one currency; None: unknown, and so is what follows from it."""
+    """Prices per unit, in one currency. What depends on a price that is None is None too."""
 
     gpu_hour: float | None = None
     watts_per_gpu: float | None = None
@@ -51,8 +51,8 @@ class Prices:
     tib_month: float | None = None
 
     @staticmethod
-    def of(plan: PlanConfig, spot: bool = False) -> Prices:
-        """Those of the config; spot: of GPUs that may be taken back."""
+    def from_config(plan: PlanConfig, spot: bool = False) -> Prices:
+        """Take the prices of the configuration. spot: those of spot GPUs."""
         energy = plan.energy
         hour = plan.spot_price_per_gpu_hour if spot else plan.price_per_gpu_hour
         tib_month = plan.storage.price_per_tib_month
@@ -61,27 +61,27 @@ class Prices:
 
 @dataclass(frozen=True)
 class Bill:
-    """Cost of a whole run; None: a price, or the power draw, is not known."""
+    """Cost of a whole run. None: a price or the power draw is unknown."""
 
     gpu_hours: float
-    """Spare nodes included."""
+    """Including spare nodes."""
     compute: float | None
     storage: float | None
     electricity: float | None
-    """Only where it is paid for beside the GPU hours."""
+    """Only if it is paid for separately from GPU hours."""
     kwh: float | None
     co2_kg: float | None
 
     @property
     def money(self) -> float | None:
-        """All that has a price; None where GPU hours have none."""
+        """Sum of all parts with a price; None if GPU hours have no price."""
         return None if self.compute is None else self.compute + (self.storage or 0.0) + (self.electricity or 0.0)
 
 
 def compute_bill(
     gpus: float, seconds: float, prices: Prices, stored_bytes: float = 0.0, idle_gpus: float = 0.0
 ) -> Bill:
-    """Compute the bill of so many GPUs for so long. idle_gpus: spares, which are paid for but taken to draw nothing."""
+    """Compute the bill of `gpus` for `seconds`. idle_gpus: spares, which are paid for but assumed to draw no power."""
     hours = (gpus + idle_gpus) * seconds / HOUR
     kwh = _kwh(gpus, seconds, prices)
     stored = None if prices.tib_month is None else stored_bytes / TIB * seconds / MONTH * prices.tib_month
@@ -96,7 +96,7 @@ def compute_bill(
 
 
 def _kwh(gpus: float, seconds: float, prices: Prices) -> float | None:
-    """Mean draw x time x PUE (as Patterson et al. 2021, arXiv:2104.10350, have it)."""
+    """Return mean power x time x PUE (Patterson et al. 2021, arXiv:2104.10350)."""
     if prices.watts_per_gpu is None:
         return None
     return gpus * prices.watts_per_gpu * (prices.pue or 1.0) * seconds / HOUR / 1000
@@ -107,13 +107,12 @@ def _times_price(amount: float | None, price: float | None) -> float | None:
 
 
 def find_cheapest(days: ArrayLike, money: ArrayLike, deadline_days: float | None = None) -> int | None:
-    """Index of the least money among those [n] that are done in time, of equals the faster; None where none is."""
+    """Return the index of the cheapest [n] that meets the deadline, the faster of equals; None: none does."""
     return _find_least(money, days, days, deadline_days)
 
 
 def find_fastest(days: ArrayLike, money: ArrayLike, budget: float | None = None) -> int | None:
-    """Index of the fewest days among those [n] that the budget allows, of equals the cheaper; None where it allows
-    none."""
+    """Return the index of the fastest [n] within the budget, the cheaper of equals; None: none is."""
     return _find_least(days, money, money, budget)
 
 
@@ -127,20 +126,20 @@ def _find_least(key: ArrayLike, then: ArrayLike, limited: ArrayLike, limit: floa
 
 
 _SMALL_NODES = 128
-"""Nodes of the largest jobs that arXiv:2410.21680 found interrupted more by other causes than by nodes."""
+"""Up to this many nodes, jobs were interrupted more by other causes than by node failures (arXiv:2410.21680)."""
 _ENDLESS = 1e12
-"""Seconds between saves where there are none and the length of the run is not known."""
+"""Interval in seconds that stands for "never saves" if the length of the run is unknown."""
 
 
 @dataclass(frozen=True)
 class ProjectedJob:
-    """The planner's estimate of one candidate, as far as a projection needs it."""
+    """What a projection needs of the planner's estimate of one candidate."""
 
     ranks: int
-    """One a GPU."""
+    """One per GPU."""
     nodes: int
     step_seconds: Percentiles
-    """Without saving: `outlook` adds that."""
+    """Without checkpoints: project_run adds them."""
     tokens_per_step: float
     parameters: float
 
@@ -151,26 +150,26 @@ class AssumedFailureRate:
 
     rate: FailureRate
     source: str
-    """One line."""
+    """Where the rate comes from, in one line."""
 
 
 @dataclass(frozen=True)
 class Market:
-    """Outcome with GPUs on demand, or on spot."""
+    """Outcome of the run on on-demand GPUs, or on spot GPUs."""
 
     effective: Percentiles
-    """Share of the time that goes into steps that are kept, in the long run: what is not known is the rate of failures.
-    A run that expects few may have none, or one too many."""
+    """Long-run share of the time spent on steps that are not lost. The percentiles reflect the uncertain failure rate
+    only: a run that expects few failures may have none, or one more."""
     waste: Waste
-    """Where the rest goes, at the middle of what is known of failures."""
+    """What the rest of the time is spent on, at the median failure rate."""
     best_every: int | None
-    """checkpoint.every that wastes least; None where the figures do not tell."""
+    """The optimal checkpoint.every; None if the inputs for it are unknown."""
     best_effective: float | None
-    """The effective share at it, at the middle."""
+    """Effective share with best_every, at the median failure rate."""
     days: Percentiles | None
-    """None where the number of steps is not known."""
+    """None if the number of steps is unknown."""
     bill: Bill | None
-    """At the middle of `days`."""
+    """At the median of `days`."""
     money: Percentiles | None
 
     @property
@@ -184,55 +183,55 @@ class Projection:
 
     rate: AssumedFailureRate
     failures: Percentiles | None
-    """Of nodes, in the whole run."""
+    """Node failures in the whole run."""
     interruption_seconds: Percentiles
-    """Mean time to interruption of the job by failures of nodes."""
+    """Mean time between node failures of the job."""
     save: Save
     demand: Market
     spot: Market | None
-    """None where spot prices are not given."""
+    """None if no spot price is given."""
     late: bool
-    """On demand, the middle of the days is past plan.deadline_days."""
+    """The median duration on demand exceeds plan.deadline_days."""
     over_budget: bool
-    """The cheapest way that is priced costs more than plan.budget, at the middle."""
+    """The median cost of the cheaper market exceeds plan.budget."""
     unknown: tuple[str, ...]
-    """What is not known, and what was taken for it; one line each."""
+    """Unknown inputs and what was assumed instead, one line each."""
 
 
 def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailureRate:
-    """Take the site's own figure or logs, else published rates. Raises UserError for a file that is no log."""
-    before = prior_failure_rate()
+    """Use the site's own figure or logs, else published rates. Raises UserError for a file that is not a log."""
+    prior = prior_failure_rate()
     if plan.failures_per_1000_node_days is not None:
         return AssumedFailureRate(
-            before.scaled_to(plan.failures_per_1000_node_days / 1000), "plan.failures_per_1000_node_days"
+            prior.scaled_to(plan.failures_per_1000_node_days / 1000), "plan.failures_per_1000_node_days"
         )
     if not plan.failure_logs:
-        sites = ", ".join(f"{it.site} {it.per_1000_node_days:.1f}" for it in PUBLISHED_RATES)
+        sites = ", ".join(f"{site.site} {site.per_1000_node_days:.1f}" for site in PUBLISHED_RATES)
         return AssumedFailureRate(
-            before, f"published, per 1,000 node-days: {sites}; give plan.failure_logs for your own"
+            prior, f"published, per 1,000 node-days: {sites}; set plan.failure_logs to use your site's own"
         )
     log = read_logs(plan.failure_logs, ranks_per_node)
-    told = f"plan.failure_logs: {log.by_node} failures of nodes in {log.node_days:.0f} node-days of {log.runs} jobs"
-    more = f"; {log.unexplained} jobs failed for unknown reasons, not counted" if log.unexplained else ""
-    return AssumedFailureRate(before.after(log.history), told + more)
+    counts = f"plan.failure_logs: {log.by_node} node failures in {log.node_days:.0f} node-days of {log.runs} jobs"
+    unexplained = f"; {log.unexplained} jobs failed for unknown reasons, not counted" if log.unexplained else ""
+    return AssumedFailureRate(prior.after(log.history), counts + unexplained)
 
 
 def planned_steps(config: RunConfig, tokens_per_step: float) -> int | None:
-    """Return the steps of the planned run; None if nobody gave them, or only the data tells (train.epochs)."""
+    """Return the steps of the planned run; None if neither plan.tokens nor train.steps is set."""
     if config.plan.tokens is not None:
         return math.ceil(config.plan.tokens / tokens_per_step)
     return config.train.steps
 
 
 def project_run(config: RunConfig, job: ProjectedJob, rate: AssumedFailureRate | None = None) -> Projection:
-    """rate: of rate_of, where many candidates share it."""
+    """Project duration and cost of a run. rate: failure rate, if already chosen (many candidates share one)."""
     plan = config.plan
     rate = rate or choose_failure_rate(plan, config.cluster.ranks_per_node)
     saving = estimate_saving(config, job.parameters, job.ranks)
-    case = _Case(config, job, saving, rate.rate, planned_steps(config, job.tokens_per_step))
-    demand = case.market(spot=False)
-    spot = case.market(spot=True) if plan.spot_price_per_gpu_hour is not None else None
-    costs = [it.money.p50 for it in (demand, spot) if it is not None and it.money is not None]
+    projector = _Projector(config, job, saving, rate.rate, planned_steps(config, job.tokens_per_step))
+    demand = projector.project(spot=False)
+    spot = projector.project(spot=True) if plan.spot_price_per_gpu_hour is not None else None
+    costs = [market.money.p50 for market in (demand, spot) if market is not None and market.money is not None]
     return Projection(
         rate=rate,
         failures=rate.rate.failures(job.nodes, demand.days.p50) if demand.days else None,
@@ -242,28 +241,28 @@ def project_run(config: RunConfig, job: ProjectedJob, rate: AssumedFailureRate |
         spot=spot,
         late=bool(plan.deadline_days and demand.days and demand.days.p50 > plan.deadline_days),
         over_budget=bool(plan.budget and costs and min(costs) > plan.budget),
-        unknown=(*saving.unknown, *_unknown(config, job, case.steps)),
+        unknown=(*saving.unknown, *_list_unknowns(config, job, projector.steps)),
     )
 
 
-def _unknown(config: RunConfig, job: ProjectedJob, steps: int | None) -> list[str]:
+def _list_unknowns(config: RunConfig, job: ProjectedJob, steps: int | None) -> list[str]:
     plan, lines = config.plan, []
     if steps is None and config.train.epochs is not None:
-        lines.append("train.epochs: how many steps they are depends on the data; give plan.tokens for days and costs")
+        lines.append("train.epochs: the number of steps depends on the data; set plan.tokens to get days and costs")
     elif steps is None:
-        lines.append("plan.tokens and train.steps: without one of them there are no days and no costs")
+        lines.append("plan.tokens and train.steps: set one of them to get days and costs")
     if plan.price_per_gpu_hour is None and plan.spot_price_per_gpu_hour is None:
-        lines.append("plan.price_per_gpu_hour: costs are in GPU hours")
+        lines.append("plan.price_per_gpu_hour: not set, costs are in GPU hours")
     if 1 < job.nodes <= _SMALL_NODES:
-        lines.append("what ends jobs beside nodes: at 1,024 GPUs of RSC-1 it was most (7.9 hours, 29 by nodes alone)")
+        lines.append("causes other than nodes: RSC-1's jobs of 1,024 GPUs failed every 7.9 h, by nodes every 29 h only")
     if plan.repair_hours is None:
-        lines.append("plan.repair_hours: another node counts as free whenever one fails")
+        lines.append("plan.repair_hours: not set, a free node is assumed whenever one fails")
     return lines
 
 
 @dataclass(frozen=True)
-class _Case:
-    """One job, as its markets share it."""
+class _Projector:
+    """Projects one job on one market after the other."""
 
     config: RunConfig
     job: ProjectedJob
@@ -271,22 +270,22 @@ class _Case:
     rate: FailureRate
     steps: int | None
 
-    def market(self, spot: bool) -> Market:
-        band = self.rate.band
-        share = band.through(lambda rate: self._effective(self._interval, rate, spot))
-        best = self._best(band.p50, spot)
+    def project(self, spot: bool) -> Market:
+        rate = self.rate.percentiles
+        share = rate.through(lambda rate: self._effective(self._interval, rate, spot))
+        best = self._best_every(rate.p50, spot)
         seconds = self._seconds(share)
-        days = None if seconds is None else seconds.through(lambda it: it / DAY)
-        told = None if seconds is None else seconds.through(lambda it: self._bill(it, spot).money or 0.0)
-        at = None if seconds is None else self._bill(seconds.p50, spot)
+        days = None if seconds is None else seconds.through(lambda duration: duration / DAY)
+        money = None if seconds is None else seconds.through(lambda duration: self._bill(duration, spot).money or 0.0)
+        bill = None if seconds is None else self._bill(seconds.p50, spot)
         return Market(
             effective=share,
-            waste=break_down_waste(self._interval, self.save, self._restart, self._kinds(band.p50, spot)),
+            waste=break_down_waste(self._interval, self.save, self._restart, self._interruptions(rate.p50, spot)),
             best_every=best,
-            best_effective=None if best is None else self._effective(best * self._step, band.p50, spot),
+            best_effective=None if best is None else self._effective(best * self._step, rate.p50, spot),
             days=days,
-            bill=at,
-            money=None if at is None or at.money is None else told,
+            bill=bill,
+            money=None if bill is None or bill.money is None else money,
         )
 
     @property
@@ -303,48 +302,48 @@ class _Case:
 
     @property
     def _interval(self) -> float:
-        """Seconds of steps between two saves; a run that never saves has them all between two."""
-        told = [it for it in (self.config.checkpoint.every, self.steps) if it]
-        return min(told) * self._step if told else _ENDLESS
+        """Seconds of steps between two saves; all of them if the run never saves."""
+        steps = [count for count in (self.config.checkpoint.every, self.steps) if count]
+        return min(steps) * self._step if steps else _ENDLESS
 
     def _effective(self, interval: float, rate: float, spot: bool) -> float:
-        return float(effective_share(interval, self.save, self._restart, self._kinds(rate, spot)))
+        return float(effective_share(interval, self.save, self._restart, self._interruptions(rate, spot)))
 
-    def _best(self, rate: float, spot: bool) -> int | None:
-        """Whole steps, 1 at least; None where it is not known how long a save takes."""
+    def _best_every(self, rate: float, spot: bool) -> int | None:
+        """Return the optimal checkpoint.every, at least 1; None if the duration of a save is unknown."""
         if not self.save.write_seconds:
             return None
-        seconds = float(best_interval(self.save, self._restart, self._kinds(rate, spot)))
+        seconds = float(best_interval(self.save, self._restart, self._interruptions(rate, spot)))
         return max(1, round(seconds / self._step)) if math.isfinite(seconds) else None
 
-    def _kinds(self, rate: float, spot: bool) -> list[Interruption]:
-        """rate: failures of a node in a day."""
+    def _interruptions(self, rate: float, spot: bool) -> list[Interruption]:
+        """List the kinds of interruption. rate: failures per node-day."""
         plan = self.config.plan
         failing = rate * self.job.nodes / DAY
         detect = plan.detection_minutes * 60
         repair = None if plan.repair_hours is None else plan.repair_hours * HOUR
         wait = 0.0 if repair is None else float(spare_wait_seconds(failing, repair, plan.spare_nodes))
         kinds = [Interruption(failing, detect + wait)]
-        saving = float(self.save.write_seconds)
+        save_seconds = float(self.save.write_seconds)
         if plan.planned_interruptions_per_day:
-            kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, saving, saved=True))
+            kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, save_seconds, saved=True))
         if spot and plan.spot_interruptions_per_1000_node_days is not None:
             taken = plan.spot_interruptions_per_1000_node_days / 1000 * self.job.nodes / DAY
-            saved = self.saving.known and saving <= plan.spot_notice_seconds
-            down = plan.spot_wait_minutes * 60 + (saving if saved else 0.0)
+            saved = self.saving.write_known and save_seconds <= plan.spot_notice_seconds
+            down = plan.spot_wait_minutes * 60 + (save_seconds if saved else 0.0)
             kinds.append(Interruption(taken, down, saved=saved))
         return kinds
 
     def _seconds(self, share: Percentiles) -> Percentiles | None:
-        """Of the whole run, the first start included; the speed of a step and failures are independent."""
+        """Return the duration of the whole run, first start included. Step time and failures are independent."""
         if self.steps is None:
             return None
-        work = self.job.step_seconds.through(lambda it: it * (self.steps or 0))
-        slowed = share.through(lambda it: 1 / max(it, 1e-9))
-        return work.times(slowed).through(lambda it: it + self._restart)
+        work = self.job.step_seconds.through(lambda seconds: seconds * (self.steps or 0))
+        slowed = share.through(lambda kept: 1 / max(kept, 1e-9))
+        return work.times(slowed).through(lambda seconds: seconds + self._restart)
 
     def _bill(self, seconds: float, spot: bool) -> Bill:
         plan, job = self.config.plan, self.job
         spare = plan.spare_nodes * job.ranks / job.nodes
         stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * TIB
-        return compute_bill(job.ranks, seconds, Prices.of(plan, spot), stored, spare)
+        return compute_bill(job.ranks, seconds, Prices.from_config(plan, spot), stored, spare)

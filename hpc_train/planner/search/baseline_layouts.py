@@ -1,7 +1,8 @@
-"""Layouts that everybody knows: shown beside the best, with the reason why they are not; and what is tried blindly.
+"""Baseline layouts to compare the best one with, and fallbacks for machines of unknown speed.
 
-Familiar ones are plain data parallelism, FSDP, HSDP, and TP in the node x PP, each searched for its best variant. Where
-the accelerator's speed is unknown nothing can be searched for: then data parallelism is tried, the simplest first.
+Baselines are plain data parallelism, FSDP, HSDP, and tensor parallelism in the node x pipeline; each is searched for
+its best variant, and the table says why it is not the best. If the accelerator's speed is unknown, nothing can be
+searched: then data-parallel settings are tried, the simplest first.
 """
 
 from __future__ import annotations
@@ -33,46 +34,46 @@ from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings
 from hpc_train.units import GIB, format_seconds
 
-_PLAIN = {"offload": (0.0,), "offload_activations": (0.0,), "overlap_tensor": (0.0,)}
-_DATA = {**_PLAIN, "pp": (1.0,), "cp": (1.0,), "tp": (1.0,)}
+_NO_OFFLOAD = {"offload": (0.0,), "offload_activations": (0.0,), "overlap_tensor": (0.0,)}
+_DATA_PARALLEL = {**_NO_OFFLOAD, "pp": (1.0,), "cp": (1.0,), "tp": (1.0,)}
 
 
 @dataclass(frozen=True)
 class BaselineKind:
-    """One familiar layout, in a world of a given size."""
+    """One kind of baseline, in a world of a given size."""
 
     name: str
     allowed: dict[str, tuple[float, ...]]
     """Column -> allowed values."""
     impossible: str | None = None
-    """Why the layout does not exist here."""
+    """Why no such layout exists in this world; None: it does."""
 
 
 @dataclass(frozen=True)
 class BaselineLayout:
-    """One familiar layout, compared with the best."""
+    """The best variant of one baseline, compared with the best layout."""
 
     name: str
     candidate: Candidate | None
-    """None: the layout does not exist."""
+    """None: no such layout exists."""
     why: str
-    """Why it is not the best, in a few words, or that it is."""
+    """Why it is not the best, in a few words, or "recommended"."""
 
 
 def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
-    """Return all familiar layouts; per_node: ranks of a node."""
+    """List the kinds of baselines for a search space. per_node: ranks on a node."""
     world, shape = space.world, space.shape
     across = [float(n) for n in list_divisors(world) if 1 < n < world]
     batch = None
     if shape.global_batch % world:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
-    ddp = None if shape.ddp_reduces else "precision.reduce is none that DistributedDataParallel has"
+    ddp = None if shape.ddp_reduces else "DistributedDataParallel cannot reduce in precision.reduce"
     found = [
-        BaselineKind("plain dp", {**_DATA, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
-        BaselineKind("FSDP", {**_DATA, "zero": (3.0,), "dp_shard": (float(world),)}, batch),
+        BaselineKind("plain dp", {**_DATA_PARALLEL, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
+        BaselineKind("FSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": (float(world),)}, batch),
     ]
     if world > per_node:
-        found.append(BaselineKind("HSDP", {**_DATA, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
+        found.append(BaselineKind("HSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
     inside = [n for n in tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
     stages = [float(n) for n in list_divisors(world) if 1 < n <= shape.layers]
     if inside:
@@ -80,7 +81,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
         tensor = {"tp": (float(inside[-1]),), "pp": tuple(stages), "cp": (1.0,), "zero": (0.0, 1.0)}
         schedules = tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b"))
         name = "TP in the node x PP" if stages[-1] > 1 else "TP in the node"
-        found.append(BaselineKind(name, {**_PLAIN, **tensor, "schedule": schedules}))
+        found.append(BaselineKind(name, {**_NO_OFFLOAD, **tensor, "schedule": schedules}))
     elif per_node > 1:
         why = f"no tp up to {per_node} divides {shape.heads} heads and feed-forward width {shape.feed_forward}"
         found.append(BaselineKind("TP in the node x PP", {}, why))
@@ -88,28 +89,29 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
 
 
 def restrict_space(space: SearchSpace, kind: BaselineKind) -> SearchSpace | None:
-    """Restrict the given search to the variants of one layout; None: none are left."""
+    """Restrict a search space to the variants of one baseline; None: none is allowed."""
     values = dict(space.fixed.values)
     for name, allowed in kind.allowed.items():
-        both = space.fixed.of(name, allowed)
-        if not both:
+        remaining = space.fixed.of(name, allowed)
+        if not remaining:
             return None
-        values[name] = both
+        values[name] = remaining
     return SearchSpace(space.shape, space.world, FixedColumns(values))
 
 
 def find_best_variant(rest: SearchBase, space: SearchSpace, constants: Constants) -> RatedCandidates:
-    """Return the best variant that fits, or may fit, else the one that needs the least memory; empty: there is none."""
+    """Return the fastest variant that fits or may fit, else the one that needs the least memory; empty: none exists."""
     found = search_space(rest, space, constants, keep=1)
     rated = found.best if found.best.count else found.doubtful
-    return rated if rated.count else _leanest(rest, space, constants)
+    return rated if rated.count else _find_leanest(rest, space, constants)
 
 
-def _leanest(rest: SearchBase, space: SearchSpace, constants: Constants) -> RatedCandidates:
+def _find_leanest(rest: SearchBase, space: SearchSpace, constants: Constants) -> RatedCandidates:
+    """Return the candidate that needs the least memory; its step time is infinite."""
     best: tuple[float, Columns] | None = None
     for block in iterate_blocks(space, ROWS_AT_ONCE):
-        down = {name: column[:, None] for name, column in block.rows.items()}
-        jobs = candidates_to_jobs(rest, {**down, **block.techniques.columns}, block.techniques.share)
+        rows_down = {name: column[:, None] for name, column in block.rows.items()}
+        jobs = candidates_to_jobs(rest, {**rows_down, **block.techniques.columns}, block.techniques.share)
         total = np.broadcast_to(estimate_memory(jobs, constants).total, (len(block.rows["pp"]), block.techniques.count))
         row, technique = np.unravel_index(int(np.argmin(total)), total.shape)
         if best is None or total[row, technique] < best[0]:
@@ -126,47 +128,47 @@ def _leanest(rest: SearchBase, space: SearchSpace, constants: Constants) -> Rate
 
 
 def explain_why_not_best(best: Candidate | None, candidate: Candidate, equals_best: bool) -> str:
-    """Say in a few words why a familiar layout is not the best. equals_best: no estimate tells them apart."""
+    """Say in a few words why a baseline is not the best. equals_best: its estimate does not differ from the best."""
     if best and candidate.settings == best.settings:
         return "recommended"
     if candidate.fits in ("no", "maybe"):
         part = max(candidate.memory, key=lambda name: max(candidate.memory[name]))
-        sure = "may not fit" if candidate.fits == "maybe" else "does not fit"
-        return f"{sure}, {max(candidate.memory[part]) / GIB:,.1f} GiB are {part}"
+        verdict = "may not fit" if candidate.fits == "maybe" else "does not fit"
+        return f"{verdict}: {part} {max(candidate.memory[part]) / GIB:,.1f} GiB"
     if candidate.step is None or candidate.parts is None or best is None or best.step is None or best.parts is None:
         return ""
     if equals_best:
-        return "equal, and less simple"
+        return "as fast, but more complex"
     ratio = candidate.step.p50 / best.step.p50 - 1
     if ratio <= 0:
-        return "quicker, but not the best by what was asked for"
+        return "faster, but not the best by the chosen goal"
     parts = best.parts
     part = max(candidate.parts, key=lambda name: (candidate.parts or {})[name] - parts[name])
     more = candidate.parts[part] - parts[part]
-    redone = candidate.hfu is not None and candidate.mfu is not None and candidate.hfu > 1.02 * candidate.mfu
-    word = "recomputation" if part == "compute" and redone else PART_LABELS.get(part, part)
-    return f"slower, {word} +{format_seconds(more)}"
+    recomputes = candidate.hfu is not None and candidate.mfu is not None and candidate.hfu > 1.02 * candidate.mfu
+    word = "recomputation" if part == "compute" and recomputes else PART_LABELS.get(part, part)
+    return f"slower: {word} +{format_seconds(more)}"
 
 
-_LADDER: tuple[Settings, ...] = (
+_FALLBACKS: tuple[Settings, ...] = (
     {"parallel.strategy": "ddp"},
     {"parallel.strategy": "zero1"},
     {"parallel.strategy": "zero2"},
     {"parallel.strategy": "zero3"},
     {"parallel.strategy": "zero3", "parallel.recompute.mode": "full"},
 )
-"""Each needs less memory than the one before."""
+"""Simplest first; each needs less memory than the one before."""
 
 
 def fallback_settings(config: RunConfig, ranks: int) -> Iterator[Settings]:
-    """Yield the settings of the ladder that the run supports, with what it fixes as it is.
+    """Yield the fallback settings that the run supports, simplest first, without changing what the run fixes.
 
-    Raises UserError, as the run itself would, if it can have none.
+    Raises the run's own UserError if none is supported.
     """
     fixed, first = set(config.parallel.fixed or ()), None
     found = False
-    for step in _LADDER:
-        settings = {key: value for key, value in step.items() if key not in fixed}
+    for fallback in _FALLBACKS:
+        settings = {key: value for key, value in fallback.items() if key not in fixed}
         try:
             check_support(apply_settings(config, settings), ranks)
         except UserError as error:

@@ -1,8 +1,8 @@
-"""search: the best candidates of a space, and its Pareto front, exactly, without estimating most of it.
+"""Search a space of candidates for the best ones and the Pareto front of time and memory.
 
-Branch and bound over rows (a layout, a schedule and a micro-batch): the quickest technique of a row bounds the time of
-all of them from below, and the leanest two bound their memory. What can neither be among the best nor on the front is
-left out. `exhaustive` estimates everything instead, and finds the same; a test compares them.
+Branch and bound over rows (a layout, a schedule and a micro-batch): the fastest technique bounds the step time of a row
+from below, the leanest ones bound its memory. A row that can be neither among the best nor on the front is skipped. The
+result is exact: `exhaustive=True` estimates every candidate and finds the same, which a test checks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hpc_train.planner.search.top_candidates import (
 )
 
 FRONT_SLACK = 2.0
-"""The Pareto front goes as far as this many times the step time of the best; slower ones nobody would take."""
+"""The Pareto front ends at this many times the step time of the best candidate."""
 HOST_SHARE = 0.8
-"""Of a node's memory, that offloaded state can have; the rest is the system's, the data's and the checkpoint's."""
+"""Share of a node's memory that offloaded state may use; the system, data and checkpoints need the rest."""
 ROWS_AT_ONCE = 1 << 15
-"""Candidates estimated at a time: their columns stay in the cache of a core."""
+"""Candidates estimated at a time: their columns fit in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class SearchResult:
     """Candidates that a search found."""
 
     best: RatedCandidates
-    """Those that fit for sure, one a mesh."""
+    """Candidates that surely fit, the best of each mesh."""
     doubtful: RatedCandidates
-    """Those that may fit, one a mesh."""
+    """Candidates that may fit, the best of each mesh."""
     front: RatedCandidates
-    """Of those that fit for sure: no other has both less time and less memory."""
+    """Pareto front of the candidates that surely fit: no other has less time and less memory."""
     searched: int
-    """Candidates of the space."""
+    """Number of candidates in the space."""
     estimated: int
-    """Of which not left out by a bound."""
+    """Number that was estimated; bounds ruled out the others."""
 
 
 @dataclass(frozen=True)
@@ -64,34 +64,34 @@ class SearchBase:
     """Properties that all candidates of a search share."""
 
     base: Jobs
-    """One job, whose other columns are those of all candidates."""
+    """One job; columns that candidates do not set are taken from it."""
     reduce_bytes: float = 0.0
-    """Of a gradient where fully_shard reduces it; 0: as in base."""
+    """Bytes of a gradient element that fully_shard reduces; 0: as in base."""
     host_bytes: float = 0.0
-    """Memory of a node, of which what is offloaded can have HOST_SHARE; 0: unknown, and taken to be enough."""
+    """Memory of a node, of which offloaded state may use HOST_SHARE; 0: unknown, assumed to be enough."""
 
 
 def search_space(
     rest: SearchBase, space: SearchSpace, constants: Constants, keep: int = 20, exhaustive: bool = False
 ) -> SearchResult:
-    """The best candidate of each of the `keep` best meshes of a space."""
-    one = _Search(rest, constants, keep)
+    """Find the best candidate of each of the `keep` best meshes, and the Pareto front."""
+    search = _Search(rest, constants, keep)
     if not exhaustive:
-        for block in iterate_blocks(_coarse(space)):
-            one.bounded(block)
-        one.searched = 0
+        for block in iterate_blocks(_promising_part(space)):
+            search.estimate_within_bounds(block)
+        search.searched = 0
     for block in iterate_blocks(space, ROWS_AT_ONCE if exhaustive else ROWS_AT_ONCE << 5):
-        one.searched += block.count
+        search.searched += block.count
         if exhaustive:
-            one.whole(block)
+            search.estimate_all(block)
         else:
-            one.bounded(block)
-    return one.found()
+            search.estimate_within_bounds(block)
+    return search.result()
 
 
-def _coarse(space: SearchSpace) -> SearchSpace:
-    """A small part of the space, in which good candidates are: what they take bounds the search of the whole."""
-    tried = {
+def _promising_part(space: SearchSpace) -> SearchSpace:
+    """Return a small part of the space that contains good candidates: their times bound the search of the whole."""
+    promising = {
         "schedule": tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b")),
         "overlap_tensor": (0.0,),
         "sequence_parallel": (1.0,),
@@ -102,17 +102,17 @@ def _coarse(space: SearchSpace) -> SearchSpace:
         "offload": (0.0,),
         "cp": (1.0, 2.0, 4.0),
     }
-    own = space.fixed.values
-    both = {name: tuple(v for v in values if v in own.get(name, values)) for name, values in tried.items()}
-    return replace(space, fixed=FixedColumns({**own, **{name: it for name, it in both.items() if it}}))
+    fixed = space.fixed.values
+    allowed = {name: tuple(v for v in values if v in fixed.get(name, values)) for name, values in promising.items()}
+    return replace(space, fixed=FixedColumns({**fixed, **{name: values for name, values in allowed.items() if values}}))
 
 
 def candidates_to_jobs(rest: SearchBase, columns: Columns, share: Column) -> Jobs:
-    """Candidates as jobs; share: of the layers of a stage that are recomputed."""
-    own: dict[str, Column] = {name: it for name, it in columns.items() if name != "recompute_every"}
+    """Turn columns of candidates into jobs. share: share of a stage's layers that are recomputed."""
+    own: dict[str, Column] = {name: column for name, column in columns.items() if name != "recompute_every"}
     if rest.reduce_bytes:
-        whole = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
-        own["reduce_bytes"] = np.where(whole, rest.base.weight_bytes, rest.reduce_bytes)
+        uses_ddp = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
+        own["reduce_bytes"] = np.where(uses_ddp, rest.base.weight_bytes, rest.reduce_bytes)
     return replace_columns(rest.base, **own, recompute_share=share)
 
 
@@ -133,98 +133,107 @@ class _Search:
         self._front, self._pareto = ParetoFront(), no_candidates()
         self.searched = self.estimated = 0
 
-    def whole(self, block: Block) -> None:
-        """Estimate every candidate: rows down, techniques across, so that what rows alone decide is computed once."""
+    def estimate_all(self, block: Block) -> None:
+        """Estimate every candidate of a block.
+
+        Rows run down and techniques across, so that what depends on the row alone is computed once.
+        """
         for rows in _slices(block.rows, max(1, ROWS_AT_ONCE // block.techniques.count)):
-            down = {name: it[:, None] for name, it in rows.items()}
-            jobs = candidates_to_jobs(self._rest, {**down, **block.techniques.columns}, block.techniques.share)
-            held, step = estimate_memory(jobs, self._constants), estimate_step_time(jobs, self._constants).step
+            rows_down = {name: column[:, None] for name, column in rows.items()}
+            jobs = candidates_to_jobs(self._rest, {**rows_down, **block.techniques.columns}, block.techniques.share)
+            memory, step = estimate_memory(jobs, self._constants), estimate_step_time(jobs, self._constants).step
             shape = len(rows["pp"]), block.techniques.count
             self.estimated += shape[0] * shape[1]
-            total, fits, step = (np.broadcast_to(it, shape) for it in (held.total, held.fits, step))
-            held_by_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, held), shape)
-            row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & held_by_host)
+            total, fits, step = (np.broadcast_to(array, shape) for array in (memory.total, memory.fits, step))
+            fits_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, memory), shape)
+            row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & fits_host)
             if len(row):
-                columns = {**_at(rows, row), **_at(block.techniques.columns, technique)}
+                columns = {**_take(rows, row), **_take(block.techniques.columns, technique)}
                 self._offer(RatedCandidates(columns, step[row, technique], total[row, technique]), fits[row, technique])
 
-    def bounded(self, block: Block) -> None:
-        """Estimate those that may be among the best or on the front."""
+    def estimate_within_bounds(self, block: Block) -> None:
+        """Estimate the candidates of a block that may be among the best or on the front."""
         for rows in _slices(block.rows, ROWS_AT_ONCE):
             fastest = self._fastest(rows, block.techniques)
             near = np.flatnonzero(fastest <= self._slowest)
-            rows, fastest = _at(rows, near), fastest[near]
-            held, fits = self._leanest(rows, block.techniques)
-            sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.free(fastest, held))
-            worth = sure | ((fits >= MAYBE) & (fastest <= self._maybe.limit))
-            self.whole(Block(_at(rows, np.flatnonzero(worth)), block.techniques))
+            rows, fastest = _take(rows, near), fastest[near]
+            memory, fits = self._leanest(rows, block.techniques)
+            sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.is_undominated(fastest, memory))
+            promising = sure | ((fits >= MAYBE) & (fastest <= self._maybe.limit))
+            self.estimate_all(Block(_take(rows, np.flatnonzero(promising)), block.techniques))
 
     def _fastest(self, rows: Columns, techniques: Techniques) -> Column:
-        """[n] step time with the quickest technique."""
-        found = np.full(len(rows["pp"]), math.inf)
-        for number in _quick(techniques):
-            self.estimated += len(found)
-            jobs = candidates_to_jobs(self._rest, _with(rows, techniques, number), techniques.share[number])
-            found = np.minimum(found, estimate_step_time(jobs, self._constants).step)
-        return found
+        """Return each row's step time with its fastest technique, [n]."""
+        fastest = np.full(len(rows["pp"]), math.inf)
+        for number in _fastest_techniques(techniques):
+            self.estimated += len(fastest)
+            jobs = candidates_to_jobs(self._rest, _with_technique(rows, techniques, number), techniques.share[number])
+            fastest = np.minimum(fastest, estimate_step_time(jobs, self._constants).step)
+        return fastest
 
     @property
     def _slowest(self) -> float:
-        """Slower ones are of no interest at all."""
+        """Return the step time beyond which no candidate matters, not even for the front."""
         return self._sure.quickest * FRONT_SLACK
 
     def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
-        """(least bytes of any technique, best chance to fit), [n]."""
-        held, fits = np.full(len(rows["pp"]), math.inf), np.zeros(len(rows["pp"]))
-        for number in _lean(techniques):
-            jobs = candidates_to_jobs(self._rest, _with(rows, techniques, number), techniques.share[number])
-            found = estimate_memory(jobs, self._constants)
-            held, fits = np.minimum(held, found.total), np.maximum(fits, found.fits)
-        return held, fits
+        """Return (least bytes with any technique, best verdict on fitting) of each row, [n]."""
+        least, fits = np.full(len(rows["pp"]), math.inf), np.zeros(len(rows["pp"]))
+        for number in _leanest_techniques(techniques):
+            jobs = candidates_to_jobs(self._rest, _with_technique(rows, techniques, number), techniques.share[number])
+            memory = estimate_memory(jobs, self._constants)
+            least, fits = np.minimum(least, memory.total), np.maximum(fits, memory.fits)
+        return least, fits
 
     def _offer(self, rated: RatedCandidates, fits: Column) -> None:
         maybe, sure = (rated.take(np.flatnonzero(fits == kind)) for kind in (MAYBE, YES))
         self._maybe.offer(maybe.take(np.flatnonzero(maybe.step <= self._maybe.limit)))
         self._sure.offer(sure.take(np.flatnonzero(sure.step <= self._sure.limit)))
-        free = np.flatnonzero(self._front.free(sure.step, sure.memory))
-        if len(free):
-            both = concatenate_rated([self._pareto, sure.take(free)])
-            self._pareto = both.take(self._front.of(both.step, both.memory))
+        undominated = np.flatnonzero(self._front.is_undominated(sure.step, sure.memory))
+        if len(undominated):
+            combined = concatenate_rated([self._pareto, sure.take(undominated)])
+            self._pareto = combined.take(self._front.update(combined.step, combined.memory))
 
-    def found(self) -> SearchResult:
-        """The result. How far the front goes, and what may fit is worth, the best of all decides."""
+    def result(self) -> SearchResult:
+        """Return what was found. The best step time limits the front and the doubtful candidates."""
         front = self._pareto.take(np.flatnonzero(self._pareto.step <= self._slowest))
         maybe = self._maybe.ranked()
         maybe = maybe.take(np.flatnonzero(maybe.step <= self._slowest))
         return SearchResult(self._sure.ranked(), maybe, front, self.searched, self.estimated)
 
 
-def _quick(techniques: Techniques) -> list[int]:
-    """The first, which recomputes and moves nothing. Where all move activations, recomputing them may take less than
-    moving them: each layer the one or the other, so all layers one of the two."""
+def _fastest_techniques(techniques: Techniques) -> list[int]:
+    """Return the techniques of which one is the fastest of every row.
+
+    The first one recomputes and moves nothing. If all techniques move activations, recomputing a layer may be faster
+    than moving its activations, so the one that recomputes all layers is tried too.
+    """
     offload, moved = techniques.columns["offload"], techniques.columns["offload_activations"]
     return sorted({0, int(np.flatnonzero(offload == offload[0])[-1])}) if moved[0] else [0]
 
 
-def _lean(techniques: Techniques) -> list[int]:
-    """The last has everything recomputed and offloaded; of others with as much of the state offloaded, the one that
-    keeps all activations on the device, and the last that recomputes them there: inputs of a stage's only layer are
-    kept once where they are not moved."""
+def _leanest_techniques(techniques: Techniques) -> list[int]:
+    """Return the techniques of which one needs the least memory in every row.
+
+    The last one recomputes and offloads everything. Of those that offload as much state: the one that keeps all
+    activations on the device, and the last that recomputes them there, because the inputs of a stage's only layer are
+    stored once if they are not moved.
+    """
     offload, moved = techniques.columns["offload"], techniques.columns["offload_activations"]
     most = np.flatnonzero(offload == offload[-1])
     stay = most[moved[most] == 0]
-    return sorted({techniques.count - 1, int(most[0]), *(int(it) for it in stay[-1:])})
+    return sorted({techniques.count - 1, int(most[0]), *(int(number) for number in stay[-1:])})
 
 
-def _with(rows: Columns, techniques: Techniques, number: int) -> Columns:
-    """Rows with one technique."""
+def _with_technique(rows: Columns, techniques: Techniques, number: int) -> Columns:
+    """Add the columns of one technique to the rows."""
     return {**rows, **{name: techniques.columns[name][number] for name in TECHNIQUE_COLUMNS}}
 
 
-def _at(columns: Columns, rows: NDArray[np.int64]) -> Columns:
-    return {name: it[rows] for name, it in columns.items()}
+def _take(columns: Columns, rows: NDArray[np.int64]) -> Columns:
+    return {name: column[rows] for name, column in columns.items()}
 
 
 def _slices(rows: Columns, most: int) -> Iterator[Columns]:
     for start in range(0, len(rows["pp"]), most):
-        yield {name: it[start : start + most] for name, it in rows.items()}
+        yield {name: column[start : start + most] for name, column in rows.items()}

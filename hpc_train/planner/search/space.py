@@ -1,8 +1,8 @@
-"""The space of candidates: every layout and technique that this toolkit can run a model with, in blocks of columns.
+"""The search space: every layout and technique that the trainer can run a model with, in blocks of columns.
 
-A layout is a factorisation of the world over the mesh axes and the data-parallel strategy; a row adds a schedule and a
-micro-batch; techniques (recomputation, offload) multiply it. What parallel.support would refuse is not in it: a test
-compares both.
+A layout is a factorisation of the world over the mesh axes plus a data-parallel strategy. A row adds a schedule and a
+micro-batch. Every row is combined with every technique (recomputation, offload). Combinations that parallel.rules
+refuses are not in the space, which a test checks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class DegreeLimits:
     sequence: int
     global_batch: int
     images: bool = False
-    """A vision transformer, whose positions nothing splits."""
+    """The model is a vision transformer, whose positions cannot be split."""
     ulysses: bool = False
-    """parallel.context.method is ulysses, and stays so."""
+    """parallel.context.method=ulysses is fixed."""
     balanced: bool = True
     """parallel.context.balanced."""
     vocabulary: bool = True
     """parallel.tensor.vocabulary."""
     ddp_reduces: bool = True
-    """Whether precision.reduce is one that DistributedDataParallel has."""
+    """Whether DistributedDataParallel can reduce in precision.reduce."""
     device: bool = True
-    """Whether ranks have memory of their own beside the host's."""
+    """Whether ranks have device memory separate from the host's."""
     split_backward: bool = True
-    """Whether schedules that split backward are possible: not with compilation."""
+    """Whether schedules that split backward are allowed: not with compilation."""
 
 
 def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeLimits:
-    """Of a run of a model whose shape is known; global_batch: in place of train.global_batch."""
+    """Collect the limits of a run whose model shape is known. global_batch: replaces train.global_batch."""
     model, parallel = config.model, config.parallel
     assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
     images = isinstance(model, VisionTransformerConfig)
@@ -69,26 +69,26 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
 
 
 def list_divisors(number: int, others: Iterable[float] | None = None) -> list[int]:
-    """List all divisors, ascending, and `others` that are no larger."""
+    """List all divisors, ascending, together with those of `others` that are not larger than the number."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    more = [int(it) for it in others or () if 1 <= it <= number]
-    return sorted({*small, *(number // n for n in small), *more})
+    not_larger = [int(other) for other in others or () if 1 <= other <= number]
+    return sorted({*small, *(number // n for n in small), *not_larger})
 
 
 def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
-    """Degrees of tp that divide the matrices (parallel.support.tensor) and the world."""
+    """List the degrees of tp that divide the matrices (parallel.rules.tensor) and the world."""
     found = [n for n in list_divisors(world) if shape.heads % n == 0 and shape.feed_forward % n == 0]
     if shape.images:
         return found
     if not shape.vocabulary:
-        return found[1:]  # without tp it has no effect, which is refused
+        return found[1:]  # with tp=1 the setting has no effect, which the trainer refuses
     return [tp for tp in found if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
 
 
 def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int, int]]:
-    """(cp, 1 for ulysses or 0 for a ring): degrees that divide the positions (parallel.support.context) and the world.
+    """List (cp, ulysses): degrees that divide the positions (parallel.rules.context) and the world; ulysses is 0 or 1.
 
-    Where the run is not set to what needs more than one rank, one is possible, too.
+    cp=1 is listed unless the run sets an option that needs more than one rank.
     """
     changed = shape.ulysses or not shape.balanced
     found = [] if changed else [(1, 0)]
@@ -104,7 +104,7 @@ def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int,
 
 @dataclass(frozen=True)
 class StageLayout:
-    """One way; the fields are columns of Jobs, in the order of space.OUTER."""
+    """One layout of a stage's ranks. The fields are columns of Jobs, in the order of LAYOUT_COLUMNS."""
 
     dp_replicate: int
     dp_shard: int
@@ -113,7 +113,7 @@ class StageLayout:
     tp: int
     zero: int
     reshard: int
-    """1 where nothing is gathered, too, as parallel.reshard_after_forward has it."""
+    """1 also if nothing is gathered, which is the default of parallel.reshard_after_forward."""
     sequence_parallel: int
     overlap_tensor: int
 
@@ -141,20 +141,20 @@ def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
 
 
 def _context_choices(space: SearchSpace, ranks: int, tp: int) -> list[tuple[int, int]]:
-    """(cp, ulysses)."""
+    """List the allowed (cp, ulysses)."""
     fixed, found = space.fixed, context_degrees(space.shape, ranks, tp)
     return [(cp, way) for cp, way in found if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
 
 
 def _data_splits(space: SearchSpace, dp: int) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard)."""
+    """Yield the allowed (dp_replicate, dp_shard)."""
     for shard in space.fixed.of("dp_shard", list_divisors(dp)):
         if space.fixed.of("dp_replicate", [dp // int(shard)]):
             yield dp // int(shard), int(shard)
 
 
 def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, sharded: bool) -> Iterator[tuple[int, int]]:
-    """(zero, reshard). sharded: fully_shard holds parameters whatever the strategy. cp is sharded over, too."""
+    """Yield the allowed (zero, reshard). sharded: fully_shard is used with any strategy. cp counts as sharding."""
     fixed = space.fixed
     possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) else []
     possible += [1, 2, 3] if shard * cp > 1 else []
@@ -164,7 +164,7 @@ def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, shard
 
 
 def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int, int]]:
-    """(sequence_parallel, overlap_tensor); without tp only the defaults are not refused."""
+    """Yield the allowed (sequence_parallel, overlap_tensor); with tp=1 only the defaults."""
     fixed = space.fixed
     if tp == 1:
         if fixed.of("sequence_parallel", [1]) and fixed.of("overlap_tensor", [0]):
@@ -183,25 +183,25 @@ LAYOUT_COLUMNS = (
     *("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "zero", "reshard", "sequence_parallel"),
     *("overlap_tensor", "virtual_stages", "schedule", "micro_batch"),
 )
-"""Columns of a row of a block, in the order in which rows are enumerated: the plain ways first."""
+"""Columns of a row, in the order in which rows are enumerated: simple layouts first."""
 TECHNIQUE_COLUMNS = ("recompute", "recompute_every", "offload_activations", "offload")
 RECOMPUTE_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Recomputation of every k-th block: the numbers k that are tried."""
+"""Values of k that are tried for recomputing every k-th block."""
 
 
 @dataclass(frozen=True)
 class FixedColumns:
-    """Column -> the values it may have; a column that is not named may have all."""
+    """Allowed values by column; a column that is not listed may have any value."""
 
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def of(self, name: str, among: Sequence[float]) -> tuple[float, ...]:
-        """Return those of `among` that are allowed, in their order."""
+    def of(self, name: str, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the allowed ones of `values`, in their order."""
         allowed = self.values.get(name)
-        return tuple(among) if allowed is None else tuple(value for value in among if value in allowed)
+        return tuple(values) if allowed is None else tuple(value for value in values if value in allowed)
 
     def unless(self, name: str, value: float) -> FixedColumns:
-        """Return the same columns with this value, if the column is not fixed yet."""
+        """Return a copy that fixes a column to this value, unless it is fixed already."""
         return FixedColumns({name: (value,), **self.values})
 
 
@@ -216,11 +216,11 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Techniques:
-    """What does not change how a rank's work is laid out: recomputation and offload. Columns of INNER, [k]."""
+    """Recomputation and offload, which do not change the layout. Columns TECHNIQUE_COLUMNS, [k]."""
 
     columns: Columns
     share: Column
-    """[k]: of the blocks of a stage that are recomputed."""
+    """Share of a stage's blocks that are recomputed, [k]."""
 
     @property
     def count(self) -> int:
@@ -229,10 +229,10 @@ class Techniques:
 
 @dataclass(frozen=True)
 class Block:
-    """Every row together with every technique: rows x techniques candidates, all of them legal."""
+    """All combinations of rows and techniques: rows x techniques candidates, all of them valid."""
 
     rows: Columns
-    """Columns of OUTER, [n]."""
+    """Columns LAYOUT_COLUMNS, [n]."""
     techniques: Techniques
 
     @property
@@ -242,10 +242,10 @@ class Block:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What decides which techniques there are."""
+    """Properties of a row that decide which techniques it can use."""
 
     blocks: int
-    """Of the model in one stage, rounded up."""
+    """Blocks of the model in one stage, rounded up."""
     sharded: bool
     asynchronous: bool
     split: bool
@@ -253,7 +253,7 @@ class _Kind:
 
 
 def iterate_blocks(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Block]:
-    """The whole space, about `candidates` at a time, so that memory stays bounded whatever its size."""
+    """Yield the whole space in blocks of about `candidates`, so that memory stays bounded."""
     waiting: dict[_Kind, list[Columns]] = {}
     rows: dict[_Kind, int] = {}
     techniques: dict[_Kind, Techniques] = {}
@@ -276,16 +276,16 @@ def _cut_blocks(parts: list[Columns], techniques: Techniques, most: int) -> Iter
         return
     whole = {name: np.concatenate([part[name] for part in parts]) for name in LAYOUT_COLUMNS}
     for start in range(0, len(whole["pp"]), most):
-        yield Block({name: it[start : start + most] for name, it in whole.items()}, techniques)
+        yield Block({name: column[start : start + most] for name, column in whole.items()}, techniques)
 
 
 def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
-    """Rows of one kind: the layouts of a (pp, dp), times its (schedule, micro-batch) of one number of stages."""
+    """Yield (kind, rows): the layouts of one (pp, dp) times the schedules and micro-batches of one number of stages."""
     shape = space.shape
     for pp in space.fixed.of("pp", [n for n in list_divisors(space.world) if n <= shape.layers]):
         found = list_layouts(space, int(pp))
-        for dp in sorted({it.dp_replicate * it.dp_shard for it in found}):
-            same = [it for it in found if it.dp_replicate * it.dp_shard == dp]
+        for dp in sorted({layout.dp_replicate * layout.dp_shard for layout in found}):
+            same = [layout for layout in found if layout.dp_replicate * layout.dp_shard == dp]
             kinds = _by_kind(same)
             for virtual, split, middle in _schedule_rows(space, int(pp), shape.global_batch // dp):
                 for (sharded, asynchronous), group in kinds.items():
@@ -296,7 +296,7 @@ def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
 
 
 def _by_kind(found: Sequence[StageLayout]) -> dict[tuple[bool, bool], Column]:
-    """(zero strategy, asynchronous) -> [columns of a layout, layouts]."""
+    """Group layouts by (uses a zero strategy, asynchronous tensor parallelism); values are [columns, layouts]."""
     kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}
     for layout in found:
         kinds.setdefault((layout.zero > 0, bool(layout.overlap_tensor)), []).append(layout.values)
@@ -308,7 +308,7 @@ Pairs = list[tuple[int, int]]
 
 
 def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int, bool, Pairs]]:
-    """(virtual stages, whether backward is split, pairs); rows: sequences of a data-parallel rank."""
+    """Yield (virtual stages, splits backward, [(schedule, micro-batch)]). rows: sequences of a data-parallel rank."""
     shape, fixed = space.shape, space.fixed
     sizes = [int(size) for size in fixed.of("micro_batch", list_divisors(rows, fixed.values.get("micro_batch")))]
     codes = [int(code) for code in fixed.of("schedule", _schedule_codes(pp))]
@@ -319,7 +319,7 @@ def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int
         if split and not shape.split_backward:
             continue
         for virtual in fixed.of("virtual_stages", _virtual_stages(shape.layers, pp, needs)):
-            legal = [(code, size) for size in sizes if _is_legal(needs, pp, -(-rows // size))]
+            legal = [(code, size) for size in sizes if _allows_micro_batches(needs, pp, -(-rows // size))]
             kinds.setdefault((int(virtual), split), []).extend(legal)
     for (virtual, split), pairs in kinds.items():
         if pairs:
@@ -327,13 +327,13 @@ def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int
 
 
 def _schedule_codes(pp: int) -> list[int]:
-    """Without a pipeline there is the default only."""
+    """List the schedules; without a pipeline only the default."""
     first = SCHEDULES.index("1f1b")
     return [first] if pp == 1 else [first, *(SCHEDULES.index(name) for name in REQUIREMENTS if name != "1f1b")]
 
 
 def _virtual_stages(layers: int, pp: int, needs: Requirements) -> list[int]:
-    """Those that leave stages of equal size, and powers of two."""
+    """List the numbers of virtual stages that give stages of equal size, and powers of two."""
     if pp == 1:
         return [1]
     most = min(layers // pp, needs.most_virtual or layers)
@@ -341,8 +341,8 @@ def _virtual_stages(layers: int, pp: int, needs: Requirements) -> list[int]:
     return [n for n in found if layers % (pp * n) == 0 or n & (n - 1) == 0]
 
 
-def _is_legal(needs: Requirements, pp: int, micro_batches: int) -> bool:
-    """The rules of schedules.requirements for the number of micro-batches."""
+def _allows_micro_batches(needs: Requirements, pp: int, micro_batches: int) -> bool:
+    """Whether a schedule allows this number of micro-batches (schedules.generate.REQUIREMENTS)."""
     if pp == 1:
         return True
     if micro_batches < needs.micro_batches_per_rank * pp:
@@ -360,13 +360,13 @@ def _combine(pp: int, group: Column, virtual: int, middle: Pairs) -> Columns:
 
 
 def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
-    """All that go together; the quickest first, which is what bounds the time of a row from below."""
+    """List the valid techniques, the fastest first: search.py bounds the step time with it."""
     fixed = space.fixed
     modes = fixed.of("recompute", [0] if kind.split else [0, 1, 2])
-    # What asynchronous tensor parallelism computes in parts, selective recomputation cannot keep.
+    # Asynchronous tensor parallelism computes products in parts, whose results selective recomputation cannot store.
     pairs = [(mode, every) for mode in modes if not (kind.asynchronous and mode == 1) for every in _every(mode, kind)]
     pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
-    # What selective recomputation keeps cannot be moved (parallel.support.memory).
+    # Activations that selective recomputation stores cannot be offloaded (parallel.rules.memory).
     moved = fixed.of("offload_activations", [0, 1] if space.shape.device else [0])
     ways = [
         (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
@@ -377,7 +377,7 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
 
 
 def _every(mode: float, kind: _Kind) -> list[int]:
-    """Fewest recomputed blocks first, each number of them once."""
+    """List the values of k that recompute different numbers of blocks, fewest blocks first."""
     if RECOMPUTE[int(mode)] == "none":
         return [1]
     distinct = {-(-kind.blocks // every): every for every in reversed(RECOMPUTE_EVERY) if every <= kind.blocks}
@@ -385,5 +385,5 @@ def _every(mode: float, kind: _Kind) -> list[int]:
 
 
 def count_candidates(space: SearchSpace) -> int:
-    """Candidates of the space, counted without estimating any."""
+    """Count the candidates of a space without estimating them."""
     return sum(block.count for block in iterate_blocks(space, 1 << 22))

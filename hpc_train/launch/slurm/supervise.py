@@ -1,0 +1,200 @@
+"""The supervisor of a Slurm job: watches its ranks through an agent on every node, and ends those that hang.
+
+`python -m hpc_train.launch.slurm.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is the srun
+that started the ranks. It only ever ends ranks; whether they are started again is decided by the script after them
+(hpc_train.launch.restarting). If it dies, nothing else does: its agents see the end of their input, and the job is
+watched no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
+from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
+from hpc_train.regular_files import read_json
+from hpc_train.resilience.agent import Report, decode_report
+from hpc_train.resilience.incident import Incident, write_incident
+from hpc_train.resilience.watch import GONE, RankView, read_process_state
+from hpc_train.training.run_records import append_event
+
+AGENTS = "agents"
+"""Name of the agents' job step."""
+LOST_NODE = "lost-node"
+"""File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
+_TICK_SECONDS = 0.5
+_END_SECONDS = 5.0
+"""How long agents have to end once their input has."""
+
+
+@dataclass
+class _Node:
+    report: Report
+    silent: float = 0.0
+    """Seconds since its last report, counted only while this process runs."""
+
+
+@dataclass
+class AgentReports:
+    """The newest report of each node, read from the agents' srun as it comes."""
+
+    process: subprocess.Popen[bytes]
+    nodes: dict[str, _Node] = field(default_factory=dict)
+    _rest: bytes = b""
+    _last: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def read(self, seconds: float) -> None:
+        """Read for this long; add the time to the silence of every node that says nothing."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._selector.select(left):
+                data = os.read(self.process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+                if not data:  # all agents are gone
+                    time.sleep(left)
+                    break
+                self._take(data)
+        now = time.monotonic()
+        for node in self.nodes.values():
+            node.silent += min(now - self._last, 2 * seconds)
+        self._last = now
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            report = decode_report(line.decode(errors="replace"))
+            if report is not None:
+                self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
+
+    def views(self) -> list[RankView]:
+        """Return what is seen of all ranks."""
+        return [view for node in self.nodes.values() for view in node.report.views]
+
+    def find_notice(self) -> Report | None:
+        """Return the report of a node that is about to be taken away; None if there is none."""
+        return next((node.report for node in self.nodes.values() if node.report.notice), None)
+
+    def find_silent(self, seconds: float) -> str | None:
+        """Return a node that has said nothing for so long, while another still reports; None if there is none."""
+        silent = [host for host, node in self.nodes.items() if node.silent > seconds]
+        return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
+
+    def close(self) -> None:
+        """Let the agents end; those that do not are killed."""
+        self._selector.close()
+        with suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()  # type: ignore[union-attr]
+
+
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: str) -> subprocess.Popen[bytes]:
+    """Start an agent on every node of the job, in a step of its own that takes nothing from the ranks."""
+    options = ["--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    quiet = ["--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", f"--job-name={AGENTS}"]
+    agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
+    with (logs / "agents.err").open("ab") as errors:
+        # Variables that srun would take for options of the ranks' step must not reach this one.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
+        return subprocess.Popen(
+            ["srun", *options, *quiet, *agent],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            start_new_session=True,
+        )
+
+
+def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any]) -> None:
+    """Watch until the ranks' srun is gone. resilience: that part of the run's configuration."""
+    job = current_job_id(os.environ)
+    assert job is not None
+    silent, stopping = float(resilience["node_silent_seconds"]), False
+    reports = AgentReports(start_agents(logs, resilience, os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
+    try:
+        while is_running(ranks):
+            reports.read(_TICK_SECONDS)
+            lost = reports.find_silent(silent)
+            if lost and is_running(ranks):
+                report_lost_node(logs, lost, reports, settings)
+                if settings.act:
+                    signal_ranks(job, signal.SIGKILL)
+                    os.kill(ranks, signal.SIGKILL)  # srun would wait for the node as long as Slurm does
+                return
+            if not stopping and (notice := reports.find_notice()):
+                stopping = True
+                report_notice(logs, notice.host, notice.notice)
+                signal_ranks(job, signal.SIGUSR2)  # all ranks save the same step, and the job is requeued
+            if response.respond(reports.views()):
+                signal_ranks(job, signal.SIGKILL)
+                return
+    finally:
+        reports.close()
+
+
+def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
+    """Write down that a node has fallen silent."""
+    text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
+    write_incident(logs, Incident("lost node", text, None, host, reports.views()))
+    if settings.act:
+        (logs / LOST_NODE).write_text(host + "\n")
+    action = "ended" if settings.act else "left alone: resilience.act=false"
+    append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), why=text, action=action)
+
+
+def signal_ranks(job: str, number: signal.Signals) -> None:
+    """Signal the ranks of a job: all its steps but the agents'. SIGKILL to the job as a whole would cancel it."""
+    steps = [step for step, name in list_steps(job) if name not in (AGENTS, "batch", "extern")]
+    if steps:
+        run_client(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps])
+
+
+def list_steps(job: str) -> list[tuple[str, str]]:
+    """Return id and name of each running step of a job."""
+    answer = run_client(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
+    pairs = (line.strip().partition("|") for line in answer.out.splitlines())
+    return [(step, name) for step, _, name in pairs if step]
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process is there and is no zombie, which its parent has still to wait for."""
+    return read_process_state(process) != GONE
+
+
+def main(logs: str, process: str) -> int:
+    """Watch the ranks of one attempt; what goes wrong here is printed, and does not touch them."""
+    # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    settings = read_watch_settings(Path(logs))
+    if settings is None:
+        return 0
+    resilience = read_json(Path(logs).parents[1] / "job.json")["config"]["resilience"]
+    supervise(Path(logs), int(process), settings, resilience)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

@@ -1,0 +1,94 @@
+"""What a launcher does about ranks that hang: ask for their stacks, write down what was seen, and have them ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.rank_stacks import collect_stacks, describe_stacks
+from hpc_train.regular_files import read_json
+from hpc_train.resilience.deadlines import HangLimits, limits_from_settings
+from hpc_train.resilience.heartbeat import remove_entries
+from hpc_train.resilience.incident import Incident, mark_hang, write_incident
+from hpc_train.resilience.watch import LOOK_SECONDS, Hang, NodeWatch, RankView, find_hang
+from hpc_train.training.run_records import append_event
+
+_STACK_SECONDS = 3.0
+"""How long ranks have to answer where they are."""
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """The part of a frozen configuration that watching needs."""
+
+    limits: HangLimits
+    act: bool
+    notice: Mapping[str, Any] = field(default_factory=dict)
+    """The `resilience.notice` part."""
+
+
+def read_watch_settings(logs: Path) -> WatchSettings | None:
+    """Read the settings of the run whose attempt has these logs; None if it is not to be watched, or does not say."""
+    try:
+        settings = read_json(logs.parents[1] / "job.json")["config"]["resilience"]
+        watch = WatchSettings(limits_from_settings(settings["hang"]), bool(settings["act"]), settings["notice"])
+        return watch if settings["watch"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class HangResponse:
+    """Watches the ranks of this machine, and responds once to each hang."""
+
+    def __init__(self, logs: Path, settings: WatchSettings, request_stacks: Callable[[], None]) -> None:
+        """logs: log directory of the attempt. request_stacks: sends STACK_SIGNAL to every rank."""
+        self._logs, self._settings, self._request_stacks = logs, settings, request_stacks
+        self._watch = NodeWatch(logs, settings.limits, socket.gethostname())
+        self._next = 0.0
+        self._reported = False
+
+    def must_end(self) -> bool:
+        """Look, at most every half second; return whether the ranks hang and are to be ended."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + LOOK_SECONDS
+        return self.respond(self._watch.look())
+
+    def respond(self, views: Sequence[RankView]) -> bool:
+        """Find out whether these ranks hang; if so, write it down. Returns whether they are to be ended."""
+        hang = find_hang(views)
+        if hang is None:
+            self._reported = False
+            return False
+        if not self._reported:
+            self._reported = True
+            self._report(hang, views)
+        return self._settings.act
+
+    def _report(self, hang: Hang, views: Sequence[RankView]) -> None:
+        stacks = describe_stacks(collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS))
+        culprit = hang.culprits[0] if hang.culprits else None
+        text = f"the ranks hang: {hang.describe()}; {stacks}"
+        incident = Incident(
+            "hang", text, culprit.task if culprit else None, culprit.host if culprit else "", views, stacks
+        )
+        folder = write_incident(self._logs, incident)
+        if self._settings.act:
+            mark_hang(self._logs, incident)
+        run, attempt = self._logs.parents[1], int(self._logs.name)
+        acted = "ended" if self._settings.act else "left alone: resilience.act=false"
+        append_event(run / "events.jsonl", "hang", attempt, why=text, action=acted, folder=folder.name)
+
+    def close(self) -> None:
+        """Remove the entries of the ranks, which are gone by now."""
+        remove_entries(self._logs)
+
+
+def report_notice(logs: Path, host: str, notice: str) -> None:
+    """Write down that a machine is about to be taken away, for which the ranks are asked to save and stop."""
+    text = f"{host} is about to be taken away: {notice}"
+    append_event(logs.parents[1] / "events.jsonl", "notice", int(logs.name), why=text, action="asked to save and stop")

@@ -1,0 +1,97 @@
+"""The agent of one node: watches its ranks and reports what it sees, a line of JSON each second on stdout.
+
+`python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
+node. It opens no port and reads nothing from shared storage. It ends when its standard input does: then the supervisor
+is gone or has no more need of it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.resilience.deadlines import limits_from_settings
+from hpc_train.resilience.heartbeat import Phase, remove_entries
+from hpc_train.resilience.notices import NoticeWatch
+from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
+
+REPORT_SECONDS = 1.0
+"""Between two lines."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the agent of a node sees."""
+
+    host: str
+    views: list[RankView]
+    notice: str = ""
+    """The machine is about to be taken away: what its cloud says."""
+    blind: str = ""
+    """Why notices cannot be seen."""
+
+
+def encode_report(report: Report) -> str:
+    """Return a report as one line."""
+    rows = [
+        [view.task, int(view.phase), view.step, round(view.silent, 1), round(view.deadline, 1), view.state]
+        for view in report.views
+    ]
+    fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def decode_report(line: str) -> Report | None:
+    """Return the report on a line; None for any other line."""
+    try:
+        value: dict[str, Any] = json.loads(line)
+        host = str(value["host"])
+        views = [
+            RankView(int(task), Phase(phase), int(step), float(silent), float(deadline), str(state), host)
+            for task, phase, step, silent, deadline, state in value["ranks"]
+        ]
+        return Report(host, views, str(value["notice"]), str(value["blind"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def run_agent(logs: Path, settings: dict[str, Any]) -> None:
+    """Report until standard input ends. settings: the `resilience` part of a configuration."""
+    host, watch, due = socket.gethostname(), NodeWatch(logs, limits_from_settings(settings["hang"])), 0.0
+    notices, notice = NoticeWatch(**settings["notice"]), ""
+    while True:
+        views = watch.look()
+        notice = notice or notices.poll() or ""
+        if time.monotonic() >= due:
+            due = time.monotonic() + REPORT_SECONDS
+            report = Report(host, views, notice, notices.failure or "")
+            os.write(1, encode_report(report).encode() + b"\n")
+        readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
+        if readable and not os.read(0, 4096):
+            notices.close()
+            remove_entries(logs)
+            return
+
+
+def main(logs: str, settings: str) -> int:
+    """Watch until there is nobody to report to."""
+    # These go to all steps of the job: they are meant for the ranks.
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        run_agent(Path(logs), json.loads(settings))
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

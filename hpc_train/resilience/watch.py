@@ -1,0 +1,150 @@
+"""Watch the ranks of one node, and tell when a job hangs, and which of its ranks holds up the others.
+
+`NodeWatch.look` reads heartbeats and /proc; `find_hang` is a pure function of what all nodes have seen. A job hangs
+
+- if every rank is past its own deadline: the one that is stuck, and those that wait for it in a collective. A rank that
+  saves or evaluates, for which the others wait, has a deadline of its own;
+- if one rank is past its deadline while others have gone on by several steps;
+- if a rank is stopped, by SIGSTOP or a debugger, for longer than a step may take.
+
+Silence is counted only while the watcher itself runs: after a machine was suspended, nobody is late.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.resilience.deadlines import Deadlines, HangLimits
+from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
+
+LOOK_SECONDS = 0.5
+"""Between two looks."""
+_LONGEST_TICK = 1.0
+"""Most seconds of silence that one look adds."""
+_STEPS_BEHIND = 5
+GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
+"""States of a process: not there, stopped, in a system call that cannot be interrupted."""
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What a watcher sees of one rank."""
+
+    task: int
+    phase: Phase
+    step: int
+    silent: float
+    """Seconds since its last entry."""
+    deadline: float
+    """Seconds of silence from which on it counts as hung."""
+    state: str = "R"
+    """As in /proc/<pid>/stat, or GONE."""
+    host: str = ""
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is silent for longer than it may be."""
+        return self.silent > self.deadline
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to its end or is gone; whoever started it knows how."""
+        return self.state == GONE
+
+
+@dataclass
+class _Followed:
+    beat: Beat
+    silent: float = 0.0
+
+
+class NodeWatch:
+    """Follows the ranks of this node that write heartbeats."""
+
+    def __init__(self, logs: Path, limits: HangLimits, host: str = "") -> None:
+        """logs: log directory of the attempt. host: name of this node."""
+        self._logs, self._host = logs, host
+        self._limits, self.deadlines = limits, Deadlines(limits)
+        self._followed: dict[int, _Followed] = {}
+        self._last = time.monotonic()
+
+    def look(self) -> list[RankView]:
+        """Read all heartbeats, learn from those that are new, and return what is seen now."""
+        now = time.monotonic()
+        tick = min(now - self._last, _LONGEST_TICK)
+        self._last = now
+        return [self._follow(beat, tick) for beat in read_beats(self._logs)]
+
+    def _follow(self, beat: Beat, tick: float) -> RankView:
+        followed = self._followed.setdefault(beat.task, _Followed(beat))
+        followed.silent += tick
+        if beat.counter != followed.beat.counter or beat.process != followed.beat.process:
+            self.deadlines.observe(followed.beat.phase, followed.silent)
+            followed.beat, followed.silent = beat, 0.0
+        state = read_process_state(beat.process)
+        deadline = self.deadlines.seconds(beat.phase)
+        if state == STOPPED:
+            deadline = min(deadline, self._limits.step)
+        return RankView(beat.task, beat.phase, beat.step, followed.silent, deadline, state, self._host)
+
+
+def read_process_state(process: int) -> str:
+    """Return the state letter of a process of this node; GONE if there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", GONE)
+    except (OSError, IndexError):
+        return GONE
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A job that does not go on."""
+
+    culprits: tuple[RankView, ...]
+    """Ranks that hold up the others, as far as that can be seen from outside; () if they all look alike."""
+    overdue: int
+    """Ranks past their deadlines."""
+
+    def describe(self) -> str:
+        """Return one line: who, in which phase, for how long."""
+        if not self.culprits:
+            return f"all {self.overdue} ranks are silent past their deadlines"
+        first = self.culprits[0]
+        more = f" and {len(self.culprits) - 1} more" if len(self.culprits) > 1 else ""
+        where = f" on {first.host}" if first.host else ""
+        how = {STOPPED: ", stopped by a signal", WAITS_FOR_DISK: ", in a system call that does not return"}
+        return (
+            f"task {first.task}{where}{more} has been {first.phase.text} after step {first.step} for "
+            f"{first.silent:.0f} s (deadline {first.deadline:.0f} s){how.get(first.state, '')}"
+        )
+
+
+def find_hang(views: Sequence[RankView]) -> Hang | None:
+    """Return who holds up a job that hangs; None if it does not hang. views: of all ranks of the job."""
+    alive = [view for view in views if not view.ended]
+    overdue = [view for view in alive if view.overdue]
+    if not overdue:
+        return None
+    stopped = [view for view in overdue if view.state == STOPPED]
+    front = max(view.step for view in alive)
+    left_behind = [view for view in overdue if front - view.step >= _STEPS_BEHIND]
+    if len(overdue) < len(alive) and not stopped and not left_behind:
+        return None
+    return Hang(tuple(stopped or left_behind or _stand_out(alive)), len(overdue))
+
+
+def _stand_out(alive: Sequence[RankView]) -> list[RankView]:
+    """Return the ranks in a system call that does not return, else those at the lowest step; [] if none differs."""
+    for chosen in (
+        [view for view in alive if view.state == WAITS_FOR_DISK],
+        [view for view in alive if view.step == min(other.step for other in alive)],
+        [view for view in alive if view.phase not in (Phase.STEP, Phase.FIRST_STEP)],
+    ):
+        if 0 < len(chosen) < len(alive):
+            return chosen
+    return list(alive) if len(alive) == 1 else []

@@ -1,0 +1,111 @@
+"""Faults of local ranks: noticed, explained and survived without a person, with the numbers of a run without any."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from jobs import LONG, Workshop, assert_same_run, processes, wait_for
+
+from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.training.run_records import read_metrics
+
+QUICK = ("resilience.hang.step_seconds=2", "resilience.hang.first_step_seconds=4")
+"""Twelve steps are over before any deadline is learned: until then that of a first step counts."""
+
+
+def events(workshop: Workshop, kind: str) -> list[dict[str, Any]]:
+    lines = (workshop.folder / "run" / "events.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    "fault", ["1:build:1:kill", "0:train:3:kill", "1:train:7:kill", "1:eval:3:kill", "0:save:2:kill"]
+)
+def test_a_killed_rank_is_started_again_and_the_numbers_are_the_same(
+    workshop: Workshop, uninterrupted: Any, fault: str
+) -> None:
+    ended = workshop.train("run", *LONG, faults=fault)
+    assert ended.code == 0, ended
+    assert_same_run(workshop.folder / "run", uninterrupted)
+    why, again = [line for line in ended.err.splitlines() if not re.match("hpc-train: (warning|error): ", line)]
+    assert why.startswith(f"hpc-train: task {fault[0]} was killed by SIGKILL; its log: ")
+    assert re.fullmatch(r"hpc-train: starting again from .+ \(restart 1 of 3 without a newer save\)", again)
+    (restart,) = events(workshop, "restart")
+    assert (restart["cause"], restart["action"]) == ("a rank was killed", "restarted")
+    assert processes(workshop.folder) == []
+
+
+@pytest.mark.parametrize(("action", "seen"), [("stop", "stopped by a signal"), ("gil", "act (")])
+def test_a_rank_that_hangs_is_named_ended_and_started_again(
+    workshop: Workshop, uninterrupted: Any, action: str, seen: str
+) -> None:
+    ended = workshop.train("run", *LONG, *QUICK, faults=f"1:train:7:{action}")
+    assert ended.code == 0, ended
+    assert_same_run(workshop.folder / "run", uninterrupted)
+    (hang,) = events(workshop, "hang")
+    assert "the ranks hang: " in hang["why"]
+    assert seen in hang["why"]
+    assert "task 1" in hang["why"]
+    folder = workshop.folder / "run" / "logs" / "0" / hang["folder"]
+    report = json.loads((folder / "report.json").read_text())
+    assert sorted(view["task"] for view in report["views"]) == [0, 1]
+    assert (folder / "machine.json").exists()
+    assert hang["why"] in ended.err
+
+
+def test_without_acting_a_hang_is_only_said(workshop: Workshop) -> None:
+    job = workshop.start("run", *LONG, *QUICK, "resilience.act=false", faults="1:train:7:hold")
+    path = workshop.folder / "run" / "events.jsonl"
+    wait_for(lambda: path.exists() and '"hang"' in path.read_text(), job)
+    workshop.go()
+    assert job.ended().code == 0
+    (hang,) = events(workshop, "hang")
+    assert hang["action"] == "left alone: resilience.act=false"
+    assert events(workshop, "restart") == []
+
+
+def test_an_exception_that_would_come_again_is_not_tried_again(workshop: Workshop) -> None:
+    ended = workshop.train("run", *LONG, faults="0:train:3:raise 1:train:3:raise")
+    assert ended.code == 1
+    assert "starting again" not in ended.err
+    assert events(workshop, "restart") == []
+
+
+def test_an_exception_after_a_checkpoint_is_tried_again(workshop: Workshop, uninterrupted: Any) -> None:
+    ended = workshop.train("run", *LONG, faults="1:train:7:raise")
+    assert ended.code == 0, ended
+    assert "RuntimeError: a fault of the user's model" in ended.err
+    assert "starting again from step 4" in ended.err
+    assert_same_run(workshop.folder / "run", uninterrupted)
+
+
+def test_restarts_without_progress_come_to_an_end(workshop: Workshop) -> None:
+    faults = " ".join(f"{rank}:train:{call}:kill" for rank in (0, 1) for call in (1, 2, 3))
+    ended = workshop.train("run", *LONG, "resilience.restarts=2", faults=faults)
+    assert ended.code != 0
+    assert ended.err.count("starting again from the beginning") == 2
+    assert len(events(workshop, "restart")) == 2
+
+
+def test_off_ends_a_run_at_its_first_fault_as_does_a_run_that_saves_nothing(workshop: Workshop) -> None:
+    ended = workshop.train("run", *LONG, "resilience=off", faults="1:train:7:kill")
+    assert ended.code != 0
+    assert len(read_metrics(workshop.folder / "run" / "metrics.jsonl")) < 12
+    again = workshop.train("run2", *LONG, "checkpoint.every=0", faults="1:train:8:kill")
+    assert again.code != 0
+    assert "starting again" not in again.err
+
+
+def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
+    file = workshop.folder / "notice"
+    job = workshop.start("run", *LONG, f"resilience.notice.file={file}", faults="0:train:7:listen")
+    workshop.wait_for_fault("0:train:7:listen", job)
+    file.write_text("instance i-1 ends at 12:00\n")
+    ended = job.ended()
+    assert ended.code == EXIT_REQUEUE, ended
+    (notice,) = events(workshop, "notice")
+    assert notice["why"].endswith(" is about to be taken away: instance i-1 ends at 12:00")
+    assert re.search(r"stopped at step [78], saved", ended.out)

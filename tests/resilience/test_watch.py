@@ -1,0 +1,185 @@
+"""What a watcher concludes from what it sees of ranks, and what it sees of real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.resilience.deadlines import Deadlines, HangLimits
+from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, read_beats, remove_entries
+from hpc_train.resilience.watch import GONE, STOPPED, WAITS_FOR_DISK, NodeWatch, RankView, find_hang
+
+LIMITS = HangLimits(step=0.5, first_step=600, start=600, load=600, save=600)
+
+
+def view(task: int, silent: float = 0.0, phase: Phase = Phase.STEP, step: int = 50, state: str = "R") -> RankView:
+    deadline = 600.0 if phase in (Phase.SAVE, Phase.START, Phase.LOAD) else 10.0
+    return RankView(task, phase, step, silent, deadline, state, "n1")
+
+
+def test_ranks_that_go_on_do_not_hang() -> None:
+    assert find_hang([view(0, 9), view(1, 0.1), view(2, 3)]) is None
+    assert find_hang([]) is None
+    assert find_hang([view(0, 100, state=GONE)]) is None
+
+
+def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
+    waiting = [view(task, 120) for task in (1, 2, 3)]
+    assert find_hang([view(0, 120, Phase.SAVE), *waiting]) is None
+    assert find_hang([view(0, 120, Phase.EVALUATE), *waiting]) is not None
+    hang = find_hang([view(0, 700, Phase.SAVE), *waiting])
+    assert hang is not None
+    assert [culprit.task for culprit in hang.culprits] == [0]
+
+
+def test_the_rank_at_the_lowest_step_is_named() -> None:
+    hang = find_hang([view(0, 11), view(1, 12, step=49), view(2, 11)])
+    assert hang is not None
+    assert hang.describe() == "task 1 on n1 has been in a step after step 49 for 12 s (deadline 10 s)"
+
+
+def test_a_stopped_rank_is_named_also_while_it_starts() -> None:
+    stopped = RankView(1, Phase.START, 0, 11, 10, STOPPED, "n2")
+    hang = find_hang([view(0, 11, Phase.START, step=0), stopped])
+    assert hang is not None
+    assert hang.describe().startswith("task 1 on n2 has been starting after step 0 for 11 s")
+    assert hang.describe().endswith(", stopped by a signal")
+
+
+def test_a_rank_that_falls_behind_hangs_although_the_others_go_on() -> None:
+    others = [view(task, 0.1, step=80) for task in (0, 2)]
+    hang = find_hang([*others, view(1, 11, step=60)])
+    assert hang is not None
+    assert [culprit.task for culprit in hang.culprits] == [1]
+    assert find_hang([*others, view(1, 11, step=78)]) is None
+
+
+def test_a_rank_that_waits_for_its_disk_is_named() -> None:
+    hang = find_hang([view(0, 11), view(1, 11, state=WAITS_FOR_DISK), view(2, 11)])
+    assert hang is not None
+    assert [culprit.task for culprit in hang.culprits] == [1]
+    alike = find_hang([view(0, 11), view(1, 11)])
+    assert alike is not None
+    assert alike.describe() == "all 2 ranks are silent past their deadlines"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deadline_is_five_times_the_99th_percentile_and_no_less_than_the_floor(seed: int) -> None:
+    draw = random.Random(seed)
+    deadlines = Deadlines(HangLimits())
+    seen: list[float] = []
+    for _ in range(draw.randint(0, 700)):
+        seen.append(draw.expovariate(1 / draw.choice([0.1, 3.0, 20.0])))
+        deadlines.observe(Phase.STEP, seen[-1])
+    late = sorted(seen[-500:])
+    expected = 900.0 if len(seen) < 5 else max(10.0, 5 * late[min(len(late) - 1, int(0.99 * len(late)))])
+    assert deadlines.seconds(Phase.STEP) == pytest.approx(expected)
+    assert deadlines.seconds(Phase.LOAD) == 1800
+
+
+# --- real processes
+
+RANK = """
+import sys, time
+from pathlib import Path
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
+heartbeat = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]))
+print("up", flush=True)
+for step in range(100000):
+    heartbeat.enter(Phase.DATA, step)
+    heartbeat.enter(Phase.STEP, step)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Path]:
+    """A log directory, whose heartbeats do not outlive the test."""
+    yield tmp_path / "logs" / "0"
+    remove_entries(tmp_path / "logs" / "0")
+
+
+@pytest.fixture
+def ranks(logs: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Three processes that make steps."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", RANK, logs, str(task)], stdout=subprocess.PIPE, text=True)
+        for task in range(3)
+    ]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def look_for(watch: NodeWatch, seconds: float, until_hang: bool) -> list[RankView]:
+    """Look as an agent does; returns the last views."""
+    end = time.monotonic() + seconds
+    views: list[RankView] = []
+    while time.monotonic() < end:
+        views = watch.look()
+        if until_hang and find_hang(views):
+            break
+        time.sleep(0.1)
+    return views
+
+
+def test_a_stopped_process_is_found_and_going_ones_are_not(logs: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    watch = NodeWatch(logs, LIMITS, "here")
+    views = look_for(watch, 2, until_hang=False)
+    assert [view.task for view in views] == [0, 1, 2]
+    assert find_hang(views) is None
+    assert all(view.step > 0 and view.phase in (Phase.STEP, Phase.DATA) for view in views)
+    ranks[1].send_signal(signal.SIGSTOP)
+    hang = find_hang(look_for(watch, 60, until_hang=True))
+    ranks[1].send_signal(signal.SIGCONT)
+    assert hang is not None
+    assert [culprit.task for culprit in hang.culprits] == [1]
+    assert "stopped by a signal" in hang.describe()
+
+
+def test_a_dead_process_is_gone_and_never_hangs(logs: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    watch = NodeWatch(logs, LIMITS)
+    look_for(watch, 1, until_hang=False)
+    ranks[2].kill()
+    ranks[2].wait()
+    views = look_for(watch, 1, until_hang=False)
+    assert views[2].state == GONE
+    assert find_hang([views[2]]) is None
+
+
+def test_entries_are_private_and_somebody_elses_folder_is_not_used(logs: Path) -> None:
+    heartbeat = Heartbeat(logs, 0)
+    folder = find_folder(logs)
+    assert heartbeat.failure is None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "0").stat().st_mode & 0o777 == 0o600
+    assert [beat.process for beat in read_beats(logs)] == [os.getpid()]
+    folder.chmod(0o755)
+    assert read_beats(logs) == []
+    refused = Heartbeat(logs, 1)
+    refused.enter(Phase.STEP, 3)
+    assert refused.failure is not None
+    assert "others may enter" in refused.failure
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10, b"\xff" * 64, b"\x01\0\0\0\x63" + b"\0" * 59])
+def test_damaged_entries_are_passed_over(logs: Path, content: bytes) -> None:
+    Heartbeat(logs, 0)
+    (find_folder(logs) / "1").write_bytes(content)
+    (find_folder(logs) / "notes").write_bytes(b"")
+    assert [beat.task for beat in read_beats(logs)] == [0]

@@ -1,0 +1,157 @@
+"""Faults on a real Slurm: noticed by the agents and survived in the same allocation, with the numbers of a run without.
+
+Takes minutes: a hang is noticed after ten seconds, and each start of the ranks imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_client import SlurmCluster
+from training_client import assert_same_result, kinds, lines, pid_of_task, steps_done, submit, tasks_of, wait_until
+
+FAULTY = Path(__file__).parents[1] / "launch"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def settings(store: Path) -> list[str]:
+    """A model that does what a test asks for, on two nodes with one rank each."""
+    model = ["model=custom", "model.module=faulty_model", "model.name=faulty", "train.sequence_length=16"]
+    batch = ["train.global_batch=4", "train.micro_batch=2", f"train.steps={STEPS}", "checkpoint.every=20"]
+    rest = ["train.eval_every=0", "train.tensorboard=false", "train.noise_scale.every=0", "cluster.node.ranks=1"]
+    return [*model, *batch, *rest, "data=text", f"data.path={store}", "launch.export=[FAULTS,FAULT_FOLDER]"]
+
+
+def start(run: Path, settings: list[str], *more: str, faults: str = "") -> str:
+    """Submit a run with faults; returns the job id."""
+    python = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH", "")]))
+    run.parent.mkdir(parents=True, exist_ok=True)
+    return submit(run, *settings, *more, FAULTS=faults, FAULT_FOLDER=str(run.parent), PYTHONPATH=python)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm_cluster: SlurmCluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without faults."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    slurm_cluster.wait_for_state(start(run, settings), "COMPLETED", timeout=180)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
+    yield
+    for job in slurm_cluster.squeue("-o", "%A %Z"):
+        slurm_cluster.scancel(job.split()[0])
+
+
+def test_a_killed_rank_starts_again_in_the_same_job(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, faults="1:train:33:kill 0:train:15:kill")
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == [
+        "a rank was killed",
+        "a rank was killed",
+    ]
+    starts = [json.loads((run / "logs" / name / "attempt.json").read_text()) for name in ("0", "1", "2")]
+    assert {attempt["job_id"] for attempt in starts} == {job}
+    assert "requeue" not in kinds(run)
+
+
+def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, faults="1:train:33:stop")
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    (hang,) = (event for event in lines(run / "events.jsonl") if event["event"] == "hang")
+    hosts = {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+    assert f"task 1 on {hosts[1]} has been in a step" in hang["why"]
+    assert "stopped by a signal" in hang["why"]
+    report = json.loads((run / "logs" / "0" / hang["folder"] / "report.json").read_text())
+    assert report["host"] == hosts[1]
+    assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
+
+
+def test_a_supervisor_that_dies_ends_nothing(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "go").unlink(missing_ok=True)
+    job = start(run, settings, faults="0:train:30:hold")
+    wait_until("the hold", lambda: (tmp_path / "0:train:30:hold").exists())
+    supervisors = processes_with("hpc_train.launch.slurm.supervise", str(run / "logs"))
+    assert len(supervisors) == 1
+    os.kill(supervisors[0], signal.SIGKILL)
+    wait_until("the end of the agents", lambda: not processes_with("hpc_train.resilience.agent", str(run / "logs")))
+    assert sorted(tasks_of(run)) == [0, 1]
+    (tmp_path / "go").touch()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert_same_result(run, undisturbed, STEPS)
+    assert "restart" not in kinds(run)
+
+
+def test_a_stop_saves_and_requeues_beside_the_supervisor(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, faults="0:train:30:listen")
+    wait_until("the hold", lambda: (tmp_path / "0:train:30:listen").exists())
+    slurm_cluster.command("scancel", "--signal=USR2", job)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    assert [kind for kind in kinds(run) if kind in ("signal", "requeue", "restart")] == ["signal", "requeue"]
+
+
+def test_a_silent_node_ends_the_ranks_before_slurm_gives_it_up(
+    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, "train.steps=1000000", faults="")
+    wait_until("steps", lambda: steps_done(run) > 50)
+    hosts = {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+    pid_of_task(run, 1)
+    with slurm_cluster.powered_off(hosts[1]):
+        wait_until("the lost node", lambda: "lost_node" in kinds(run) or "requeue" in kinds(run), timeout=60)
+        wait_until("the requeue", lambda: "requeue" in kinds(run), timeout=60)
+        slurm_cluster.scancel(job)
+    lost = [event["why"] for event in lines(run / "events.jsonl") if event["event"] == "lost_node"]
+    assert all(hosts[1] in why for why in lost)
+
+
+def processes_with(*words: str) -> list[int]:
+    """Ids of the processes of this machine with these on their command line, srun's own left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if all(word in command for word in words) and not command.startswith("srun"):
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_notice_on_one_node_saves_and_requeues(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run, said = tmp_path / "run", tmp_path / "notice"
+    first = '[ "$SLURM_NODEID" = 1 ] && cat ' + str(said)
+    command = f"resilience.notice.command=[bash,-c,'{first}']"
+    job = start(run, settings, command, "resilience.notice.every_seconds=0.5", faults="0:train:30:listen")
+    wait_until("the hold", lambda: (tmp_path / "0:train:30:listen").exists())
+    said.write_text("taken away\n")
+    wait_until("the notice", lambda: "notice" in kinds(run))
+    said.unlink()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    assert [kind for kind in kinds(run) if kind in ("notice", "requeue", "restart")] == ["notice", "requeue"]
