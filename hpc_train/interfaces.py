@@ -115,6 +115,9 @@ class Engine(Protocol):
     def update(self, lr: float) -> bool:
         """Step the optimizer and clear the gradients. Returns False if the step was skipped (overflow, spike)."""
 
+    def skip_update(self) -> None:
+        """Clear the gradients and leave parameters and optimizer state as they are."""
+
     def shards(self) -> Iterator[TensorShard]:
         """List everything to save: parameters, buffers and optimizer state, in the same order on every call."""
 

@@ -25,6 +25,23 @@ class HangConfig:
 
 
 @schema
+class NumbersConfig:
+    """What happens where the loss or the gradient goes wrong."""
+
+    skip_nonfinite: bool = True
+    """Make no update, on any rank, where the loss or the gradient norm is NaN or infinite. With resilience.act=false
+    this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
+    spike_sigmas: float = setting(default=6.0, ge=0)
+    """A loss that many standard deviations above the mean of the latest steps is a spike; 0: none is."""
+    spike_window: int = setting(default=128, ge=2, le=10000)
+    """Steps that the mean and the standard deviation are of."""
+    spikes: str = setting(default="warn", choices=("warn", "skip"))
+    """warn: a spike is an event and a warning. skip: its update is skipped too."""
+    skip_list: str | None = None
+    """A skipped.json of another run: skip the updates of the samples in it, so that the two runs can be compared."""
+
+
+@schema
 class NoticeConfig:
     """How a machine says that it is about to be taken away, as spot machines of a cloud do. Then all ranks save."""
 
@@ -53,6 +70,7 @@ class ResilienceConfig:
     node_silent_seconds: float = setting(default=10.0, ge=2)
     """slurm: a node of which nothing is heard for so long is lost, and the ranks are ended."""
     hang: HangConfig = setting(default=HangConfig)
+    numbers: NumbersConfig = setting(default=NumbersConfig)
     notice: NoticeConfig = setting(default=NoticeConfig)
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
     """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.

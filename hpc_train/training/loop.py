@@ -40,6 +40,7 @@ from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
+from hpc_train.training.anomalies import UpdateGuard
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.run_directory import RunDirectory
@@ -105,6 +106,16 @@ class NoiseScale:
     def restore(self, state: dict[str, float]) -> None:
         """Continue from what `state` returned."""
         self.signal, self.noise, self.weight = state["signal"], state["noise"], state["weight"]
+
+
+def make_update_guard(config: RunConfig) -> UpdateGuard:
+    """Make what decides on skipped updates.
+
+    fp16's loss scaling skips by itself. With parameter servers each worker has a loss and a norm of its own, so that
+    ranks would disagree.
+    """
+    able = config.precision.name != "fp16" and config.parallel.server.mode == "none"
+    return UpdateGuard(config.resilience.numbers, config.resilience.act, able)
 
 
 def compute_validation_loss(
@@ -198,6 +209,7 @@ class TrainingRun:
     steps_here: int = 0
     """Updates done by this process."""
     noise: NoiseScale = field(init=False)
+    guard: UpdateGuard = field(init=False)
     peak_lr: float = field(init=False)
     """Scaled to the global batch."""
     peak_flops: float | None = field(init=False)
@@ -222,6 +234,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
+        self.guard = make_update_guard(self.config)
         self.peak_lr = scale_peak_rate(self.config.optim, self.config.train.global_batch)
         checkpoint, device = self.config.checkpoint, self.world.device
         overlap = checkpoint.overlap == "always" or (checkpoint.overlap == "auto" and device.type == "cuda")
@@ -282,6 +295,11 @@ class TrainingRun:
         self.heartbeat.enter(Phase.STEP, self.step)
         return seconds
 
+    def write_skip_list(self) -> None:
+        """Write skipped.json from rank 0."""
+        if self.world.rank == 0:
+            self.guard.skipped.write(self.directory.skipped)
+
     def close(self) -> None:
         """Close the loaders and the files of metrics and events."""
         self.loader.close()
@@ -340,16 +358,15 @@ def train_step(run: TrainingRun) -> StepResult:
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
     norm = run.engine.clip(config.optim.max_norm)
     lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
-    updated = run.engine.update(lr)
-    run.step += 1
+    # Waits for the device. The optimizer's work on it is part of the next step's time.
+    run.last_loss = float(sums.loss) / max(sums.tokens, 1)
+    updated = _update_unless_skipped(run, run.last_loss, float(norm), lr)
     run.steps_here += 1
-    if not updated:
-        run.reporter.event("skipped", step=run.step)
-    run.last_loss = float(sums.loss) / max(sums.tokens, 1)  # waits for the device: the time is the whole step's
     seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
-    # A skipped update (fp16 loss scaling) has an infinite gradient by design: only its loss counts.
-    _track_lost_steps(run, math.isfinite(run.last_loss) and (not updated or math.isfinite(norm)))
+    # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
+    scaled = config.precision.name == "fp16" and not updated
+    _track_lost_steps(run, math.isfinite(run.last_loss) and (scaled or math.isfinite(norm)))
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,
@@ -362,8 +379,34 @@ def train_step(run: TrainingRun) -> StepResult:
         "data_seconds": fetched - started,
         "mfu": compute_mfu(config, run.peak_flops, sums.tokens, seconds, run.world.size),
         "noise_scale": run.noise.value,
+        "skipped": None if updated else True,
     }
     return StepResult(record, sums.stop)
+
+
+def _update_unless_skipped(run: TrainingRun, loss: float, norm: float, lr: float) -> bool:
+    """Update the parameters, unless the step's numbers are wrong; returns whether they were updated.
+
+    Counts the step either way, and records what was skipped.
+    """
+    first_sample = run.consumed_samples
+    kind, reason, skip = run.guard.judge(loss, norm, first_sample)
+    if skip:
+        run.engine.skip_update()
+    updated = not skip and run.engine.update(lr)
+    run.step += 1
+    if kind is None and updated:
+        return True
+    samples, reason = run.config.train.global_batch, reason or "the gradient overflows at this loss scale"
+    where = {"step": run.step, "first_sample": first_sample, "samples": samples, "why": reason}
+    if skip:
+        run.guard.skipped.add(run.step, first_sample, samples, reason)
+        run.write_skip_list()
+    run.reporter.event("skipped" if not updated else cast("str", kind), **where)
+    if run.world.rank == 0 and (skip or updated):  # the loss scale of fp16 has said so itself
+        done = "skipped the update" if not updated else "the update was made all the same"
+        log.warning("step %d: %s; %s", run.step, reason, done)
+    return updated
 
 
 def _track_lost_steps(run: TrainingRun, finite: bool) -> None:
@@ -375,12 +418,10 @@ def _track_lost_steps(run: TrainingRun, finite: bool) -> None:
 
 
 def report_step(run: TrainingRun, step: StepResult, validation: float | None) -> None:
-    """Write the step's line of metrics.jsonl; warn if the loss is not finite."""
+    """Write the step's line of metrics.jsonl."""
     if validation is not None:
         run.last_validation, run.validated_at = validation, run.step
     run.reporter.step({**step.record, "validation_loss": validation})
-    if not math.isfinite(step.record["loss"]):
-        log.warning("step %d: the loss is %s", run.step, step.record["loss"])
 
 
 def _next_batch(run: TrainingRun) -> StepBatch:
@@ -453,9 +494,11 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
         "noise_scale": run.noise.state(),
         "schema_version": run.config.schema_version,
         "owes_validation": run.owes_validation,
+        "numbers": run.guard.state(),
     }
     validation = run.last_validation if run.validated_at == run.step else None
-    finite = run.finite and (validation is None or math.isfinite(validation))
+    # With the latest update skipped the parameters may be what makes the loss infinite.
+    finite = run.finite and run.lost_since is None and (validation is None or math.isfinite(validation))
     run.saver.save(run.step, pieces, extra, finite, validation)
     run.finite = True
 

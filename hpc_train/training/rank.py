@@ -203,6 +203,10 @@ def assemble_run(
         run.owes_validation = run.saved_at is not None and resumed.extra.get("owes_validation", False)
         _check_position(resumed.extra["consumed_samples"], run)
         run.noise.restore(resumed.extra["noise_scale"])
+        if "numbers" in resumed.extra:  # not in checkpoints of earlier releases
+            run.guard.restore(resumed.extra["numbers"])
+    if run.directory.skipped.exists():
+        run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
     run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
     if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)

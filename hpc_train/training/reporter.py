@@ -130,7 +130,7 @@ class Reporter:
         """Report one step. TensorBoard and the optional fields leave out numbers that are None."""
         if self.metrics is None:
             return
-        optional = ("noise_scale", "validation_loss")
+        optional = ("noise_scale", "validation_loss", "skipped")
         record = {key: value for key, value in record.items() if value is not None or key not in optional}
         self.metrics.write(record)
         if self.bar is not None:

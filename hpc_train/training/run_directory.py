@@ -62,6 +62,11 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def skipped(self) -> Path:
+        """Steps whose update was skipped; absent if there was none."""
+        return self.path / "skipped.json"
+
+    @property
     def submitit(self) -> Path:
         return self.path / ".submitit"
 

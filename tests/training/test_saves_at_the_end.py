@@ -75,7 +75,8 @@ def test_a_save_under_way_when_the_training_fails_is_committed(store: Path, tmp_
 
 
 def test_an_update_from_an_infinite_gradient_flags_the_next_save_and_no_other(store: Path, tmp_path: Path) -> None:
-    config = small(store, tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=9")
+    made = "resilience.numbers.skip_nonfinite=false"
+    config = small(store, tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=9", made)
 
     def infinite_in_step_three(it: TrainingRun) -> int:
         clip = it.engine.clip

@@ -121,6 +121,10 @@ class PipelineEngine:
         """Step the optimizer and clear the gradients; False if the step was skipped."""
         return self._updates.update(lr)
 
+    def skip_update(self) -> None:
+        """Clear the gradients; parameters and optimizer state stay as they are."""
+        self._updates.clear_gradients()
+
     def shards(self) -> Iterator[TensorShard]:
         """List what this rank saves and loads."""
         return self._updates.shards()

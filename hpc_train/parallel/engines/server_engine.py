@@ -63,6 +63,10 @@ class ServerEngine:
         """Send the gradient to the servers, and clear it."""
         return self._updates.update(lr)
 
+    def skip_update(self) -> None:
+        """Clear the gradients; parameters and optimizer state stay as they are."""
+        self._updates.clear_gradients()
+
     def shards(self) -> Iterator[TensorShard]:
         """List what this rank saves and loads; a load writes into the servers' memory."""
         self._stale = True
