@@ -82,7 +82,7 @@ class Heartbeat:
     def __init__(self, logs: Path | None = None, task: int = 0) -> None:
         """Map the entry of `task`. logs: log directory of the attempt; None: nobody watches this rank."""
         self._map: mmap.mmap | None = None
-        self._process, self._counter, self._phase = os.getpid(), 0, Phase.START
+        self._process, self._counter, self.phase = os.getpid(), 0, Phase.START
         self._nanoseconds = [0] * (max(Phase) + 1)
         self._since = time.monotonic_ns() - _nanoseconds_since_start()
         self.failure: str | None = None
@@ -97,8 +97,8 @@ class Heartbeat:
     def enter(self, phase: Phase, step: int = 0) -> None:
         """Write that this rank has begun a phase, or is alive in it. step: updates made so far."""
         now = time.monotonic_ns()
-        self._nanoseconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        self._nanoseconds[self.phase] += now - self._since
+        self.phase, self._since = phase, now
         self._counter += 1
         if self._map is not None:
             _LAYOUT.pack_into(self._map, 0, _VERSION, phase, self._process, step, self._counter, now)
@@ -106,7 +106,7 @@ class Heartbeat:
     def seconds(self) -> dict[Phase, float]:
         """Return how long this process has been in each phase, up to now."""
         now = time.monotonic_ns()
-        self._nanoseconds[self._phase] += now - self._since
+        self._nanoseconds[self.phase] += now - self._since
         self._since = now
         return {phase: self._nanoseconds[phase] / 1e9 for phase in Phase if self._nanoseconds[phase]}
 

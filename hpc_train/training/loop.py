@@ -290,9 +290,10 @@ class TrainingRun:
 
     def wait_until_copied(self) -> float:
         """Block until pending saves have copied parameters and optimizer state; returns the seconds it took."""
+        phase = self.heartbeat.phase
         self.heartbeat.enter(Phase.SAVE, self.step)
         seconds = self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
-        self.heartbeat.enter(Phase.STEP, self.step)
+        self.heartbeat.enter(phase, self.step)
         return seconds
 
     def write_skip_list(self) -> None:
