@@ -248,6 +248,8 @@ def packed_array_request(
     setup = [
         *_setting_lines(base, config, sweep, elements),
         f"hpc_points_per_job={size} hpc_ranks_per_node={size * config.cluster.ranks_per_node}",
+        # The watcher ends all steps of a job: one point that hangs must not end the others.
+        "hpc_watch=() hpc_restart=()",
         batch_script.shell_functions(),
         *batch_script.define_start(batch_script.srun_line(config, container, _share_options(base, config, size))),
         # shell words: the ids of an element, which have neither spaces nor patterns
