@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from hydra.core.plugins import Plugins
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
@@ -30,6 +31,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(folder, "my_models.py", "import helper\n")
     write(folder, "helper.py", "VERSION = 1\n")
     monkeypatch.chdir(folder)
+    Plugins.instance()  # its scan happens once a process: with the whole path
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and code_sources.is_installed(Path(entry))])
     return folder
 
@@ -250,7 +252,8 @@ def test_folders_on_the_path_are_frozen_and_not_looked_into_again(
     repository: Path, take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "lib/src/shared/__init__.py")
-    monkeypatch.syspath_prepend(str(tmp_path / "lib/src"))
+    # Not syspath_prepend: its undo would write the filtered path of `project` over the whole one.
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib/src"), *sys.path])
     (repository / "sub").mkdir()
     write(repository, "sub/my_models.py")
     monkeypatch.chdir(repository / "sub")
