@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
@@ -108,10 +109,19 @@ class AgentReports:
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
-def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: str) -> subprocess.Popen[bytes]:
-    """Start an agent on every node of the job, in a step of its own that takes nothing from the ranks."""
-    options = ["--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    quiet = ["--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", f"--job-name={AGENTS}"]
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an agent on each of these nodes, in a step of its own that takes nothing from the ranks."""
+    count, names = len(nodes), ",".join(nodes)
+    options = ["--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={names}"]
+    quiet = [
+        "--cpus-per-task=1",
+        "--mem=0",
+        "--mpi=none",
+        "--cpu-bind=none",
+        "--unbuffered",
+        "--kill-on-bad-exit=0",
+        f"--job-name={AGENTS}",
+    ]
     agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
     with (logs / "agents.err").open("ab") as errors:
         # Variables that srun would take for options of the ranks' step must not reach this one.
@@ -131,7 +141,8 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
     job = current_job_id(os.environ)
     assert job is not None
     silent, stopping = float(resilience["node_silent_seconds"]), False
-    reports = AgentReports(start_agents(logs, resilience, os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    nodes = expand_hostlist(os.environ["HPC_TRAIN_NODES"])
+    reports = AgentReports(start_agents(logs, resilience, nodes))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
