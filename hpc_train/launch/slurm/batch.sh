@@ -254,6 +254,8 @@ continue_after_stop() {
 restart_ranks() {
   doing="" why="" next="" state="" stopped=""
   choose_nodes "$logs/next-nodes"
+  # As far as Slurm knows, the step before has its CPUs and memory until a node that does not answer is given up.
+  [ "${#step[@]}" -eq 0 ] || step+=(--overlap --mem=0)
   make_attempt
   mark_started
   export_attempt

@@ -22,6 +22,7 @@ from hpc_train.launch.slurm import batch_script
 from hpc_train.launch.slurm.batch_script import cpus_per_rank
 from hpc_train.launch.slurm.containers import make_container
 from hpc_train.launch.slurm.slurm_cli import RunClient
+from hpc_train.resilience.exclusion import choose_excluded, read_strikes
 from hpc_train.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
         "constraint": launch.constraint or site.constraint,
         "account": launch.account,
         "qos": launch.qos,
-        "exclude": launch.exclude,
+        "exclude": ",".join(filter(None, [launch.exclude, *choose_excluded(read_strikes(folder.path), nodes)])) or None,
         "mem": f"{round(launch.memory_gib * 1024)}M" if launch.memory_gib else None,
         "exclusive": True if site.exclusive else None,
         "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,
