@@ -79,7 +79,10 @@ def decide_after_failure(
     """
     logs, events, saved = folder.logs(attempt), read_events(folder.path), find_newest_step(folder)
     cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
+    went_back = any(event["event"] == "rollback" and event["attempt"] == attempt for event in events)
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
+    if went_back and fault.cause is Cause.USER:  # the ranks have said so in a line of their own
+        fault = Fault(Cause.NUMBERS)
     record_strikes(folder.path, attempt, fault, allocation)
     excluded = choose_excluded(read_strikes(folder.path), allocation.wanted) if allocation.nodes else []
     policy = Policy(
@@ -134,8 +137,10 @@ def _full_name(host: str, nodes: Iterable[str]) -> str | None:
 
 
 def find_newest_step(folder: RunDirectory) -> int | None:
-    """Return the newest committed checkpoint step; None if there is none."""
-    return max(folder.steps(), default=None)
+    """Return the newest committed checkpoint step that is not marked bad; None if there is none."""
+    return max(
+        (step for step in folder.steps() if not (folder.checkpoints / f"step-{step}/bad").exists()), default=None
+    )
 
 
 def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:

@@ -109,3 +109,20 @@ def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
     (notice,) = events(workshop, "notice")
     assert notice["why"].endswith(" is about to be taken away: instance i-1 ends at 12:00")
     assert re.search(r"stopped at step [78], saved", ended.out)
+
+
+def test_a_parameter_that_is_nan_sends_the_run_back_to_a_good_checkpoint(workshop: Workshop) -> None:
+    settings = (*LONG, "checkpoint.every=2", "checkpoint.keep=9", "resilience.numbers.good_after=2")
+    ended = workshop.train("run", *settings, faults="1:train:9:poison")
+    assert ended.code == 0, ended
+    run = workshop.folder / "run"
+    (back,) = events(workshop, "rollback")
+    assert (back["step"], back["to"], back["marked"]) == (11, 6, [8, 10])
+    (restart,) = events(workshop, "restart")
+    assert restart["cause"] == "numbers that were not finite"
+    assert "starting again from step 6" in ended.err
+    (skipped,) = json.loads((run / "skipped.json").read_text())
+    assert (skipped["first_step"], skipped["last_step"], skipped["first_sample"]) == (9, 11, 32)
+    clean = workshop.train("clean", *settings, f"resilience.numbers.skip_list={run / 'skipped.json'}")
+    assert clean.code == 0, clean
+    assert_same_run(run, workshop.folder / "clean")
