@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from drawn import draw
 from jobs import LONG, Workshop, assert_same_run, processes, wait_for
 
 from hpc_train.errors import EXIT_REQUEUE
@@ -22,7 +23,11 @@ def events(workshop: Workshop, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["1:build:1:kill", "0:train:3:kill", "1:train:7:kill", "1:eval:3:kill", "0:save:2:kill"]
+    "fault",
+    draw(
+        ["1:build:1:kill", "0:train:3:kill", "1:train:7:kill", "1:eval:3:kill", "0:save:2:kill"],
+        ["1:train:7:kill", "0:save:2:kill"],
+    ),
 )
 def test_a_killed_rank_is_started_again_and_the_numbers_are_the_same(
     workshop: Workshop, uninterrupted: Any, fault: str
