@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, job_columns
@@ -315,9 +316,9 @@ class _PeakSearch:
         return own
 
     @cached_property
-    def _sends_gradients(self) -> Column | None:
+    def _sends_gradients(self) -> NDArray[np.bool_] | None:
         """Whether reduced gradients go to the host at once; None if they do in no job."""
-        sends: Column = (self.jobs.offload > 1) & (self.jobs.zero >= 2)
+        sends: NDArray[np.bool_] = (self.jobs.offload > 1) & (self.jobs.zero >= 2)
         return sends if np.any(sends) else None
 
     @cached_property
