@@ -36,6 +36,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
@@ -108,6 +109,7 @@ def _run_rank(
             heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.heartbeat = heartbeat
+            run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.saver.lock = lock
             with closing(run):
